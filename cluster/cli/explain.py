@@ -8,15 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.deploy import Name
-from cluster.cli.routers import Admin, remembered
+from cluster.cli.routers import Admin, RequestId, remembered
 
 _PARTS = ("queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
 
 
 def explain(
-    request_id: Annotated[
-        str, typer.Argument(help="As `generate --json`, the X-Request-Id header or an answer's `id` says it.")
-    ],
+    request_id: RequestId,
     name: Name = None,
     admin: Admin = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,

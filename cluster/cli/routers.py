@@ -18,6 +18,10 @@ Admin: TypeAlias = Annotated[
     typer.Option(help="HOST:PORT at which a router answers operators; default: all of the deployment's."),
 ]
 
+RequestId: TypeAlias = Annotated[
+    str, typer.Argument(help="As `generate --json`, the X-Request-Id header or an answer's `id` says it.")
+]
+
 
 def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[AdminAnswer]:
     """What each of them answers to GET `path`, at least one. Raises ClusterError when nobody does."""

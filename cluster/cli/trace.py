@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.deploy import Name
-from cluster.cli.routers import Admin, remembered
+from cluster.cli.routers import Admin, RequestId, remembered
 from cluster.words.life import Span, critical_path, spans_of
 
 _WIDTH = 60  # of the picture
@@ -16,9 +16,7 @@ _SHOWN = 0.01  # of all the time: what is less is left out of the path
 
 
 def trace(
-    request_id: Annotated[
-        str, typer.Argument(help="As `generate --json`, the X-Request-Id header or an answer's `id` says it.")
-    ],
+    request_id: RequestId,
     name: Name = None,
     admin: Admin = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,

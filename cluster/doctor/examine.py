@@ -16,6 +16,7 @@ from cluster.words.spec import Spec
 
 _LOOK_S = 60.0  # also where a process of Ray's must start for it first
 _LOOPBACK = "127.0.0.1"
+_RAY_PORT = 6379  # anything listens there, or refuses: both say that the host is reached
 
 
 def examine_here(spec: Spec, *, is_deployed: bool = False) -> tuple[list[HostFacts], list[Finding]]:
@@ -45,9 +46,6 @@ def examine_nodes(
         except Exception as error:  # whatever it is, it is what is wrong with that host
             silent.append(_silent(ip, error))
     return hosts, [*silent, *findings_of(spec, hosts)]
-
-
-_RAY_PORT = 6379  # anything listens there, or refuses: both say that the host is reached
 
 
 def _question(spec: Spec, ip: str, *, has_router: bool, is_deployed: bool) -> HostQuestion:

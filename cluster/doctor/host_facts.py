@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from cluster.model.source import cache_root
 from cluster.words.errors import DeployError
 
 # What two hosts must have in common: these speak with each other, or compute what must be equal.
 PACKAGES = ("xpyd", "ray", "torch", "triton", "grpcio", "protobuf", "numpy", "tokenizers", "llguidance")
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # what torch loads, whichever it was built for
 _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 _ASK_S = 3.0
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -105,7 +105,7 @@ def look(question: HostQuestion) -> HostFacts:
         ip=question.ip,
         name=socket.gethostname(),
         python=platform.python_version(),
-        packages=_versions(),
+        packages=_versions(PACKAGES),
         machine=platform.machine(),
         memory_bytes=_memory_bytes(),
         shared_memory_bytes=_free_bytes("/dev/shm"),
@@ -131,9 +131,9 @@ def look(question: HostQuestion) -> HostFacts:
     )
 
 
-def _versions() -> dict[str, str]:
+def _versions(names: Iterable[str]) -> dict[str, str]:
     found = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -212,7 +212,7 @@ def _redis(url: str | None) -> tuple[str, float | None, str]:
     """What is wrong, milliseconds to it and back, and what it throws out when it is full."""
     if url is None:
         return "", None, ""
-    from cluster.index.redis_server import asked_once, place_of
+    from cluster.index.redis_server import asked_once
 
     try:
         with asked_once(url, within_s=_ASK_S) as redis:
@@ -221,9 +221,8 @@ def _redis(url: str | None) -> tuple[str, float | None, str]:
             redis.ping()
             took_ms = 1e3 * (time.monotonic() - begin)
             return "", took_ms, str((redis.info("memory") or {}).get("maxmemory_policy", ""))
-    except (DeployError, ValueError) as error:
-        said = str(error)
-        return (said if urlsplit(url).hostname else f"{place_of(url)}: {said}"), None, ""
+    except DeployError as error:
+        return str(error), None, ""
 
 
 def _unreadable(path: str) -> str:
@@ -274,19 +273,7 @@ def _gpus() -> tuple[tuple[DeviceFacts, ...], str, str]:
     nvml.nvmlSystemGetDriverVersion(text, 96)
     driver = text.value.decode(errors="replace")
     nvml.nvmlShutdown()
-    return tuple(devices), driver, _nccl_version(_distributions(("nvidia-nccl-cu13", "nvidia-nccl-cu12")))
-
-
-def _distributions(names: Iterable[str]) -> Iterable[str]:
-    for name in names:
-        try:
-            yield metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-
-
-def _nccl_version(found: Iterable[str]) -> str:
-    return next(iter(found), "")
+    return tuple(devices), driver, next(iter(_versions(_NCCL).values()), "")
 
 
 def _rdma_ports(root: Path) -> dict[str, str]:

@@ -13,7 +13,6 @@ from cluster.words.traffic import TOKENS_PER_HASH, ReplicaNews
 from router.autoscale.observation import Saturation
 from router.autoscale.pool_sizes import PoolSizes
 from router.autoscale.simulated_outlook import Fleets
-from router.simulator.fleet_setup import FleetSetup
 from router.simulator.profile import KV, LinkProfile, Profile, Steps
 
 _LINK_BYTES_PER_S = 1e9  # until one is measured
@@ -44,19 +43,7 @@ def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaNews])
         host_bytes_per_s=_HOST_BYTES_PER_S,
         usd_per_hour=1.0,
     )
-    setup = FleetSetup(
-        num_prefill=1,
-        num_decode=1,
-        policy="cost",
-        block_size=TOKENS_PER_HASH,
-        kv_tokens=profile.kv.pool_tokens,
-        pulls=True,
-        prefill_batch_tokens=spec.prefill.max_batch_tokens,
-        decode_batch_tokens=spec.decode.max_batch_tokens,
-        max_running=spec.decode.max_running,
-        max_local_tokens=spec.router.max_local_prefill,
-    )
-    return Fleets(setup=setup, profile=profile, slo_ttft_s=rules.slo_ttft_ms / 1e3, slo_itl_s=rules.slo_itl_ms / 1e3)
+    return Fleets.of(spec, rules, profile, block_size=TOKENS_PER_HASH)
 
 
 def saturation_of(fleet: Iterable[ReplicaNews], rules: AutoscaleSpec, *, num_waiting: int) -> Saturation:

@@ -96,16 +96,22 @@ class ScaleLimits:
     def nearest(self, prefill: float, decode: float) -> PoolSizes:
         """Sizes that are allowed and leave the busier pool as little busy as can be, where pools are wanted of
         `prefill` and `decode` replicas (fractions of one included) and there may not be so many devices."""
-        least, most, devices = self.least, self.most, self.devices
+        least, most = self.least, self.most
         want_p = min(max(-int(-prefill // 1), least.prefill), most.prefill)
         want_d = min(max(-int(-decode // 1), least.decode), most.decode)
         if self.allow(wanted := PoolSizes(want_p, want_d)):
             return wanted
-        splits = []
-        for num_prefill in range(least.prefill, most.prefill + 1):
-            room = (self.max_devices - num_prefill * devices.prefill) // devices.decode
-            num_decode = min(room, most.decode)
-            if num_decode >= least.decode:
-                splits.append(PoolSizes(num_prefill, num_decode))
         # Of those that are alike in that, the one whose other pool is less busy.
-        return min(splits, key=lambda s: sorted((prefill / max(s.prefill, 1e-9), decode / max(s.decode, 1e-9)))[::-1])
+        return min(
+            self.splits(), key=lambda s: sorted((prefill / max(s.prefill, 1e-9), decode / max(s.decode, 1e-9)))[::-1]
+        )
+
+    def splits(self) -> list[PoolSizes]:
+        """Of all devices that there may be, to each number of prefill replicas."""
+        found = []
+        for num_prefill in range(self.least.prefill, self.most.prefill + 1):
+            left = self.max_devices - num_prefill * self.devices.prefill
+            sizes = PoolSizes(num_prefill, min(left // self.devices.decode, self.most.decode))
+            if self.allow(sizes):
+                found.append(sizes)
+        return found

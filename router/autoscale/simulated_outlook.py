@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from cluster.bench.trace import TraceRequest
+from cluster.words.spec import AutoscaleSpec, Spec
 from cluster.words.traffic import SeenRequest
 from router.autoscale.arithmetic import demand_of
 from router.autoscale.demand import Demand
@@ -45,6 +46,23 @@ class Fleets:
     profile: Profile
     slo_ttft_s: float
     slo_itl_s: float
+
+    @classmethod
+    def of(cls, spec: Spec, rules: AutoscaleSpec, profile: Profile, *, block_size: int) -> Fleets:
+        """block_size: tokens behind one id of the trace's."""
+        setup = FleetSetup(
+            num_prefill=1,
+            num_decode=1,
+            policy="cost",
+            block_size=block_size,
+            kv_tokens=profile.kv.pool_tokens,
+            pulls=True,
+            prefill_batch_tokens=spec.prefill.max_batch_tokens,
+            decode_batch_tokens=spec.decode.max_batch_tokens,
+            max_running=spec.decode.max_running,
+            max_local_tokens=spec.router.max_local_prefill,
+        )
+        return cls(setup=setup, profile=profile, slo_ttft_s=rules.slo_ttft_ms / 1e3, slo_itl_s=rules.slo_itl_ms / 1e3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from router.autoscale.pool_sizes import PoolSizes, ScaleLimits
 from router.autoscale.replay import ReplayPrice, ScaledReplay
 from router.autoscale.scaling_decision import ScalingDecision
 from router.autoscale.simulated_outlook import Fleets
-from router.simulator.fleet_setup import FleetSetup
 from router.simulator.profile import Profile
 from router.simulator.run import simulate
 
@@ -47,7 +46,7 @@ def replay_trace(
     said: Callable[[str], None],
 ) -> dict[str, Any]:
     """scaled: of the autoscaler; fixed: of each fixed split by its name, where that is asked for."""
-    fleets = fleets_for(spec, rules, profile, tokens_per_id=trace[0].tokens_per_id)
+    fleets = Fleets.of(spec, rules, profile, block_size=min(_BLOCK, trace[0].tokens_per_id))
     limits = ScaleLimits.of(rules, devices=devices_of(spec))
     begin = PoolSizes(spec.prefill.replicas, spec.decode.replicas)
     if not begin.decode or not begin.prefill:
@@ -61,35 +60,8 @@ def replay_trace(
         decided=decided,
     ).run()
     fixed = {}
-    for sizes in splits(limits) if has_fixed else ():
+    for sizes in limits.splits() if has_fixed else ():
         setup = replace(fleets.setup, num_prefill=sizes.prefill, num_decode=sizes.decode)
         fixed[str(sizes)] = simulate(setup, profile, trace, slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
         said(f"{sizes}: {fixed[str(sizes)]['good_share']:.1%} good")
     return {"scaled": scaled, "fixed": fixed}
-
-
-def fleets_for(spec: Spec, rules: AutoscaleSpec, profile: Profile, *, tokens_per_id: int) -> Fleets:
-    setup = FleetSetup(
-        num_prefill=1,
-        num_decode=1,
-        policy="cost",
-        block_size=min(_BLOCK, tokens_per_id),
-        kv_tokens=profile.kv.pool_tokens,
-        pulls=True,
-        prefill_batch_tokens=spec.prefill.max_batch_tokens,
-        decode_batch_tokens=spec.decode.max_batch_tokens,
-        max_running=spec.decode.max_running,
-        max_local_tokens=spec.router.max_local_prefill,
-    )
-    return Fleets(setup=setup, profile=profile, slo_ttft_s=rules.slo_ttft_ms / 1e3, slo_itl_s=rules.slo_itl_ms / 1e3)
-
-
-def splits(limits: ScaleLimits) -> list[PoolSizes]:
-    """Of all devices that there may be, to each number of prefill replicas."""
-    found = []
-    for num_prefill in range(limits.least.prefill, limits.most.prefill + 1):
-        left = limits.max_devices - num_prefill * limits.devices.prefill
-        sizes = PoolSizes(num_prefill, min(left // limits.devices.decode, limits.most.decode))
-        if limits.allow(sizes):
-            found.append(sizes)
-    return found
