@@ -48,7 +48,7 @@ class RawHttp2:
             "content-type": "application/grpc",
             "authorization": authorization,
         }
-        self._frame(_HEADERS, _END_HEADERS, stream, b"".join(_literal(*header) for header in headers.items()))
+        self._frame(_HEADERS, _END_HEADERS, stream, b"".join(literal(*header) for header in headers.items()))
         self._windows[stream], self._left[stream] = self._initial, memoryview(data)
         self._push()
         return stream
@@ -91,11 +91,14 @@ class RawHttp2:
                 self.sent[stream] += size
 
     def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        self._writer.write(struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream))
-        self._writer.write(payload)
+        self._writer.write(frame(kind, flags, stream, payload))
 
 
-def _literal(name: str, value: str) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
+
+
+def literal(name: str, value: str) -> bytes:
     """A header in HPACK's plainest form."""
     assert len(name) < 127 and len(value) < 127
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()

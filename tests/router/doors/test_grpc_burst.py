@@ -9,6 +9,7 @@ import struct
 from cluster.rpc import inference_pb2 as pb
 from router.access.access import Access
 from router.doors.grpc_api import open_grpc_api
+from tests.router.doors.raw_http2 import frame, literal
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.tiny_service import MakeCompletions
 
@@ -25,23 +26,15 @@ _CALL = {
 }
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
-
-
 def _burst() -> bytes:
-    """RFC 9113; headers in HPACK's plainest form."""
-    headers = b"".join(
-        b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-        for name, value in _CALL.items()
-    )
+    headers = b"".join(literal(*header) for header in _CALL.items())
     message = pb.TokenizeRequest(prompt="a").SerializeToString()
     data = struct.pack(">BI", 0, len(message)) + message
-    said = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _frame(_SETTINGS, 0, 0)]
-    said.append(_frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 24)))
+    said = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", frame(_SETTINGS, 0, 0)]
+    said.append(frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 24)))
     for stream in range(1, 2 * _NUM_CALLS, 2):
-        said += [_frame(_HEADERS, _END_HEADERS, stream, headers), _frame(_DATA, _END_STREAM, stream, data)]
-    return b"".join([*said, _frame(_PING, 0, 0, bytes(8))])
+        said += [frame(_HEADERS, _END_HEADERS, stream, headers), frame(_DATA, _END_STREAM, stream, data)]
+    return b"".join([*said, frame(_PING, 0, 0, bytes(8))])
 
 
 class _Ends:
@@ -63,10 +56,10 @@ class _Ends:
             elif stream not in self.answered and (kind == _RESET or (kind == _HEADERS and flags & _END_STREAM)):
                 self.cut_off.add(stream)
             elif kind == _SETTINGS and not flags & _ACK:
-                self.replies += _frame(_SETTINGS, _ACK, 0)
+                self.replies += frame(_SETTINGS, _ACK, 0)
             elif kind == _PING:
                 self.has_heard_all |= bool(flags & _ACK)
-                self.replies += b"" if flags & _ACK else _frame(_PING, _ACK, 0, self._buffer[9:end])
+                self.replies += b"" if flags & _ACK else frame(_PING, _ACK, 0, self._buffer[9:end])
             self._buffer = self._buffer[end:]
 
 
