@@ -178,8 +178,9 @@ class FakeStreams:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         memory = self._memory.get(address)
-        if memory is None or memory.size < storage.nbytes():
-            memory = self._memory[address] = _Memory(storage.nbytes(), self.current)
+        # Bytes can be given to somebody else before whoever had them is known to be gone: an address is not enough.
+        if memory is None or memory.of() is not storage or memory.size < storage.nbytes():
+            memory = self._memory[address] = _Memory(storage, self.current)
             weakref.finalize(storage, self._let_go, address, memory)
         return memory
 
@@ -232,8 +233,9 @@ class FakeLane:
 class _Memory:
     """Who has used which byte of one allocation last: numbers of operations, by stream; 0: nobody."""
 
-    def __init__(self, size: int, home: str) -> None:
-        self.size = size
+    def __init__(self, storage: torch.UntypedStorage, home: str) -> None:
+        self.of = weakref.ref(storage)
+        self.size = storage.nbytes()
         self.home = home  # the stream on which it was made
         self.is_host = False
         self._written: dict[str, np.ndarray] = {}

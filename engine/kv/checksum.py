@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,4 +33,5 @@ def checksum(payload: Tensor) -> int:
 
 @lru_cache(maxsize=16)
 def _odd_numbers_at_least(count: int) -> Tensor:
-    return torch.arange(count, dtype=torch.int64) * 2 + 1
+    """All links' threads share one: made on the host, and on no thread's stream."""
+    return torch.from_numpy(np.arange(count, dtype=np.int64) * 2 + 1)
