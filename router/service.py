@@ -251,7 +251,7 @@ class RouterService:
 
     def is_ready(self) -> bool:
         """Whether requests should come here."""
-        return not self._is_closing and self.health()[Role.DECODE] > 0
+        return not self._is_closing and self._dispatch.may_answer()
 
     def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
         """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, and decides by
@@ -297,7 +297,7 @@ class RouterService:
         app = create_app(
             self._completions,
             access=self._access,
-            is_healthy=lambda: self.health()[Role.DECODE] > 0,
+            is_healthy=self._dispatch.may_answer,
             probes=self.probes,
             refuses_unknown_fields=router.unknown_fields == "refuse",
             stored=self._stored,

@@ -10,7 +10,7 @@ import typer
 from cluster.cli.deploy import Name
 from cluster.cli.routers import Admin, RequestId, remembered
 
-_PARTS = ("queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
+_PARTS = ("wait_s", "queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
 
 
 def explain(
