@@ -29,9 +29,11 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
-    """It may become a decode replica, which should not have to record its steps first."""
-    records = spec.engine.cuda_graphs == "auto" and not hindrance(spec)
-    return replace(config, recorded_rows=spec.decode.max_running if records else 0)
+    """Its guests decode; and it may become a decode replica, which should not have to record its steps first."""
+    rows = int(spec.prefill.guest_share * spec.prefill.max_running)
+    if not hindrance(spec):
+        rows = max(rows, spec.decode.max_running)
+    return replace(config, recorded_rows=rows if spec.engine.cuda_graphs == "auto" else 0)
 
 
 def _make_worker(parts: LeaderParts) -> PrefillWorker:
