@@ -41,7 +41,7 @@ def _options_table(options: list[dict[str, Any]]) -> str:
     rows = [["PREFILL", "DECODE", "PULL FROM", *(part.removesuffix("_s").upper() for part in _PARTS)]]
     for option in options:
         names = [option["prefill"] or "-", option["decode"], option["pull_from"] or "-"]
-        rows.append([*names, *(f"{option[part] * 1e3:.1f}" for part in _PARTS)])
+        rows.append([*names, *(f"{option.get(part, 0.0) * 1e3:.1f}" for part in _PARTS)])
     return columns(rows)
 
 
