@@ -156,14 +156,30 @@ def test_guests_make_way_for_a_prompt_that_is_larger_than_what_they_leave(rank: 
     while len(said) < 2:
         _step(worker, said)
     worker.submit(rank.prompt(_LARGE), handoff, listener)
-    while not listener.tokens:
-        assert _step(worker, said)
-    assert worker.status().totals.preemptions and max(map(len, said.values())) < 24
+    for _ in range(12):
+        _step(worker, said)
+    assert listener.tokens and worker.status().totals.preemptions and max(map(len, said.values())) < 24
     worker.shipped(0, shipment(handoff))
     while _step(worker, said):
         pass
     assert said == {1: _alone(rank, _PROMPT, max_tokens=24), 2: _alone(rank, _OTHER, max_tokens=24)}
     assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
+def test_a_guest_that_has_made_way_does_not_come_back_before_the_prompt_has_its_blocks(rank: RankOfOne) -> None:
+    """It is alone, and could be as large as it likes."""
+    long, larger = prompts(36, 62)
+    worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
+    Guest(rank, long, stream=1, max_tokens=26).submit(worker)
+    while 1 not in said:
+        _step(worker, said)
+    worker.submit(rank.prompt(larger), None, listener)
+    for _ in range(10):
+        _step(worker, said)
+    assert listener.tokens, "they take the blocks from each other"
+    while _step(worker, said):
+        pass
+    assert said == {1: _alone(rank, long, max_tokens=26)} and rank.num_held == 0
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
