@@ -42,7 +42,12 @@ class BodyReader:
     """Reads bodies for one router. Belongs to its event loop."""
 
     def __init__(
-        self, threads: TextThreads, *, max_context: Callable[[], int], within_s: float, refuses_unknown_fields: bool = False
+        self,
+        threads: TextThreads,
+        *,
+        max_context: Callable[[], int],
+        within_s: float,
+        refuses_unknown_fields: bool = False,
     ) -> None:
         """max_context: the longest of the models that are served now. within_s: how long a client may take to send
         one."""

@@ -74,9 +74,9 @@ async def open_grpc_api(
 ) -> GrpcApi:
     """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
 
-    served: one model, or several. is_port_shared: several router processes of one node listen on the same port and the kernel deals out connections;
-    otherwise a port in use is an error. A client that wants more streams than a connection may have opens another, for
-    what is more waits or is refused (UNAVAILABLE). Raises DeployError.
+    served: one model, or several. is_port_shared: several router processes of one node listen on the same port and the
+    kernel deals out connections; otherwise a port in use is an error. A client that wants more streams than a
+    connection may have opens another, for what is more waits or is refused (UNAVAILABLE). Raises DeployError.
     """
     models = Models.of(served)
     inference = InferenceServicer(models, access)
