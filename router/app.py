@@ -95,8 +95,8 @@ class Router:
 
 
 class _GuestFinder:
-    """Whose doors these are, too. Blocking questions go to few threads of their own: a guest whose controller hangs keeps
-    up no more than other guests."""
+    """Whose doors these are, too. What blocks is asked on a few threads of their own: a guest whose controller hangs
+    holds up other guests at most."""
 
     def __init__(self, doors: str, *, router: str, log: str) -> None:
         """log: the name of this router's."""
