@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _AGAIN_S = 5.0  # until what could not be opened is tried again
-_SETTLE_S = 30.0
+_SETTLE_S = 10.0
 _OPENING = "it is just being taken up"
 
 
@@ -67,6 +68,7 @@ class _Kept:
 
     guest: Guest
     opening: asyncio.Task[None] | None = None
+    was_tried: asyncio.Event = field(default_factory=asyncio.Event)
     served: ServedModel | None = None
     leave: Callable[[], None] = field(default=lambda: None)
 
@@ -102,10 +104,12 @@ class Guests:
         return any(kept.served and kept.served.is_ready() for kept in self._kept.values())
 
     async def settle(self) -> None:
-        """Those of now are opened, or have failed; or that takes too long."""
+        """Those of now are opened, or have failed once; or that takes too long."""
         await self._look()
-        if opening := [kept.opening for kept in self._kept.values() if kept.opening]:
-            await asyncio.wait(opening, timeout=_SETTLE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLE_S):
+                for kept in [*self._kept.values()]:
+                    await kept.was_tried.wait()
 
     async def follow_forever(self) -> None:
         """Those that come are opened, those that are gone are closed."""
@@ -142,23 +146,29 @@ class Guests:
         if any(other.guest.spec.model.name == model for other in self._kept.values() if other is not kept) or (
             model == self._models.default.model.id
         ):
-            logger.error("guest %s has a model %r, as another has; `model.served_name` gives it another", name, model)
+            logger.error(
+                "guest %s: its model is called %s, as another is: `model.served_name` says another", name, model
+            )
+            kept.was_tried.set()
             return
         self._models.say_away(model, _OPENING)
         kept.opening = asyncio.create_task(self._open(kept), name=f"guest {name}")
 
     async def _open(self, kept: _Kept) -> None:
-        spec = kept.guest.spec
+        spec, said = kept.guest.spec, ""
         while True:
             try:
                 await self._try_to_open(kept)
             except Exception as error:  # an edge: whatever it is, it is this guest's
-                is_ours = isinstance(error, ClusterError)
-                logger.error("guest %s: not opened: %s", spec.name, error, exc_info=None if is_ours else error)
+                if said != (said := str(error)):
+                    is_ours = isinstance(error, ClusterError)
+                    logger.error("guest %s: not opened: %s", spec.name, error, exc_info=None if is_ours else error)
                 self._models.say_away(spec.model.name, "its deployment cannot be reached, or its model not read")
+                kept.was_tried.set()
                 await asyncio.sleep(_AGAIN_S)
             else:
                 logger.info("guest %s: model %s is served", spec.name, spec.model.name)
+                kept.was_tried.set()
                 return
 
     async def _try_to_open(self, kept: _Kept) -> None:

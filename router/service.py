@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from cluster.process.supervisor import Supervisor
@@ -171,6 +171,11 @@ class RouterService:
     def health(self) -> dict[str, int]:
         """How many replicas of each role of its own deployment can be used now."""
         return self._own.health()
+
+    @property
+    def models(self) -> Sequence[str]:
+        """What clients call those that are served now, its own first."""
+        return self._models.names
 
     @property
     def probes(self) -> HealthProbes:

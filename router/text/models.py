@@ -45,6 +45,10 @@ class Models:
         """It should not be here any more."""
         self._away.pop(name, None)
 
+    def is_known(self, name: str) -> bool:
+        """Whether it is here, or should be."""
+        return name in (self.default.model.id, *self._others, *self._away)
+
     def find(self, name: str) -> Completions:
         """Raises UnknownModel and ModelAway."""
         if not name or name == self.default.model.id:
