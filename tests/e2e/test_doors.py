@@ -17,10 +17,7 @@ from cluster.model.config import weight_files
 from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
-from router.guests import Guest
 from router.service import RouterService
-from tests.e2e.conftest import Checkpoint, Reference
-from tests.e2e.guest_checks import check_guest
 from tests.engine.gguf_files import read_model
 from tests.identities import router
 from tests.local_cluster import local_cluster
@@ -31,23 +28,15 @@ _MESSAGES = [{"role": "user", "content": _QUESTION}]
 
 
 @pytest.mark.timeout(180)
-async def test_chat_streams_seeds_stops_and_errors_at_both_doors_and_a_guest_that_comes_and_goes(
-    smollm2_dir: Path, redis_url: str, checkpoint: Checkpoint, reference: Reference
-) -> None:
+async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
     # Seeds are tried: neither what else is in a bf16 batch nor an fp8 wire on one of two ways may change a token.
     model, kv = {"served_name": "smollm2", "dtype": "float32"}, {"wire_dtype": "raw"}
     tree = {"model": model, "kv": kv, "router": {"grpc_port": free_port(), "http_port": free_port()}}
-    guests = list[Guest]()
-
-    async def find_guests() -> list[Guest]:
-        return [*guests]
-
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         service = await RouterService.open(
             cluster.spec,
             credentials=cluster.credentials,
             identity=cluster.identity(router("router-1")),
-            find_guests=find_guests,
         )
         try:
             async with asyncio.timeout(150):
@@ -59,7 +48,6 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors_and_a_guest_tha
                 await _check_lm_eval(url, smollm2_dir)
                 await _check_grpc(service.grpc_port)
                 await _check_admin("http://{}:{}".format(*service.admin_address))
-                await check_guest(service, guests, checkpoint("llama"), redis_url, reference)
         finally:
             await service.close()
         await cluster.idle()
