@@ -16,8 +16,8 @@ import ray
 from ray import serve
 
 from cluster.control.asking import ask_controller
-from cluster.control.certificates import open_identity, open_papers
 from cluster.control.borrower_list import BorrowerList
+from cluster.control.certificates import open_identity, open_papers
 from cluster.process.garbage import spare_the_old
 from cluster.process.log import redirect_output
 from cluster.words.errors import DeployError, ReplicaFailed

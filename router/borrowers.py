@@ -1,7 +1,7 @@
 """The borrowers of one router: deployments that have no doors of their own, and whose models are served at these.
 
-A borrower comes, fails and goes by itself: it is opened in a task of its own, its background tasks count for nobody else,
-and what cannot be opened is tried again while the others go on.
+A borrower comes, fails and goes by itself: it is opened in a task of its own, its background tasks count for nobody
+else, and what cannot be opened is tried again while the others go on.
 """
 
 from __future__ import annotations

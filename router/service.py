@@ -22,13 +22,13 @@ from cluster.words.traffic import TrafficAnswer, TrafficNews
 from router.access.access import Access
 from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
+from router.borrowers import Borrowers, FindBorrowers
 from router.doors.certificates import Certificates
 from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.health_api import HealthProbes
 from router.doors.http_app import create_app
 from router.doors.http_listener import HttpListener
-from router.borrowers import FindBorrowers, Borrowers
 from router.metrics import Metrics
 from router.served_model import ServedModel
 from router.stored.response_store import StoreBounds

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.control import claims, desired
+from cluster.control.borrower_list import BorrowerList, borrowers_of
 from cluster.control.claims import NameClaim
 from cluster.control.desired import Desired
-from cluster.control.borrower_list import BorrowerList, borrowers_of
 from cluster.host.borrowed_doors import borrow
 from cluster.words.credentials import Credentials
 from cluster.words.errors import SpecError
