@@ -61,6 +61,7 @@ def main() -> None:
             for number, split in enumerate(options.fixed.split(",")):
                 _scale(split)
                 found[split] = _load(trace, options, seed=100 + number)
+                (directory / "found.json").write_text(json.dumps(found, indent=1))
                 _show(found)
             _scale(begin)
             _cluster("autoscale", "set", str(_rules(options, directory)), "--name", _NAME)
@@ -165,6 +166,9 @@ def _show(found: dict[str, Any]) -> None:
             good = [f"{report['good_share']:.1%}", f"{report['goodput_rps']:.3f}"]
             rows.append([what, *good, *times, str(report["failed"])])
     print(columns(rows), flush=True)
+    for what, report in found.items():
+        if isinstance(report, dict) and report["errors"]:
+            print(what, report["errors"], flush=True)
 
 
 if __name__ == "__main__":
