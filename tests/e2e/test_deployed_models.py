@@ -53,15 +53,13 @@ def streaming(client: openai.OpenAI) -> Iterator[None]:
             except openai.OpenAIError as error:
                 failures.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=ask)
+    thread.start()
     try:
         yield
     finally:
         is_over.set()
-        for thread in threads:
-            thread.join()
+        thread.join()
     assert not failures and len(texts) > 2 and len(set(texts)) == 1
 
 
