@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.bench.trace import TraceRequest
-from cluster.words.spec import Spec
+from cluster.words.spec import AutoscaleSpec, Spec
 from cluster.words.traffic import ReplicaNews
 from router.autoscale.live_fleets import fleets_of
-from router.autoscale.trial import rules_of
 from router.simulator.run import simulate
 
 
@@ -27,7 +26,7 @@ def predict_load(
 
     Raises ClusterError where rates are not known yet.
     """
-    fleets = fleets_of(spec, rules_of(spec), replicas)
+    fleets = fleets_of(spec, AutoscaleSpec(), replicas)  # its limits are not asked for
     setup = replace(
         fleets.setup,
         num_prefill=spec.prefill.replicas,

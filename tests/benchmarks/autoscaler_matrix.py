@@ -19,7 +19,7 @@ from cluster.cli.console import columns
 from router.autoscale.simulated_outlook import Fleets
 from tests.benchmarks.autoscaler import make_fleets, make_trace, parse, run_fixed, run_scaled
 
-_ALL = "--eviction lru --slo-ttft-ms 30000 --replicas 8 --period 600 --duration 600 --load 0.7"
+_ALL = "--eviction lru --slo-ttft-ms 30000 --replicas 4 --period 600 --duration 600 --load 0.7"
 SETS = {
     "known": {
         "turning": "",
@@ -27,7 +27,8 @@ SETS = {
         "turning, more load": "--load 0.9",
         "turning, slowly": "--period 1200 --duration 1200",
         "turning, quickly": "--period 300",
-        "turning, 4 replicas": "--replicas 4",
+        "turning, 8 replicas": "--replicas 8",
+        "turning, 8 replicas, half the load": "--replicas 8 --load 0.5",
         "turning, 16 replicas": "--replicas 16",
         "turning, other limits": "--slo-ttft-ms 10000 --slo-itl-ms 60",
         "steps": "--shape steps",
@@ -42,8 +43,8 @@ SETS = {
     },
     "held-out": {
         "turning": "--seed 101 --period 750 --duration 750 --load 0.6",
-        "turning, 16 replicas": "--seed 102 --replicas 16 --period 900 --duration 900",
-        "turning, 4 replicas": "--seed 103 --replicas 4 --period 800 --duration 800 --load 0.8",
+        "turning, 8 replicas": "--seed 102 --replicas 8 --period 900 --duration 900",
+        "turning, more load": "--seed 103 --period 800 --duration 800 --load 0.8",
         "turning, other limits": "--seed 104 --slo-ttft-ms 15000 --slo-itl-ms 50 --load 0.75",
         "steps": "--seed 105 --shape steps --period 720 --duration 720 --load 0.6",
         "sine": "--seed 106 --shape sine --period 900 --duration 900",

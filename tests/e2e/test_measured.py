@@ -62,10 +62,12 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
         assert await asyncio.to_thread(run, ["bench", "--trace", trace, *options]) == 0
         report = json.loads(capsys.readouterr().out)
         assert (report["completed"], report["prompt_tokens"], report["output_tokens"]) == (10, 640, 80)
+        assert report["predicted"] is None and "--endpoint" in report["no_prediction"]
         assert 0 < report["reuse_share"] <= 0.5 and report["ttft_ms"]["mean"] > 0 and report["itl_ms"]["mean"] > 0
     load = ["--poisson", "20", "--requests", "5", "--prompt-tokens", "20", "--output-tokens", "3", "--endpoint", grpc]
     assert await asyncio.to_thread(run, ["bench", *load]) == 0
-    assert "5 requests" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "5 requests" in said and "no prediction: " in said and "PREDICTED" not in said
     assert await asyncio.to_thread(run, ["bench", "--trace", trace, "--endpoint", grpc]) == 1  # far beyond its context
 
     path = tmp_path / "live.json"
