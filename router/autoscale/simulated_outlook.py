@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -167,10 +168,10 @@ class SimulatedOutlook:
         ttft = np.array([flight.ttft_s for flight in judged])
         itl = np.array([flight.mean_itl_s for flight in judged])
         in_ttft, in_itl = ttft <= fleets.slo_ttft_s, itl <= fleets.slo_itl_s
-        work_s = sum(flight.compute_s for flight in judged if flight.option.prefill)
-        growth = work_s / max(coming[-1].arrival_s, 1e-3) / max(1, sizes.prefill) - 1.0
-        if growth < 0 and not self._now.waiting:
-            growth = 0.0  # nothing to make up for
+        work_s = np.array([flight.compute_s for flight in judged if flight.option.prefill])
+        growth = _growth(work_s, sizes.prefill * max(coming[-1].arrival_s, 1e-3))
+        if not self._now.waiting:
+            growth = max(0.0, growth)  # nothing to make up for
         arrivals = np.array([flight.request.arrival_s for flight in judged])
         cached = sum(flight.num_cached for flight in judged) / sum(flight.request.num_tokens for flight in judged)
         return Prediction(
@@ -186,6 +187,14 @@ class SimulatedOutlook:
             itl_s=float(np.mean(itl[itl > 0])) if (itl > 0).any() else 0.0,
             reuse_share=min(1.0, cached),
         )
+
+
+def _growth(work_s: Floats, capacity_s: float) -> float:
+    """By how many seconds a queue of prompts grows in a second, or shrinks: the work that came, over what could be
+    done, less one. It grows as far as that is beyond what comes of chance, where a few long prompts may come together:
+    the variance of a compound Poisson sum is that of its squares."""
+    growth = float(work_s.sum()) / capacity_s - 1.0
+    return growth if growth < 0 else max(0.0, growth - math.sqrt(float((work_s**2).sum())) / capacity_s)
 
 
 def _lasting(arrivals: Floats, ttft: Floats, in_itl: Bools, *, growth: float, slo_ttft_s: float) -> float:
