@@ -27,7 +27,9 @@ _CALM = 3  # decisions in a row
 _MOST_PATIENCE = 16  # times _CALM
 _REGRET = 20  # decisions: whoever comes back up within so many was too quick
 _LEAST_GAIN = 0.02  # of the requests
-_CHANCE = 0.5  # standard errors, at most, of a share of those that were simulated: a smaller gain may be none
+_CHANCE = (
+    1.0  # of / sqrt(n): two standard errors at most of a share of n that were simulated; a smaller gain may be none
+)
 _HOPELESS = 0.5  # of the requests: where fewer are good there is more to do than can be done
 _HORIZON = 10  # decisions: for so long a change is made, as far as anybody knows
 _WORSE, _BETTER, _MOST_CORRECTION = 1.1, 0.98, 1.5  # of the load that the simulator is asked with
