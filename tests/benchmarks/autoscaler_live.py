@@ -113,7 +113,7 @@ def _trace(options: argparse.Namespace, directory: Path) -> Path:
     """As much as this deployment says that it carries, after it has been loaded for a while."""
     for number, (name, speedup) in enumerate(_WARM):
         warm = ["--trace", str(options.traces / name), "--scale-tokens", options.scale_tokens, "--speedup", speedup]
-        _cluster("bench", *warm, "--requests", "40", "--seed", str(number), "--name", _NAME, "--json")
+        _cluster("bench", *warm, "--requests", "25", "--seed", str(number), "--name", _NAME, "--json")
     profile, trace = directory / "live.json", directory / "trace.jsonl"
     _cluster("profile", "--live", "--name", _NAME, "-o", str(profile))
     shape = ["--period", str(options.period), "--duration", str(options.duration), "--load", str(options.load)]
