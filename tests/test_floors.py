@@ -102,19 +102,21 @@ prefill_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvt
     prefill_worker(guest_answers)
 router.access: cluster(index process words) router(text)
 router.admin_door: cluster(index process words) router(doors metrics monitoring serving)
-router.app: cluster(control process words) router(service)
+router.app: cluster(control process words) router(borrowers service)
 router.autoscale: cluster(bench words) router(simulator)
 router.batches: cluster(index process words) router(access)
 router.bench: cluster(bench index process rpc wire words) router(access doors metrics routing serving text
     tracing)
 router.doors: cluster(rpc wire words) router(access batches metrics stored text tracing)
 router.generation: cluster(words)
+router.borrowers: cluster(process words) router(metrics served_model text tracing)
 router.metrics: cluster(rpc words)
 router.monitoring: cluster(rpc words) router(metrics routing serving)
 router.parsers:
 router.routing: cluster(index words)
-router.service: cluster(grammar index model process rpc words) router(access admin_door batches doors metrics routing
-    serving stored text tracing traffic traffic_teller)
+router.served_model: cluster(grammar index model process rpc words) router(admin_door metrics routing serving text
+    tracing traffic traffic_teller)
+router.service: cluster(process words) router(access batches doors borrowers metrics served_model stored text tracing)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
 router.stored: cluster(index words)

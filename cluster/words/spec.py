@@ -236,6 +236,10 @@ class SpeculationSpec(_Section):
 class RouterSpec(_Section):
     """Where clients ask, and how requests find their replicas."""
 
+    doors: Annotated[str, Field(pattern=_NAME)] | None = None
+    """Another deployment on the same Ray, whose routers and doors serve this one's model, too, beside their own: a
+    request's `model` says which is meant. Then this deployment has no routers, ports or keys of its own. null: it
+    has."""
     replicas: Count = 1
     """Router processes; on several hosts each has one of those with the label `pool: router` to itself, while there are
     as many."""

@@ -28,6 +28,7 @@ from router.routing.fair_shares import QueuedRequest
 from router.routing.replica_load import ReplicaLoad
 from router.routing.revisions import Revisions
 from router.routing.tenant_share import NO_PLACES, Places
+from router.serving.absence import Absence
 from router.serving.fit import check_fit
 from router.serving.flows import Flows
 from router.serving.gate import AdmissionGate
@@ -67,12 +68,13 @@ class Dispatch:
         queue_s: float,
         max_waiting: int,
         metrics: Metrics,
+        name: str = "",
         tenant_share: Callable[[], float] = lambda: 1.0,
         revisions: Revisions | None = None,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. vocab_size: of that model.
-        queue_s: how long a request may wait for a replica with room. tenant_share: of what the others leave of the
-        decode replicas, for one tenant; now. revisions: None: there is one alone."""
+        queue_s: how long a request may wait for a replica with room. name: what clients call it. tenant_share: of what
+        the others leave of the decode replicas, for one tenant; now. revisions: None: there is one alone."""
         self.replicas = replicas
         self.revisions = revisions or Revisions()
         self.decisions = Decisions()
@@ -90,6 +92,7 @@ class Dispatch:
             share=tenant_share, free=self._free_places, max_waiting=max_waiting, queue_s=queue_s
         )
         self._now = asyncio.get_running_loop().time
+        self.absence = Absence(replicas, name=name, now=self._now)
         replicas.on_change = self._room_changed
         metrics.requests_waiting.set_function(lambda: self.num_waiting)
         metrics.tenants_at_share.set_function(lambda: self._shares.num_lines)
@@ -110,9 +113,11 @@ class Dispatch:
         booked for it, `give_back` takes back. only: of this revision.
 
         Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
-        could ever hold the request.
+        could ever hold the request. ModelAway where no decode replica has come in time; at once where there has been
+        none for so long.
         """
-        began_at = self._now()
+        self.absence.check(within_s=self._queue_s)
+        began_at, is_in = self._now(), False
         asked = self._asked(request, only=only)
         self._check_fit(request, share=self._tenant_share())
         limit_s = self._queue_s if request.deadline_s is None else min(request.deadline_s, self._queue_s)
@@ -121,10 +126,16 @@ class Dispatch:
             enter = self._enter_last(asked, places, within_s=limit_s)
         else:
             enter = self._enter(asked, places, within_s=limit_s)
-        async with enter as pair:
-            if only is None:  # else nobody waits for it
-                self._metrics.queue_time.observe(self._now() - began_at)
-            yield pair
+        try:
+            async with enter as pair:
+                is_in = True
+                if only is None:  # else nobody waits for it
+                    self._metrics.queue_time.observe(self._now() - began_at)
+                yield pair
+        except CapacityError as error:
+            if not is_in and self.absence.look() is not None:
+                raise self.absence.error() from error
+            raise
 
     async def choose(self, request: SequenceRequest, *, avoid: Set[str], served_by: int | None = None) -> Pair:
         """The cheapest pair for a request that was admitted before, room or no room. Waits while there is none at all.
@@ -136,6 +147,7 @@ class Dispatch:
         wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
         give_up_at = self._now() + wait_s
         while True:
+            self.absence.check()
             self._check_fit(request, share=1.0)
             decodes = self._loads(Role.DECODE, asked)
             # A prompt may wait behind others where the beginning of it is.
@@ -151,7 +163,7 @@ class Dispatch:
             except TimeoutError:
                 if wait_s == request.deadline_s:
                     raise DeadlineExceeded(f"request {request.id}: no decode replica came in its time") from None
-                raise CapacityError("no decode replica is available", retry_after_s=1.0) from None
+                raise self.absence.error() from None
 
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
@@ -271,6 +283,7 @@ class Dispatch:
         return QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
+        self.absence.check()
         self._check_fit(asked.request, share=1.0)  # the first replica may have come only now
         decodes = self._loads(Role.DECODE, asked)
         some = with_room(decodes, asked.need) or self._owed(asked, decodes)

@@ -24,7 +24,7 @@ from tests.router.serving.virtual_time import pass_time
 _BLOCK = 4
 _STOP_TOKENS = (7,)
 _ENOUGH_BLOWS = 5  # see router.serving.relay: so many fruitless attempts in a row end a request
-_LONG_S = 10_000.0
+QUEUE_S = 10_000.0
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ class World:
             model="model",
             block_size=_BLOCK,
             vocab_size=VOCAB_SIZE,
-            queue_s=_LONG_S,
+            queue_s=QUEUE_S,
             max_waiting=1000,
             metrics=self.metrics,
             tenant_share=lambda: self.tenant_share,
