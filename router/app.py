@@ -16,8 +16,8 @@ import ray
 from ray import serve
 
 from cluster.control.asking import ask_controller
+from cluster.control.borrower_list import BorrowerList
 from cluster.control.certificates import open_identity, open_papers
-from cluster.control.guest_list import GuestList
 from cluster.process.garbage import spare_the_old
 from cluster.process.log import redirect_output
 from cluster.words.errors import DeployError, ReplicaFailed
@@ -25,13 +25,13 @@ from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
 from cluster.words.revisions import RevisionTable
 from cluster.words.traffic import TrafficAnswer, TrafficNews
-from router.guests import Guest, Pass
+from router.borrowers import Borrower, Pass
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 15.0  # a router's way out, beside the requests
-_GUEST_THREADS = 4
+_BORROWER_THREADS = 4
 _LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
 
 
@@ -70,7 +70,7 @@ class Router:
         trail = Path(log_dir).with_name("trail") / Path(log).with_suffix(".jsonl")  # logs are cleared, this is not
         who = ProcessName.of_router(spec.name, name)
         identity = await asyncio.to_thread(open_identity, who, tls=spec.security.tls)
-        guests = _GuestFinder(spec.name, router=name, log=log)
+        borrowers = _BorrowerFinder(spec.name, router=name, log=log)
         self._service = await RouterService.open(
             spec,
             credentials=launch.credentials,
@@ -80,7 +80,7 @@ class Router:
             trail=trail,
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
             revisions=await asyncio.to_thread(_revisions, spec.name),
-            find_guests=guests.find,
+            find_borrowers=borrowers.find,
         )
         self._service.tell_traffic(functools.partial(_tell_controller, spec.name))
         spare_the_old()
@@ -94,21 +94,21 @@ class Router:
         await self._service.close()
 
 
-class _GuestFinder:
-    """Whose doors these are, too. What blocks is asked on a few threads of their own: a guest whose controller hangs
-    holds up other guests at most."""
+class _BorrowerFinder:
+    """Whose doors these are, too. What blocks is asked on a few threads of their own: a borrower whose controller hangs
+    holds up other borrowers at most."""
 
     def __init__(self, doors: str, *, router: str, log: str) -> None:
         """log: the name of this router's."""
-        self._list = GuestList(doors)
+        self._list = BorrowerList(doors)
         self._router = router
         self._log = log
-        self._threads = ThreadPoolExecutor(_GUEST_THREADS, "guests")
+        self._threads = ThreadPoolExecutor(_BORROWER_THREADS, "borrowers")
 
-    async def find(self) -> list[Guest]:
+    async def find(self) -> list[Borrower]:
         """Raises DeployError."""
         return [
-            Guest(spec=launch.spec, credentials=launch.credentials, enter=functools.partial(self._enter, launch))
+            Borrower(spec=launch.spec, credentials=launch.credentials, enter=functools.partial(self._enter, launch))
             for launch in await asyncio.to_thread(self._list.launches)
         ]
 

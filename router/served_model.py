@@ -180,7 +180,7 @@ class ServedModel:
 
     def is_ready(self) -> bool:
         """Whether there is a replica that answers."""
-        return self.health()[Role.DECODE] > 0
+        return self._dispatch.may_answer()
 
     async def changed(self, *, timeout_s: float) -> None:
         """Wait until something is heard of any replica. Raises TimeoutError."""

@@ -1,5 +1,5 @@
 """One router, whole: who may ask, both doors, and the models behind them: its own deployment's, and those of its
-guests, deployments that have no doors of their own.
+borrowers, deployments that have no doors of their own.
 
 Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
 """
@@ -22,13 +22,13 @@ from cluster.words.traffic import TrafficAnswer, TrafficNews
 from router.access.access import Access
 from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
+from router.borrowers import Borrowers, FindBorrowers
 from router.doors.certificates import Certificates
 from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.health_api import HealthProbes
 from router.doors.http_app import create_app
 from router.doors.http_listener import HttpListener
-from router.guests import FindGuests, Guests
 from router.metrics import Metrics
 from router.served_model import ServedModel
 from router.stored.response_store import StoreBounds
@@ -48,7 +48,7 @@ class RouterService:
     def __init__(
         self,
         own: ServedModel,
-        guests: Guests,
+        borrowers: Borrowers,
         models: Models,
         access: Access,
         stored: StoredResponses,
@@ -59,7 +59,7 @@ class RouterService:
         drain_s: float,
     ) -> None:
         self._own = own
-        self._guests = guests
+        self._borrowers = borrowers
         self._models = models
         self._access = access
         self._stored = stored
@@ -83,14 +83,14 @@ class RouterService:
         trail: Path | None = None,
         keys: KeyBook | None = None,
         revisions: RevisionTable | None = None,
-        find_guests: FindGuests | None = None,
+        find_borrowers: FindBorrowers | None = None,
     ) -> RouterService:
         """Load the models' text sides, find the replicas, open both doors. Raises SpecError, DeployError.
 
         identity: by a name that no other one of this deployment has. host: where the doors listen. node: the address of
         this machine among the others; None: that one. trail: the file with one line for each request. keys, revisions:
         what the controller has said of API keys and of the revisions that serve; None: Redis alone says it.
-        find_guests: whose models these doors serve, too, at each moment; None: nobody's.
+        find_borrowers: whose models these doors serve, too, at each moment; None: nobody's.
         """
         metrics = Metrics()
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
@@ -120,10 +120,10 @@ class RouterService:
             tracing=tracing,
         )
         models = Models(own.completions)
-        guests = Guests(
-            models, find_guests, node=node or host, has_many_tenants=lambda: access.has_many_tenants, tracing=tracing
+        borrowers = Borrowers(
+            models, find_borrowers, node=node or host, has_many_tenants=lambda: access.has_many_tenants, tracing=tracing
         )
-        await guests.settle()  # so that a router that takes another's place knows what that knew
+        await borrowers.settle()  # so that a router that takes another's place knows what that knew
         stored = StoredResponses.in_redis(
             credentials.index_url,
             name=spec.name,
@@ -141,7 +141,7 @@ class RouterService:
             at_a_time=min(_MAX_LINES, max(1, spec.decode.max_running // 2)),
         )
         drain_s = spec.timeouts.drain_s
-        service = cls(own, guests, models, access, stored, batches, tracing=tracing, tasks=tasks, drain_s=drain_s)
+        service = cls(own, borrowers, models, access, stored, batches, tracing=tracing, tasks=tasks, drain_s=drain_s)
         await service._open_doors(spec, host=host)
         service._start()
         logger.info(
@@ -182,7 +182,7 @@ class RouterService:
         return HealthProbes(live=self.is_live, ready=self.is_ready, startup=lambda: self._own.has_read)
 
     def is_live(self) -> bool:
-        """No: a task of the router keeps dying, and a new process is wanted. Guests' tasks are looked after here."""
+        """No: a task of the router keeps dying, and a new process is wanted. Borrowers' tasks are looked after here."""
         return not self._tasks.failing
 
     def is_ready(self) -> bool:
@@ -204,7 +204,7 @@ class RouterService:
         await self._stored.close()
         if self._batches:
             await self._batches.close()
-        await self._guests.close()
+        await self._borrowers.close()
         await self._own.close()  # and with it all tasks of the router
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
@@ -244,13 +244,13 @@ class RouterService:
     def _start(self) -> None:
         """What runs for as long as the router does."""
         self._tasks.start("health", self._watch)
-        if self._guests.may_come:
-            self._tasks.start("guests", self._guests.follow_forever)
+        if self._borrowers.may_come:
+            self._tasks.start("borrowers", self._borrowers.follow_forever)
         if self._batches:
             self._batches.start(self._tasks)
 
     def _is_healthy(self) -> bool:
-        return self._own.is_ready() or self._guests.is_any_ready()
+        return self._own.is_ready() or self._borrowers.is_any_ready()
 
     async def _watch(self) -> None:
         """Keep the gRPC health service in step with the replicas."""

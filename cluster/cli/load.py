@@ -13,7 +13,7 @@ import typer
 
 from cluster.bench.trace import TraceRequest, read_trace
 from cluster.bench.trace import poisson as make_poisson
-from cluster.cli.connection import find_state
+from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
 from cluster.cli.door_options import ApiKeyOption, access_to
 from cluster.cli.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
@@ -56,7 +56,8 @@ def load(
     """Replay a trace, or requests at random moments, against a deployment: latencies, goodput, reuse.
 
     Prompts are made from the trace's hash_ids: equal ids give equal tokens. Answers have exactly as many tokens as in
-    the trace. --scale-tokens shortens both, so that a small model can take them. Exit code 1 when a request failed.
+    the trace. --scale-tokens shortens both, so that a small model can take them. Beside each figure stands what the
+    simulator predicts at the rates that the replicas have learnt. Exit code 1 when a request failed.
     """
     if context.invoked_subcommand:
         return
@@ -74,7 +75,9 @@ def load(
     state = None if endpoint else find_state(name)
     door = endpoint or (_door(state, http=http) if state else "")
     access = access_to(state, api_key)
-    report = _measure(asked, door, access, seed=seed, timeout_s=timeout, slo=(slo_ttft_ms, slo_itl_ms))
+    slo = (slo_ttft_ms, slo_itl_ms)
+    report = _measure(asked, door, access, seed=seed, timeout_s=timeout, slo=slo)
+    report |= _predict(asked, state, slo=slo)
     print(json.dumps(report, indent=1) if as_json else _table(report))
     raise typer.Exit(1 if report["failed"] else 0)
 
@@ -107,6 +110,30 @@ def _measure(
     return summary(asyncio.run(run()), slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
 
 
+def _predict(
+    asked: Sequence[TraceRequest], state: State | None, *, slo: tuple[float | None, float | None]
+) -> dict[str, Any]:
+    """predicted: the simulator's report of the same load, at the rates that the replicas have learnt, this load
+    included; None: there is none, and no_prediction says why."""
+    if state is None:
+        return {"predicted": None, "no_prediction": "by --endpoint nothing is known of replicas; name the deployment"}
+    from cluster.words.errors import ClusterError
+
+    try:
+        controller = join_controller(state)
+        from cluster.host.driver import ask
+        from cluster.words.spec import Spec
+        from cluster.words.traffic import ReplicaNews
+        from router.autoscale.live_prediction import predict_load
+
+        spec = Spec.model_validate(ask(controller, "status")["spec"])
+        replicas = [ReplicaNews.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
+        slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
+        return {"predicted": predict_load(spec, replicas, asked, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)}
+    except ClusterError as error:
+        return {"predicted": None, "no_prediction": " ".join(str(error).split())}
+
+
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
     """A bar on stderr, where that is a terminal; yields what is to be called whenever a request has ended."""
@@ -135,16 +162,28 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 def _table(report: dict[str, Any]) -> str:
     from cluster.cli.console import columns
 
-    rows = [["", "MEAN", "P50", "P90", "P99"]]
-    for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms"), ("e2e_ms", "E2E ms")):
-        rows.append([title, *(f"{report[key][q]:,.1f}" for q in ("mean", "p50", "p90", "p99"))])
     return "\n".join(
         [
             f"{report['completed']:,} requests in {report['duration_s']:,.1f} s, {report['failed']} failed",
-            f"reused {report['reuse_share']:.2%} of {report['prompt_tokens']:,} prompt tokens"
-            f" · {report['output_tokens_per_s']:,.1f} output tokens/s",
-            columns(rows),
-            f"goodput {report['goodput_rps']:.2f} requests/s, {report['good_share']:.1%} of all",
+            columns(_rows(report)),
+            *([f"no prediction: {report['no_prediction']}"] if "no_prediction" in report else []),
             *(f"{count} x {error}" for error, count in report["errors"].items()),
         ]
     )
+
+
+def _rows(report: dict[str, Any]) -> list[list[str]]:
+    """Each figure, and what the simulator makes of the same load where it can."""
+    sides = [report, *([report["predicted"]] if report["predicted"] else [])]
+    rows = [["", "MEASURED", "PREDICTED"][: 1 + len(sides)]]
+    for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms"), ("e2e_ms", "E2E ms")):
+        for q in ("mean", "p50", "p90", "p99"):
+            rows.append([f"{title} {q}", *(f"{side[key][q]:,.1f}" for side in sides)])
+    for key, title, form in (
+        ("output_tokens_per_s", "output tokens/s", ",.1f"),
+        ("goodput_rps", "goodput, requests/s", ".2f"),
+        ("good_share", "good, of all", ".1%"),
+        ("reuse_share", "reused, of prompt tokens", ".2%"),
+    ):
+        rows.append([title, *(format(side[key], form) for side in sides)])
+    return rows

@@ -111,7 +111,7 @@ class Simulator:
         return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
 
 
-def _pools(topology: str | None, colocated: int | None) -> dict[str, int]:
+def _pools(topology: str | None, colocated: int | None) -> dict[str, Any]:
     """The fields of FleetSetup that follow from what is deployed."""
     from cluster.words.spec_file import load_spec
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol, TypedDict
 
 from ray.exceptions import RayError
@@ -56,6 +56,7 @@ class AutoscaleReport(TypedDict):
     history: str  # where it begins
     problem: str  # why the last decision could not be made or carried out; empty: it could
     decisions: list[dict[str, Any]]  # ScalingDecision.as_dict, the latest last
+    replicas: list[dict[str, Any]]  # ReplicaNews, as a router knows them: what is simulated goes by their rates
 
 
 async def _decide_beside(state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState, ScalingDecision]:
@@ -105,6 +106,7 @@ class Autoscaling:
             "history": self._history,
             "problem": self._problem,
             "decisions": [decision.as_dict() for decision in self._decisions],
+            "replicas": [asdict(replica) for replica in self._book.replicas],
         }
 
     def shown(self) -> tuple[ShownDecision, ...]:

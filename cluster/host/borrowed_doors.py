@@ -21,12 +21,12 @@ _OF_DOORS = (
 class BorrowedDoors:
     """Of the deployment that has them."""
 
-    router: RouterSpec  # the guest's own, with what is the doors' filled in
+    router: RouterSpec  # the borrower's own, with what is the doors' filled in
     num_routers: int
 
 
 def check_own(spec: Spec) -> None:
-    """Raises SpecError where a guest's spec says what is for the spec of the doors."""
+    """Raises SpecError where a borrower's spec says what is for the spec of the doors."""
     if spec.router.doors == spec.name:
         raise SpecError(f"router.doors: {spec.name} is this deployment itself; leave it out")
     said = [f"router.{field}" for field in _OF_DOORS if getattr(spec.router, field) != getattr(RouterSpec(), field)]
@@ -53,7 +53,7 @@ def lender(doors: str) -> State:
 def borrow(spec: Spec) -> BorrowedDoors:
     """What the spec's routers are then. A driver must be connected to the Ray of both. Raises SpecError."""
     from cluster.control import desired as desired_store
-    from cluster.control.guest_list import GuestList
+    from cluster.control.borrower_list import BorrowerList
 
     doors, model = spec.router.doors, spec.model.name
     assert doors
@@ -62,7 +62,7 @@ def borrow(spec: Spec) -> BorrowedDoors:
         raise SpecError(f"router.doors: {doors} is not deployed on this Ray; deploy it first")
     if owner.spec.router.doors:
         raise SpecError(f"router.doors: {doors} has none of its own; name {owner.spec.router.doors}, whose it uses")
-    behind = [owner.spec, *(launch.spec for launch in GuestList(doors).launches())]
+    behind = [owner.spec, *(launch.spec for launch in BorrowerList(doors).launches())]
     if taken := next((one.name for one in behind if one.model.name == model), None):
         raise SpecError(
             f"model.served_name: {model} is what clients of these doors call the model of {taken}; set another"
@@ -74,17 +74,17 @@ def borrow(spec: Spec) -> BorrowedDoors:
     )
 
 
-def check_no_guests(state: State) -> None:
+def check_no_borrowers(state: State) -> None:
     """Raises DeployError where its doors serve others, who would be cut off. On a Ray of several deployments a driver
     must be connected."""
     if state.local_ray is not None:
-        guests = states.served_by(state)
+        borrowers = states.served_by(state)
     elif state.doors:
         return
     else:
-        from cluster.control.guest_list import guests_of
+        from cluster.control.borrower_list import borrowers_of
 
-        guests = guests_of(state.name)
-    if guests:
-        first = " and ".join(f"`cluster down --name {name}`" for name in guests)
-        raise DeployError(f"{state.name}: its doors serve {', '.join(guests)}, too; {first} first, or add --force")
+        borrowers = borrowers_of(state.name)
+    if borrowers:
+        first = " and ".join(f"`cluster down --name {name}`" for name in borrowers)
+        raise DeployError(f"{state.name}: its doors serve {', '.join(borrowers)}, too; {first} first, or add --force")

@@ -100,7 +100,7 @@ def take_down(state: State, *, force: bool = False) -> NameClaim | None:
     other = None
     if state.local_ray is not None:
         if not force:
-            borrowed_doors.check_no_guests(state)
+            borrowed_doors.check_no_borrowers(state)
         local_ray.stop(state.local_ray)
     elif state.lent_ray is None or state.lent_ray.is_running:
         other = _remove_from_ray(state, force=force)
@@ -130,7 +130,7 @@ class _Place:
     num_routers: int = 1  # that shall see it
 
     @property
-    def is_guest(self) -> bool:
+    def is_borrower(self) -> bool:
         """The doors are another deployment's."""
         return self.router.doors is not None
 
@@ -158,7 +158,7 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
     preflight.check_is_free(spec.name, say)
     preflight.check_index(spec.index, name=spec.name, trust_network=spec.kv.trust_network)
     if spec.router.doors:
-        return _check_guest(spec, address, wait_for_nodes=wait_for_nodes, say=say)
+        return _check_borrower(spec, address, wait_for_nodes=wait_for_nodes, say=say)
     if address is not None:
         preflight.check_model(spec, say)
         return _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
@@ -174,7 +174,7 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
     return _Place(local.address, doors, router, local=local)
 
 
-def _check_guest(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
+def _check_borrower(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
     """It is on the Ray of those doors, also where that is a local one."""
     assert spec.router.doors
     borrowed_doors.check_own(spec)
@@ -259,7 +259,7 @@ def _start(
 
     log_dir = str(states.log_dir(spec.name))
     driver.run_on_each(place.nodes, clear_logs, log_dir)
-    start_serve = (lambda: None) if place.is_guest else router_app.start_serve
+    start_serve = (lambda: None) if place.is_borrower else router_app.start_serve
     serving = BackgroundThread(start_serve, name="serve")
     serving.start()
     controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
@@ -282,7 +282,7 @@ def _start(
         watch.lap("replicas")
         _await_router_hosts(spec.router.replicas)
     doors = place.doors
-    if not place.is_guest:
+    if not place.is_borrower:
         reporter.say("starting the router")
         doors = _doors_now(place, spec)
         router_app.start_router(spec.name, router_application(launch, doors))
@@ -291,7 +291,7 @@ def _start(
     watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
     router_admin.await_seen(state, wanted, num_routers=place.num_routers)
-    if place.router.keys == "required" and not place.is_guest:
+    if place.router.keys == "required" and not place.is_borrower:
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")
     return doors
@@ -334,7 +334,7 @@ def _remove_from_ray(state: State, *, force: bool) -> NameClaim | None:
     if (holder.id if holder else "") != state.claim:  # claimed before, and given up after, anything is there
         return holder
     if not force:
-        borrowed_doors.check_no_guests(state)
+        borrowed_doors.check_no_borrowers(state)
     try:
         router_app.stop_router(state.name, owns_serve=state.owns_serve and not state.doors)
         controller = driver.start_controller(state.name)  # the one that is there, or one to clean up after it

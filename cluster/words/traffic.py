@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from cluster.words.records import known_fields
 from cluster.words.request import Role
 from cluster.words.timing import StepTiming
 
@@ -52,6 +54,12 @@ class ReplicaNews:
     available_blocks: int
     block_size: int
     bytes_per_token: int  # of KV on the wire
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> ReplicaNews:
+        """Of what asdict has made, by any version."""
+        timing = tree["timing"] and StepTiming(**known_fields(StepTiming, tree["timing"]))
+        return cls(**{**known_fields(cls, tree), "role": Role(tree["role"]), "timing": timing})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ than enough to stay. Whoever had to come back up waits twice as long the next ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +27,9 @@ _CALM = 3  # decisions in a row
 _MOST_PATIENCE = 16  # times _CALM
 _REGRET = 20  # decisions: whoever comes back up within so many was too quick
 _LEAST_GAIN = 0.02  # of the requests
+_CHANCE = (
+    1.0  # of / sqrt(n): two standard errors at most of a share of n that were simulated; a smaller gain may be none
+)
 _HOPELESS = 0.5  # of the requests: where fewer are good there is more to do than can be done
 _HORIZON = 10  # decisions: for so long a change is made, as far as anybody knows
 _WORSE, _BETTER, _MOST_CORRECTION = 1.1, 0.98, 1.5  # of the load that the simulator is asked with
@@ -123,19 +127,19 @@ class Autoscaler:
         now = ahead.predict(seen.sizes, load=load)
         state = replace(state, expected=now)
         demand = ahead.demand(reuse_share=now.reuse_share)
-        if now.good_share >= self.spec.attainment:
+        if now.expected_share >= self.spec.attainment:
             tried = [now]
             spare = round(load * _SPARE_LOAD, 3)
             for sizes in fewer(seen.sizes, self.limits, demand, load=spare):
                 tried.append(ahead.predict(sizes, load=spare))
-                if tried[-1].good_share >= self.spec.attainment:
-                    why = f"{sizes} keeps the limits for {tried[-1].good_share:.1%} of {spare:.0%} of the load"
+                if tried[-1].expected_share >= self.spec.attainment:
+                    why = f"{sizes} keeps the limits for {tried[-1].expected_share:.1%} of {spare:.0%} of the load"
                     return self._shrink(state, seen, sizes, "simulator", why, tuple(tried))
             state = replace(state, calm=0, calm_sizes=None)
             return state, _stay(seen, "simulator", f"{_good(now)}, and nothing smaller would do", tuple(tried))
         state = replace(state, calm=0, calm_sizes=None)
         best, tried = find_enough(
-            ahead, self.limits, demand, load=round(load * _MORE_LOAD, 3), attainment=self.spec.attainment
+            ahead, self.limits, demand, seen.sizes, load=round(load * _MORE_LOAD, 3), attainment=self.spec.attainment
         )
         return state, self._worth_it(seen, ahead, demand.times(load), now, best, (now, *tried))
 
@@ -150,24 +154,25 @@ class Autoscaler:
     ) -> _Choice:
         """The best that was found, if it saves more than the change costs: requests that keep the limits or, where
         there is so much to do that hardly any would, work that is done."""
-        if self._without_less(seen.sizes, best.sizes) == seen.sizes:
+        after = self._with_what_there_is(seen.sizes, best.sizes, demand)
+        if after == seen.sizes:
             return _stay(seen, "simulator", f"only {_good(now)}, and nothing that is allowed would do better", tried)
         then = best
-        if best.good_share < self.spec.attainment:  # under more load than today's sizes were judged by
+        if best.expected_share < self.spec.attainment:  # under more load than today's sizes were judged by
             then = ahead.predict(best.sizes, load=now.load)
             tried = (*tried, then)
-        after = self._without_less(seen.sizes, best.sizes)
         moves = ScaleMoves.between(seen.sizes, after, has_switch=seen.price.switch_s is not None)
         delay_s = seen.price.delay_s(moves)
-        gain = then.good_share - now.good_share
-        said = f"{now.sizes} would keep the limits for {now.good_share:.1%}, {best.sizes} for {then.good_share:.1%}"
-        if max(now.good_share, then.good_share) < _HOPELESS:  # who is good by then is chance
-            gain = demand.done(best.sizes) - demand.done(now.sizes)
+        today, hoped = now.expected_share, then.expected_share
+        gain, least = hoped - today, max(_LEAST_GAIN, _CHANCE / math.sqrt(now.num) if now.num else 0.0)
+        said = f"{now.sizes} would keep the limits for {today:.1%}, {best.sizes} for {hoped:.1%}"
+        if max(today, hoped) < _HOPELESS:  # who is good by then is chance
+            gain, least = demand.done(best.sizes) - demand.done(now.sizes), _LEAST_GAIN
             said += f" (of the work {demand.done(now.sizes):.0%} and {demand.done(best.sizes):.0%})"
         worth_s = gain * _HORIZON * self.spec.interval_s
         price_s = seen.price.lost_s(moves) / sum(seen.sizes)
         costs = f"worth {worth_s:.0f} s of all requests, for {price_s:.1f} s, in {delay_s:.0f} s"
-        if gain < _LEAST_GAIN or worth_s <= price_s:
+        if gain < least or worth_s <= price_s:
             return replace(_stay(seen, "simulator", f"{said}: not {costs}", tried), worth_s=worth_s, price_s=price_s)
         return _Choice(
             after=after,
@@ -178,16 +183,13 @@ class Autoscaler:
             price_s=price_s,
         )
 
-    def _without_less(self, now: PoolSizes, wanted: PoolSizes) -> PoolSizes:
-        """What is wanted now, and of what there is beyond that as much as there may be: to give something up takes more
+    def _with_what_there_is(self, now: PoolSizes, wanted: PoolSizes, demand: Demand) -> PoolSizes:
+        """What is wanted now, and what there is beyond that where it is needed most: to give something up takes more
         than one look."""
-        after = PoolSizes(max(now.prefill, wanted.prefill), max(now.decode, wanted.decode))
-        while not self.limits.allow(after) and after != wanted:
-            if after.prefill > wanted.prefill:
-                after = PoolSizes(after.prefill - 1, after.decode)
-            else:
-                after = PoolSizes(after.prefill, after.decode - 1)
-        return after
+        if now.prefill >= wanted.prefill and now.decode >= wanted.decode:
+            return now
+        num_devices = max(self.limits.num_devices(now), self.limits.num_devices(wanted))
+        return self.limits.evenly(*demand.replicas, num_devices=num_devices, at_least=wanted)
 
     def _shrink(
         self,
@@ -264,4 +266,4 @@ def _stay(seen: Observation, mode: Mode, reason: str, tried: tuple[Prediction, .
 
 
 def _good(now: Prediction) -> str:
-    return f"{now.good_share:.1%} of the requests keep the limits on {now.sizes}"
+    return f"{now.expected_share:.1%} of the requests keep the limits on {now.sizes}"

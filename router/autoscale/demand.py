@@ -14,6 +14,10 @@ class Demand:
     prefill: float
     decode: float
 
+    @property
+    def replicas(self) -> tuple[float, float]:
+        return self.prefill, self.decode
+
     def busy(self, sizes: PoolSizes) -> float:
         """The share of its time in which the busier pool computes."""
         return max(self.prefill / sizes.prefill, self.decode / sizes.decode)

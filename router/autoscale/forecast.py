@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -23,7 +22,6 @@ _CHANCE = 1.5  # standard errors
 _NUM_PARTS = 12  # of the window: each is one observation of the series
 _SHORTEST_S, _ENOUGH, _FEW = 15.0, 20, 3  # of what is taken for one kind: seconds, requests, and to differ from it
 _SURE = 3.5  # standard errors: beyond that it is no chance
-_LAST_KNOWN = 20  # answers, that tell of the next ones
 _MOST_RATIO = 2.0  # of what is forecast to what was seen, either way
 _OWN_IDS = 1 << 50  # ids from here on are nobody else's
 
@@ -61,22 +59,6 @@ def holt(values: Sequence[float], *, steps: int) -> tuple[float, float]:
     reach = sum(_DAMPING**step for step in range(1, steps + 1))
     error = math.sqrt(fmean(miss * miss for miss in misses) * _LEVEL / (2 - _LEVEL))
     return max(0.0, level + reach * trend), error
-
-
-def answer_lengths(requests: Sequence[SeenRequest]) -> list[int]:
-    """Of each; of one that is not over, the mean of the last ones with about as long a prompt: the last to arrive are
-    not over where answers are long, and without them the load would look like that of short ones."""
-    known: defaultdict[int, list[int]] = defaultdict(list)
-    for request in requests:
-        if request.num_output is not None:
-            known[request.num_tokens.bit_length()].append(request.num_output)
-    all_known = [length for lengths in known.values() for length in lengths] or [1]
-    means = {kind: round(fmean(lengths[-_LAST_KNOWN:])) for kind, lengths in known.items()}
-    usual = round(fmean(all_known))
-    return [
-        max(1, r.num_output if r.num_output is not None else means.get(r.num_tokens.bit_length(), usual))
-        for r in requests
-    ]
 
 
 def begin_of_the_same(requests: Sequence[SeenRequest], *, now_s: float) -> int:

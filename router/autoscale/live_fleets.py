@@ -23,6 +23,8 @@ _HOST_BYTES_PER_S = 4e9
 
 def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaNews]) -> Fleets:
     """Raises ClusterError, which says what is not known yet."""
+    if not replicas:
+        raise ClusterError("no router has told yet of its replicas: it does every few seconds")
     steps = {role: _mean_timing(role, replicas) for role in Role}
     rates = [replica.link_bytes_per_s for replica in replicas if replica.link_bytes_per_s]
     pools = [replica.num_blocks * replica.block_size for replica in replicas]
@@ -76,6 +78,8 @@ def _does(replica: ReplicaNews, role: Role) -> bool:
 
 
 def _mean_timing(role: Role, replicas: Sequence[ReplicaNews]) -> StepTiming:
+    if not any(replica.role is role for replica in replicas):  # those of the other do both
+        role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     known = [replica.timing for replica in replicas if replica.role is role and replica.timing]
     if not known:
         raise ClusterError(f"no {role} replica has learnt yet how long its steps take")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cluster.words.spec import AutoscaleSpec
@@ -101,10 +102,22 @@ class ScaleLimits:
         want_d = min(max(-int(-decode // 1), least.decode), most.decode)
         if self.allow(wanted := PoolSizes(want_p, want_d)):
             return wanted
-        # Of those that are alike in that, the one whose other pool is less busy.
-        return min(
-            self.splits(), key=lambda s: sorted((prefill / max(s.prefill, 1e-9), decode / max(s.decode, 1e-9)))[::-1]
-        )
+        return self.least_busy(self.splits(), prefill, decode)
+
+    def evenly(
+        self, prefill: float, decode: float, *, num_devices: int, at_least: PoolSizes | None = None
+    ) -> PoolSizes:
+        """So many devices, split so that the busier pool is as little busy as can be; where there is one, a split that
+        has at_least so many of each."""
+        splits = replace(self, max_devices=min(num_devices, self.max_devices)).splits()
+        if at_least:
+            splits = [s for s in splits if s.prefill >= at_least.prefill and s.decode >= at_least.decode]
+        return self.least_busy(splits, prefill, decode) if splits else at_least or self.nearest(prefill, decode)
+
+    @staticmethod
+    def least_busy(splits: Sequence[PoolSizes], prefill: float, decode: float) -> PoolSizes:
+        """Of those that are alike in their busier pool, the one whose other pool is less busy."""
+        return min(splits, key=lambda s: sorted((prefill / max(s.prefill, 1e-9), decode / max(s.decode, 1e-9)))[::-1])
 
     def splits(self) -> list[PoolSizes]:
         """Of all devices that there may be, to each number of prefill replicas."""

@@ -27,6 +27,7 @@ from router.simulator.run import feed
 
 WINDOW_S = 180.0  # of traffic that a decision looks at
 PAST_S = 900.0  # before that, whose prompts are taken for cached
+_LOOK_S = 1.0  # whether another replica serves
 _FIRST_DRAIN_S = 5.0  # until one was measured
 
 
@@ -146,8 +147,14 @@ class ScaledReplay:
                 self._retire(role, self._changed)
 
     def _retire(self, role: Role, then: Callable[[], None]) -> None:
-        begin_s = self._clock.now
         self._num_changing += 1
+        self._retire_one(role, then)
+
+    def _retire_one(self, role: Role, then: Callable[[], None]) -> None:
+        begin_s = self._clock.now
+        if len(self._fleet.serving(role)) <= 1:  # those that are to take its place are under way
+            self._clock.at(begin_s + _LOOK_S, lambda: self._retire_one(role, then))
+            return
 
         def gone() -> None:
             self._drains.append(self._clock.now - begin_s)

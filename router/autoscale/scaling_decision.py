@@ -25,6 +25,13 @@ class Prediction:
     ttft_p90_s: float
     itl_s: float  # mean
     reuse_share: float  # of prompt tokens
+    num: int = 0  # requests that were simulated
+    lasting_share: float | None = None  # good, of these and of more of their like for some minutes
+
+    @property
+    def expected_share(self) -> float:
+        """Good, of the requests that a decision is made for."""
+        return self.good_share if self.lasting_share is None else self.lasting_share
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Prediction:
@@ -33,7 +40,7 @@ class Prediction:
 
     def __str__(self) -> str:
         more = f" at {self.load:.0%} of the load" if self.load != 1 else ""
-        return f"{self.sizes}{more}: {self.good_share:.1%} good"
+        return f"{self.sizes}{more}: {self.expected_share:.1%} good"
 
 
 @dataclass(frozen=True, kw_only=True)

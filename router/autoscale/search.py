@@ -14,17 +14,24 @@ _MOST_TRIED = 4
 
 
 def find_enough(
-    outlook: Outlook, limits: ScaleLimits, demand: Demand, *, load: float, attainment: float
+    outlook: Outlook, limits: ScaleLimits, demand: Demand, now: PoolSizes, *, load: float, attainment: float
 ) -> tuple[Prediction, list[Prediction]]:
-    """The cheapest sizes that serve `attainment` of so much load within the limits, or else those that serve most of
-    it; and all that were tried."""
+    """As many devices as there are now, split otherwise, where that serves `attainment` of so much load within the
+    limits; else the cheapest sizes that do, or those that serve most of it; and all that were tried."""
     wanted = demand.times(load / FULL)
-    tried = {start: outlook.predict(start, load=load) for start in [limits.nearest(wanted.prefill, wanted.decode)]}
+    tried: dict[PoolSizes, Prediction] = {}
+    for start in (
+        limits.evenly(*wanted.replicas, num_devices=limits.num_devices(now)),
+        limits.nearest(*wanted.replicas),
+    ):
+        tried[start] = outlook.predict(start, load=load)
+        if tried[start].expected_share >= attainment and limits.num_devices(start) == limits.num_devices(now):
+            return tried[start], list(tried.values())
 
     def worth(prediction: Prediction) -> tuple[bool, float, float, float]:
-        is_enough = prediction.good_share >= attainment
+        is_enough = prediction.expected_share >= attainment
         cost = limits.num_devices(prediction.sizes) if is_enough else 0
-        return is_enough, -cost, round(prediction.good_share, 2), -demand.busy(prediction.sizes)
+        return is_enough, -cost, round(prediction.expected_share, 2), -demand.busy(prediction.sizes)
 
     while True:
         best = max(tried.values(), key=worth)
@@ -39,7 +46,7 @@ def fewer(sizes: PoolSizes, limits: ScaleLimits, demand: Demand, *, load: float)
     """Smaller ones that arithmetic does not rule out under so much load: first half of what seems too many of each
     pool, then one replica less, of the pool first that has more to spare."""
     wanted = demand.times(load / FULL)
-    low = limits.nearest(wanted.prefill, wanted.decode)
+    low = limits.nearest(*wanted.replicas)
     half = PoolSizes(
         sizes.prefill - max(0, sizes.prefill - low.prefill + 1) // 2,
         sizes.decode - max(0, sizes.decode - low.decode + 1) // 2,
@@ -55,7 +62,7 @@ def fewer(sizes: PoolSizes, limits: ScaleLimits, demand: Demand, *, load: float)
 def _near(best: Prediction, limits: ScaleLimits, attainment: float) -> list[PoolSizes]:
     """One step from the best: cheaper where it is enough, else larger, and where that may not be, split otherwise."""
     x, y = best.sizes
-    if best.good_share >= attainment:
+    if best.expected_share >= attainment:
         steps = [PoolSizes(x - 1, y), PoolSizes(x, y - 1)]
     else:
         steps = [PoolSizes(x + 1, y), PoolSizes(x, y + 1), PoolSizes(x + 1, y + 1)]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.bench.trace import TraceRequest
 from cluster.words.spec import AutoscaleSpec, Spec
 from cluster.words.traffic import SeenRequest
+from router.autoscale.answer_lengths import answer_lengths, tokens_so_far
 from router.autoscale.arithmetic import demand_of
 from router.autoscale.demand import Demand
 from router.autoscale.forecast import (
     LoadForecast,
-    answer_lengths,
     begin_of_the_same,
     forecast_load,
     trace_request,
@@ -33,9 +34,14 @@ from router.simulator.run import feed
 
 _HORIZON_S = 60.0  # that are simulated, as far as that can be afforded
 _MOST_OUTPUT = 100_000  # tokens of answers that one simulation generates: some seconds
+_LASTING_S = 300.0  # that a decision is made for, as far as anybody knows
 _LEAST_REQUESTS = 8
 _OTHERS = 1 << 66  # more than any id
+_EVICTION = "lru"  # a minute has no history to learn from, and learning takes time
 _MOST_PAST = 200  # requests before these, whose prompts are in the caches when a simulation begins
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,7 @@ class Fleets:
             decode_batch_tokens=spec.decode.max_batch_tokens,
             max_running=spec.decode.max_running,
             max_local_tokens=spec.router.max_local_prefill,
+            waits_in_router=True,
         )
         return cls(setup=setup, profile=profile, slo_ttft_s=rules.slo_ttft_ms / 1e3, slo_itl_s=rules.slo_itl_ms / 1e3)
 
@@ -76,12 +83,11 @@ class _Present:
     @classmethod
     def of(cls, requests: Sequence[SeenRequest], answers: Sequence[int], now_s: float, *, first: int) -> _Present:
         """answers: tokens of each. first: of those that are replayed, whose prompts should not be found."""
-        itl_s = fmean([r.itl_s for r in requests[-_MOST_PAST:] if r.itl_s] or [1.0])
         running, waiting = [], []
-        for i, (seen, length) in enumerate(zip(requests, answers, strict=True)):
+        so_far = tokens_so_far(requests, now_s=now_s)
+        for i, (seen, length, done) in enumerate(zip(requests, answers, so_far, strict=True)):
             if seen.is_over:
                 continue
-            done = 0 if seen.ttft_s is None else 1 + int((now_s - seen.arrival_s - seen.ttft_s) / itl_s)
             length = max(length, done + 1)
             request = trace_request(seen, number=-1 - i, arrival_s=0.0, num_tokens=seen.num_tokens, num_output=length)
             if done:
@@ -119,7 +125,9 @@ class SimulatedOutlook:
         recent = [request for request in requests if request.arrival_s >= now_s - window_s]
         if len(recent) < _LEAST_REQUESTS:
             return None
-        all_answers = answer_lengths(requests)  # what answers a kind of prompt has may have been seen long ago
+        all_answers = answer_lengths(
+            requests, now_s=now_s
+        )  # what answers a kind of prompt has may have been seen long ago
         answers = all_answers[len(requests) - len(recent) :]
         first = begin_of_the_same(recent, now_s=now_s)
         forecast = forecast_load(
@@ -146,7 +154,7 @@ class SimulatedOutlook:
 
     def _simulate(self, sizes: PoolSizes, load: float) -> Prediction:
         fleets = self._fleets
-        setup = replace(fleets.setup, num_prefill=sizes.prefill, num_decode=sizes.decode)
+        setup = replace(fleets.setup, num_prefill=sizes.prefill, num_decode=sizes.decode, eviction=_EVICTION)
         clock, report = Clock(), Report(slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
         fleet = Fleet(setup, fleets.profile, self._hashes, clock, report)
         fleet.warm(self._now.cached)
@@ -156,14 +164,22 @@ class SimulatedOutlook:
         feed(clock, fleet.arrive, [*self._now.waiting, *coming])
         clock.run()
         judged = [flight for flight in report.flights if flight.request.number >= 0]
+        judged.sort(key=lambda flight: flight.request.arrival_s)
         ttft = np.array([flight.ttft_s for flight in judged])
         itl = np.array([flight.mean_itl_s for flight in judged])
         in_ttft, in_itl = ttft <= fleets.slo_ttft_s, itl <= fleets.slo_itl_s
+        work_s = np.array([flight.compute_s for flight in judged if flight.option.prefill])
+        growth = _growth(work_s, sizes.prefill * max(coming[-1].arrival_s, 1e-3))
+        if not self._now.waiting:
+            growth = max(0.0, growth)  # nothing to make up for
+        arrivals = np.array([flight.request.arrival_s for flight in judged])
         cached = sum(flight.num_cached for flight in judged) / sum(flight.request.num_tokens for flight in judged)
         return Prediction(
             sizes=sizes,
             load=load,
+            num=len(judged),
             good_share=float(np.mean(in_ttft & in_itl)),
+            lasting_share=_lasting(arrivals, ttft, in_itl, growth=growth, slo_ttft_s=fleets.slo_ttft_s),
             ttft_share=float(np.mean(in_ttft)),
             itl_share=float(np.mean(in_itl)),
             ttft_p50_s=float(np.percentile(ttft, 50)),
@@ -171,6 +187,28 @@ class SimulatedOutlook:
             itl_s=float(np.mean(itl[itl > 0])) if (itl > 0).any() else 0.0,
             reuse_share=min(1.0, cached),
         )
+
+
+def _growth(work_s: Floats, capacity_s: float) -> float:
+    """By how many seconds a queue of prompts grows in a second, or shrinks: the work that came, over what could be
+    done, less one. It grows as far as that is beyond what comes of chance, where a few long prompts may come together:
+    the variance of a compound Poisson sum is that of its squares."""
+    growth = float(work_s.sum()) / capacity_s - 1.0
+    return growth if growth < 0 else max(0.0, growth - math.sqrt(float((work_s**2).sum())) / capacity_s)
+
+
+def _lasting(arrivals: Floats, ttft: Floats, in_itl: Bools, *, growth: float, slo_ttft_s: float) -> float:
+    """The share of requests that keep both limits for as long as a decision is made, if it goes on like this: those
+    that were simulated, and behind them more like the last third, whose queue grows by so many seconds a second. A
+    minute alone would not show a queue that grows slowly, nor one that is on its way to an end."""
+    simulated_s = float(arrivals[-1] if len(arrivals) else 0.0)
+    good = float(np.mean((ttft <= slo_ttft_s) & in_itl))
+    if (left_s := _LASTING_S - simulated_s) <= 0:
+        return good
+    is_last = arrivals >= simulated_s * 2 / 3
+    later_s = np.linspace(0.0, left_s, 16)[:, None]
+    later = float(np.mean((ttft[is_last] + growth * later_s <= slo_ttft_s) & in_itl[is_last]))
+    return (simulated_s * good + left_s * later) / _LASTING_S
 
 
 def _affordable(answers: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import OFFLINE, Role, SequenceRequest
 from cluster.words.revisions import Revision
 from router.metrics import Metrics
-from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
+from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room, with_room_for_guest
 from router.routing.decisions import Decisions
 from router.routing.fair_shares import QueuedRequest
 from router.routing.replica_load import ReplicaLoad
@@ -40,6 +40,8 @@ from router.serving.replicas import Replicas
 from router.serving.tenant_shares import Held, TenantShares
 
 logger = logging.getLogger(__name__)
+
+_ANY_LENGTH = 1 << 31  # tokens
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,12 @@ class Dispatch:
             decodes = self._loads(Role.DECODE, asked)
             # A prompt may wait behind others where the beginning of it is.
             for revision in self.revisions.after(served_by, untried={load.replica for load in decodes} - avoid):
-                for some in (with_room(decodes, asked.need), decodes):
-                    if pair := self._choose(asked, some, revision, avoid=avoid):
-                        return pair
+                if pair := self._choose(asked, with_room(decodes, asked.need), revision, avoid=avoid):
+                    return pair
+                if pair := self._choose_guest(asked, decodes, revision, avoid=avoid):
+                    return pair
+                if pair := self._choose(asked, decodes, revision, avoid=avoid):
+                    return pair
             try:
                 await self.replicas.changed(timeout_s=give_up_at - self._now())
             except TimeoutError:
@@ -200,8 +205,12 @@ class Dispatch:
     def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""
         if isinstance(error, CapacityError):
-            return any(replica.id not in avoid for replica in self.replicas.usable(Role.DECODE))
+            return any(replica.id not in avoid for replica in self._answerers())
         return may_retry(error)
+
+    def may_answer(self) -> bool:
+        """Whether there is anybody who decodes."""
+        return any(True for _ in self._answerers())
 
     def finished(self, num_tokens: Iterable[int]) -> None:
         """Answers have come to their end, with so many tokens."""
@@ -255,12 +264,20 @@ class Dispatch:
         self._gate.wake()
 
     def _free_places(self) -> Places:
-        """Of all decode replicas."""
+        """Of all decode replicas, and of prefill replicas for guests."""
         free = NO_PLACES
         for replica in self.replicas.usable(Role.DECODE):
             load = replica.load()
             free = free.plus(Places(load.free_streams, load.free_blocks))
+        for replica in self.replicas.usable(Role.PREFILL):
+            load = replica.load()
+            free = free.plus(Places(load.free_guests, load.free_guest_blocks))
         return free
+
+    def _answerers(self) -> Iterator[Replica]:
+        """Decode replicas, and prefill replicas that take guests."""
+        yield from self.replicas.usable(Role.DECODE)
+        yield from (replica for replica in self.replicas.usable(Role.PREFILL) if replica.member.max_guests)
 
     def _queued(self, request: SequenceRequest) -> QueuedRequest:
         return QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
@@ -270,10 +287,13 @@ class Dispatch:
         self._check_fit(asked.request, share=1.0)  # the first replica may have come only now
         decodes = self._loads(Role.DECODE, asked)
         some = with_room(decodes, asked.need) or self._owed(asked, decodes)
-        usable = [load.replica for load in decodes]
-        ways = self.revisions.first_to_last(asked.request, usable=usable, only=asked.only)
-        pairs = (self._choose(asked, some, revision, prefill_needs_room=True) for revision in ways)
-        return next((pair for pair in pairs if pair), None)
+        usable = [load.replica for load in decodes] or [replica.id for replica in self._answerers()]
+        for revision in self.revisions.first_to_last(asked.request, usable=usable, only=asked.only):
+            if pair := self._choose(asked, some, revision, prefill_needs_room=True):
+                return pair
+            if pair := self._choose_guest(asked, decodes, revision, prefill_needs_room=True):
+                return pair
+        return None
 
     def _owed(self, asked: _Asked, decodes: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
         """Those that make way for it (engine.admission), where answers of others have grown into what its tenant is
@@ -306,8 +326,49 @@ class Dispatch:
         decision = self._chooser.choose(
             asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
         )
+        return self._taken(asked, decision, revision) if decision else None
+
+    def _choose_guest(
+        self,
+        asked: _Asked,
+        decodes: Sequence[ReplicaLoad],
+        revision: Revision | None,
+        *,
+        avoid: Set[str] = frozenset(),
+        prefill_needs_room: bool = False,
+    ) -> Pair | None:
+        """The same with a prefill replica that answers all by itself, if none of these decode replicas has room and
+        waiting for it is dearer. What nobody waits for does not take such a place, but where there is no other."""
+        prefills = self._loads(Role.PREFILL, asked)
+        if revision:
+            prefills = [load for load in prefills if load.replica in revision.replicas]
+            decodes = [load for load in decodes if load.replica in revision.replicas]
+        is_urgent = asked.only is None and asked.request.priority < OFFLINE
+        if (decodes and not is_urgent) or with_room(decodes, asked.need):
+            return None
+        hosts = [
+            load
+            for load in with_room_for_guest(prefills, asked.need)
+            if load.replica not in avoid and (load.has_room_to_prefill or not prefill_needs_room)
+        ]
+        if not hosts:
+            return None
+        decision = self._chooser.choose_guest(
+            asked.need,
+            hosts,
+            prefills,
+            decodes,
+            self._depths(asked),
+            num_waiting=self.num_waiting,
+            answer_tokens=self._answers.predict(_ANY_LENGTH),
+        )
         if decision is None:
             return None
+        self._metrics.guests.inc()
+        return self._taken(asked, decision, revision)
+
+    def _taken(self, asked: _Asked, decision: Decision, revision: Revision | None) -> Pair:
+        """The pair of a decision, booked."""
         if asked.only is None:  # else it is no request of a client's, and would push one out
             self.decisions.add(asked.request.id, decision.options, decision.candidates)
         logger.debug("route request=%s %s", asked.request.id, decision.options[0])

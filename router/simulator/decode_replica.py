@@ -76,6 +76,8 @@ class DecodeReplica:
         self._prefilled = prefilled
         self._gaps = gaps
         self._ended = ended
+        self._max_running = max_running
+        self._promised_blocks = 0
         self._flights: dict[Prompt, Flight] = {}
         self._prompts: dict[Flight, Prompt] = {}
         self._prompt_of: dict[TokenSequence, Prompt] = {}
@@ -90,6 +92,13 @@ class DecodeReplica:
     def num_streams(self) -> int:
         return len(self._prompts)
 
+    def has_room(self, num_blocks: int) -> bool:
+        """As ReplicaLoad.has_room_to_decode: an idle replica has room for everything."""
+        blocks = self.store.blocks
+        taken = max(blocks.num_blocks - blocks.num_available, self._promised_blocks)
+        has = self.num_streams < self._max_running and num_blocks <= blocks.num_blocks - taken
+        return has or not self._prompts
+
     @property
     def num_preemptions(self) -> int:
         return self._engine.decoding.num_preemptions
@@ -101,6 +110,7 @@ class DecodeReplica:
 
     def _add(self, flight: Flight, prompt: Prompt) -> None:
         self._flights[prompt], self._prompts[flight] = flight, prompt
+        self._promised_blocks += flight.promised_blocks
         self._prompt_of[prompt.sequence] = prompt
         self._engine.add(prompt)
         self._wake()
@@ -131,6 +141,7 @@ class DecodeReplica:
     def give_up(self, flight: Flight) -> None:
         """It does not come."""
         prompt = self._prompts.pop(flight)
+        self._promised_blocks -= flight.promised_blocks
         del self._flights[prompt], self._prompt_of[prompt.sequence]
         self._engine.cancel(prompt)
         self._wake()
@@ -157,6 +168,7 @@ class DecodeReplica:
         handed_over, self._handed_over = self._handed_over, {}
         for flight, then in handed_over.items():
             if prompt := self._prompts.pop(flight, None):
+                self._promised_blocks -= flight.promised_blocks
                 del self._flights[prompt], self._prompt_of[prompt.sequence]
                 num_generated = prompt.sequence.num_generated
                 self._engine.end(prompt.sequence)
@@ -303,5 +315,6 @@ class DecodeReplica:
         del self._prompt_of[prompt.sequence]
         flight = self._flights.pop(prompt)
         del self._prompts[flight]
+        self._promised_blocks -= flight.promised_blocks
         flight.ended_at = self._clock.now
         self._ended(flight)

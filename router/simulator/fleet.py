@@ -12,6 +12,7 @@ from cluster.bench.trace import TraceRequest
 from cluster.index.prefix_index import PrefixIndex
 from cluster.words.request import Role
 from engine.prompts import ROOM_TOKENS
+from router.routing.chooser import AnswerLength
 from router.routing.plain_policies import make_policy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.simulator.clock import Action, Clock
@@ -24,6 +25,9 @@ from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
 from router.simulator.store import Store
+from router.simulator.waiting_line import WaitingLine
+
+_MAX_BACKLOG_S = 1.0  # as router/routing/replica_load.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,8 @@ class Fleet:
         self._hashes = hashes
         self._next_number = {role: 0 for role in Role}
         self._leaving: dict[str, Action] = {}  # replicas that get nothing new, and what follows when they are empty
+        self._line = WaitingLine(clock, take=self._take, room_at=self._room_at)
+        self._usual_answer = AnswerLength()
         self._given: Counter[str] = Counter()  # requests that a replica has a part in
         self.prefills: dict[str, PrefillReplica] = {}
         self.decodes: dict[str, DecodeReplica] = {}
@@ -64,11 +70,38 @@ class Fleet:
 
     def arrive(self, request: TraceRequest) -> Flight:
         """Choose replicas for a request, and send it on its way."""
-        hashes = self._hashes.of(request)
+        flight = Flight(request, self._hashes.of(request), Option(prefill=None, decode=""), 0.0)
+        if self._setup.waits_in_router:
+            self._line.enter(flight)
+        else:
+            self._send(flight, self.serving(Role.PREFILL), self.serving(Role.DECODE))
+        return flight
+
+    def _take(self, flight: Flight) -> bool:
+        """As ReplicaLoad.has_room_to_prefill and has_room_to_decode have it."""
+        now, all_prefills = self._clock.now, self.serving(Role.PREFILL)
+        prefills = [name for name in all_prefills if self._busy_until.get(name, 0.0) - now <= _MAX_BACKLOG_S + 1e-9]
+        if all_prefills and not prefills:
+            return False
+        num_blocks = -(-(flight.request.num_tokens + self._usual_answer.predict(1 << 31)) // self._setup.block_size)
+        decodes = [name for name in self.serving(Role.DECODE) if self.decodes[name].has_room(num_blocks)]
+        if not decodes:
+            return False
+        flight.promised_blocks = num_blocks
+        self._send(flight, prefills, decodes)
+        return True
+
+    def _room_at(self) -> float:
+        """When the next prefill replica has so little left that it takes more."""
+        free_at = [self._busy_until.get(name, 0.0) for name in self.serving(Role.PREFILL)]
+        return min(free_at, default=0.0) - _MAX_BACKLOG_S
+
+    def _send(self, flight: Flight, prefills: list[str], decodes: list[str]) -> None:
+        hashes = flight.hashes
         begin = time.perf_counter()
-        option, compute_s = self._choose(request, hashes)
+        option, compute_s = self._choose(flight.request, hashes, prefills, decodes)
         self._report.decided(time.perf_counter() - begin)
-        flight = Flight(request, hashes, option, compute_s)
+        flight.option, flight.compute_s = option, compute_s
         computes = option.prefill or option.decode
         flight.with_replicas = {name for name in (option.prefill, option.decode, option.pull_from) if name}
         self._given.update(flight.with_replicas)
@@ -82,7 +115,6 @@ class Fleet:
             self._submit(flight)
         else:
             self._fetch(flight, option.pull_from, computes)
-        return flight
 
     # Replicas come and go.
 
@@ -94,6 +126,7 @@ class Fleet:
             self.prefills[name] = self._prefill(name)
         else:
             self.decodes[name] = self._decode(name)
+        self._clock.at(self._clock.now, self._line.wake)
         return name
 
     def retire(self, role: Role, then: Action) -> str:
@@ -165,6 +198,8 @@ class Fleet:
             flight.moves_to = None
             self.decodes[target].give_up(flight)
         self._done_with(*flight.with_replicas)
+        self._usual_answer.add(flight.request.num_output)
+        self._line.wake()
 
     # The way of an answer from a decode replica that leaves to another one.
 
@@ -212,7 +247,9 @@ class Fleet:
             flight.with_replicas.discard(source)
             self._done_with(source)
 
-    def _choose(self, request: TraceRequest, hashes: list[bytes]) -> tuple[Option, float]:
+    def _choose(
+        self, request: TraceRequest, hashes: list[bytes], prefill_names: list[str], decode_names: list[str]
+    ) -> tuple[Option, float]:
         demand = RoutingRequest(
             num_tokens=request.num_tokens,
             block_size=self._setup.block_size,
@@ -221,8 +258,8 @@ class Fleet:
         )
         cached = self._index.match(hashes)
         stored = self._stored.match(hashes) if self._stored is not self._index else cached
-        prefills = [self._view(name, self.prefills[name], cached, stored) for name in self.serving(Role.PREFILL)]
-        decodes = [self._view(name, self.decodes[name], cached, stored) for name in self.serving(Role.DECODE)]
+        prefills = [self._view(name, self.prefills[name], cached, stored) for name in prefill_names]
+        decodes = [self._view(name, self.decodes[name], cached, stored) for name in decode_names]
         option = self._policy.options(demand, prefills, decodes)[0]
         # Not as the policy predicts it: one that predicts nothing would see no queue.
         view = next(view for view in (*prefills, *decodes) if view.replica == (option.prefill or option.decode))
@@ -312,6 +349,7 @@ class Fleet:
         self._unanswered[replica] -= 1
         if not self._unanswered[replica]:
             self._busy_until[replica] = 0.0
+        self._line.wake()
 
     def _replica(self, name: str) -> PrefillReplica | DecodeReplica:
         return self.prefills.get(name) or self.decodes[name]

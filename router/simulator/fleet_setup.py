@@ -21,3 +21,4 @@ class FleetSetup:
     decode_batch_tokens: int = 2048
     max_running: int = 256
     max_local_tokens: int = 16  # as router.max_local_prefill
+    waits_in_router: bool = False  # requests do until replicas have room, as live

@@ -28,6 +28,7 @@ class Flight:
     restored: list[int] = field(default_factory=list)  # blocks held for it until it is admitted
     landed: Callable[[], None] | None = None  # told when the KV is on the decode replica
     moves_to: str | None = None  # the decode replica to which it is on its way
+    promised_blocks: int = 0  # on a decode replica, with the answer that is predicted
     reserved_at: int = 0  # tokens that it had when blocks were set aside there
     with_replicas: set[str] = field(default_factory=set)  # that have a part in it
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -34,20 +35,41 @@ from router.simulator.fleet_setup import FleetSetup
 from router.simulator.profile import load_profile
 from router.simulator.run import simulate
 
-_MOONCAKE, _AZURE = "mooncake_conversation.jsonl", "azure_llm_2023_conv.csv"
+_FILES = {"mooncake": "mooncake_conversation.jsonl", "azure": "azure_llm_2023_conv.csv"}
 _REUSE = 0.2  # of prompt tokens, for the arithmetic of the load
 
 
 def main() -> None:
+    options = parse(None)
+    fleets = make_fleets(options)
+    trace = make_trace(options, fleets)
+    if options.write_trace:
+        write_trace(trace, options.write_trace)
+        return
+    scaled = run_scaled(options, fleets, trace)
+    splits = _splits(options)
+    with ProcessPoolExecutor(options.processes) as pool:
+        fixed = list(pool.map(partial(run_fixed, fleets, trace, options.replicas), splits))
+    names = [f"{num_prefill}P{options.replicas - num_prefill}D" for num_prefill in splits]
+    found = {"scaled": scaled, "fixed": dict(zip(names, fixed, strict=True))}
+    if options.output:
+        options.output.write_text(json.dumps(found))
+    print(compare_table(found))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """None: the command line's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, help="Directory of the two traces.")
     parser.add_argument("--trace", type=Path, help="Instead: one trace, as it is, in a format of `cluster simulate`.")
+    parser.add_argument("--only", choices=[*_FILES], help="Of --traces one, as it came, as fast as --load says.")
     parser.add_argument("--shape", choices=[*_SHAPES], default="turning")
     parser.add_argument("--period", type=float, default=1200.0)
     parser.add_argument("--duration", type=float, default=2400.0)
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--profile", default="a100x8-llama-3.1-405b")
+    parser.add_argument("--eviction", default="reuse_value", help="In all replicas; lru is three times as quick.")
     parser.add_argument("--scale-tokens", default="1")
     parser.add_argument("--slo-ttft-ms", type=float, default=20_000.0)
     parser.add_argument("--slo-itl-ms", type=float, default=45.0)
@@ -60,37 +82,33 @@ def main() -> None:
     parser.add_argument("--write-trace", type=Path, help="Write the mixed trace there, and end.")
     parser.add_argument("-o", "--output", type=Path, help="Write all figures there, as JSON.")
     parser.add_argument("-v", "--verbose", action="store_true")
-    options = parser.parse_args()
-    fleets = _fleets(options)
-    trace = _trace(options, fleets)
-    if options.write_trace:
-        write_trace(trace, options.write_trace)
-        return
-    scaled = _scaled(options, fleets, trace)
-    splits = _splits(options)
-    with ProcessPoolExecutor(options.processes) as pool:
-        fixed = list(pool.map(partial(_fixed, fleets, trace, options.replicas), splits))
-    names = [f"{num_prefill}P{options.replicas - num_prefill}D" for num_prefill in splits]
-    found = {"scaled": scaled, "fixed": dict(zip(names, fixed, strict=True))}
-    if options.output:
-        options.output.write_text(json.dumps(found))
-    print(compare_table(found))
+    return parser.parse_args(arguments)
 
 
-def _fleets(options: argparse.Namespace) -> Fleets:
+def make_fleets(options: argparse.Namespace) -> Fleets:
     profile = load_profile(options.profile)
     setup = FleetSetup(
-        num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=profile.kv.pool_tokens, pulls=True
+        num_prefill=1,
+        num_decode=1,
+        policy="cost",
+        block_size=64,
+        kv_tokens=profile.kv.pool_tokens,
+        pulls=True,
+        eviction=options.eviction,
+        waits_in_router=True,
     )
     return Fleets(
         setup=setup, profile=profile, slo_ttft_s=options.slo_ttft_ms / 1e3, slo_itl_s=options.slo_itl_ms / 1e3
     )
 
 
-def _trace(options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
+def make_trace(options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
     if options.trace:
         return read_trace(options.trace, scale=options.scale_tokens)
-    traces = [read_trace(options.traces / name, scale=options.scale_tokens) for name in (_MOONCAKE, _AZURE)]
+    names = [_FILES[options.only]] if options.only else [*_FILES.values()]
+    traces = [read_trace(options.traces / name, scale=options.scale_tokens) for name in names]
+    if options.only:
+        return _as_it_came(traces[0], options, fleets)
     wave, swell = _SHAPES[options.shape](options.period)
 
     def full_rate(share: float) -> float:
@@ -103,13 +121,29 @@ def _trace(options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
             duration_s=2000.0,
             seed=0,
         )
-        demand = demand_of(one, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=_REUSE)
-        return float(options.replicas / (demand.prefill + demand.decode))
+        return float(options.replicas / _replicas_for(one, fleets))
 
     rates = MixRates(prompt_heavy=options.load * full_rate(0.0), answer_heavy=options.load * full_rate(1.0))
     trace = mixes.mix(traces, rates=rates, wave=wave, swell=swell, duration_s=options.duration, seed=options.seed)
     print(f"{len(trace):,} requests; {rates}", file=sys.stderr)
     return trace
+
+
+def _as_it_came(trace: list[TraceRequest], options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
+    """From a place that the seed says on."""
+    speedup = options.load * options.replicas / _replicas_for(trace, fleets)
+    begin_s = random.Random(options.seed).uniform(0.0, trace[-1].arrival_s - options.duration * speedup)
+    end_s = begin_s + options.duration * speedup
+    found = [request for request in trace if begin_s <= request.arrival_s < end_s]
+    return [
+        replace(request, number=number, arrival_s=(request.arrival_s - found[0].arrival_s) / speedup)
+        for number, request in enumerate(found)
+    ]
+
+
+def _replicas_for(trace: list[TraceRequest], fleets: Fleets) -> float:
+    demand = demand_of(trace, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=_REUSE)
+    return demand.prefill + demand.decode
 
 
 def _turning(period_s: float) -> tuple[Wave, Wave]:
@@ -144,7 +178,7 @@ def _splits(options: argparse.Namespace) -> list[int]:
     return list(range(1, options.replicas))
 
 
-def _scaled(options: argparse.Namespace, fleets: Fleets, trace: list[TraceRequest]) -> dict[str, Any]:
+def run_scaled(options: argparse.Namespace, fleets: Fleets, trace: list[TraceRequest]) -> dict[str, Any]:
     most = options.replicas - 1
     spec = AutoscaleSpec(
         slo_ttft_ms=options.slo_ttft_ms,
@@ -174,7 +208,7 @@ def _line(d: ScalingDecision) -> str:
     return f"{what} [{d.load}] {d.took_s:.1f} s, {len(d.tried)} tried"
 
 
-def _fixed(fleets: Fleets, trace: list[TraceRequest], num_replicas: int, num_prefill: int) -> dict[str, Any]:
+def run_fixed(fleets: Fleets, trace: list[TraceRequest], num_replicas: int, num_prefill: int) -> dict[str, Any]:
     setup = replace(fleets.setup, num_prefill=num_prefill, num_decode=num_replicas - num_prefill)
     return simulate(setup, fleets.profile, trace, slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
 

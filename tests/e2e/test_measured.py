@@ -53,8 +53,26 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def captured(tmp_path: Path) -> str:
+    """As `cluster capture` writes it."""
+    path = tmp_path / "captured.jsonl"
+    rows = [
+        {"timestamp": 50.5 * i, "input_length": 100, "output_length": 4, "hash_ids": [221999303245034, 1 << 40 + i]}
+        for i in range(3)
+    ]
+    told = {"tokens_per_id": 64, "ttft_ms": 928.2, "itl_ms": 64.33}
+    path.write_text("\n".join(json.dumps(row | told) for row in rows))
+    return str(path)
+
+
 async def test_a_load_is_measured_through_both_doors_and_explained(
-    doors: tuple[str, str, str], model: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    doors: tuple[str, str, str],
+    model: Path,
+    trace: str,
+    captured: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     grpc, http, admin = doors
     for seed, door in enumerate((grpc, http)):
@@ -62,10 +80,14 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
         assert await asyncio.to_thread(run, ["bench", "--trace", trace, *options]) == 0
         report = json.loads(capsys.readouterr().out)
         assert (report["completed"], report["prompt_tokens"], report["output_tokens"]) == (10, 640, 80)
+        assert report["predicted"] is None and "--endpoint" in report["no_prediction"]
         assert 0 < report["reuse_share"] <= 0.5 and report["ttft_ms"]["mean"] > 0 and report["itl_ms"]["mean"] > 0
     load = ["--poisson", "20", "--requests", "5", "--prompt-tokens", "20", "--output-tokens", "3", "--endpoint", grpc]
     assert await asyncio.to_thread(run, ["bench", *load]) == 0
-    assert "5 requests" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "5 requests" in said and "no prediction: " in said and "PREDICTED" not in said
+    assert await asyncio.to_thread(run, ["bench", "--trace", captured, "--endpoint", grpc]) == 0
+    assert "3 requests" in capsys.readouterr().out
     assert await asyncio.to_thread(run, ["bench", "--trace", trace, "--endpoint", grpc]) == 1  # far beyond its context
 
     path = tmp_path / "live.json"

@@ -17,7 +17,7 @@ from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from cluster.words.request import Sampling
-from router.guests import Guest, Pass
+from router.borrowers import Borrower, Pass
 from router.service import RouterService
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
@@ -45,10 +45,10 @@ async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
         for name, model_dir in dirs.items()
     }
     assert expected["first"] != expected["second"]
-    guests = list[Guest]()
+    borrowers = list[Borrower]()
 
-    async def find_guests() -> list[Guest]:
-        return [*guests]
+    async def find_borrowers() -> list[Borrower]:
+        return [*borrowers]
 
     doors = {"grpc_port": free_port(), "http_port": free_port()}
     async with local_cluster(dirs["first"], redis_url, **tree_of("first", **doors)) as cluster:
@@ -56,7 +56,7 @@ async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
             cluster.spec,
             credentials=cluster.credentials,
             identity=cluster.identity(router("router-1")),
-            find_guests=find_guests,
+            find_borrowers=find_borrowers,
         )
         url = "http://{}:{}/v1".format(*service.http_address)
         try:
@@ -65,7 +65,7 @@ async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
                 async with streams(client, expected["first"][1]):
                     beside = tree_of("second", name="beside", doors="cluster")
                     async with local_cluster(dirs["second"], redis_url, is_alone=False, **beside) as second:
-                        guests.append(guest(second))
+                        borrowers.append(borrower(second))
                         await becomes(lambda: service.models == ["first", "second"])
                         assert [model.id async for model in client.models.list()] == ["first", "second"]
                         for model, ids in expected.items():
@@ -75,7 +75,7 @@ async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
                     await told(lambda: is_away(client))
                     assert service.is_ready(), "for the other model"
                     assert await ids_of(client, "first", _ASKED[0]) == expected["first"][0]
-                    guests.clear()
+                    borrowers.clear()
                     await becomes(lambda: service.models == ["first"])
                     with pytest.raises(openai.NotFoundError, match="model 'second' is not served here; 'first' is"):
                         await ids_of(client, "second", _ASKED[0])
@@ -84,11 +84,11 @@ async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
         await cluster.idle()
 
 
-def guest(cluster: LocalCluster) -> Guest:
+def borrower(cluster: LocalCluster) -> Borrower:
     async def enter() -> Pass:
         return Pass(identity=cluster.identity(router("router-1", deployment=cluster.spec.name)))
 
-    return Guest(spec=cluster.spec, credentials=cluster.credentials, enter=enter)
+    return Borrower(spec=cluster.spec, credentials=cluster.credentials, enter=enter)
 
 
 @asynccontextmanager

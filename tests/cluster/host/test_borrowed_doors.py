@@ -10,7 +10,7 @@ import pytest
 
 from cluster.host import deployment
 from cluster.host import state as states
-from cluster.host.borrowed_doors import check_no_guests, check_own, lender
+from cluster.host.borrowed_doors import check_no_borrowers, check_own, lender
 from cluster.host.local_ray import LocalRay
 from cluster.host.state import Command, State
 from cluster.words.errors import DeployError, SpecError
@@ -75,7 +75,7 @@ def test_doors_that_serve_others_are_not_taken_down_before_these(monkeypatch: py
     assert str(refused.value) == said and not stopped and states.load("main")
     states.forget("a")
     states.forget("b")
-    check_no_guests(main)
+    check_no_borrowers(main)
     deployment.take_down(main)
     assert stopped == [ray] and states.load("main") is None
 
@@ -90,6 +90,6 @@ def test_with_force_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_whose_ray_has_gone_is_forgotten_without_asking_anybody() -> None:
-    guest = remembered("a", lent_ray=LocalRay("/tmp/no-such-ray", 1), doors="main")
-    assert deployment.take_down(guest) is None
+    borrower = remembered("a", lent_ray=LocalRay("/tmp/no-such-ray", 1), doors="main")
+    assert deployment.take_down(borrower) is None
     assert states.load("a") is None

@@ -91,6 +91,12 @@ def test_one_look_gives_nothing_up_that_may_stay() -> None:
     assert decision.after.prefill > 8 and sum(decision.after) >= 13
 
 
+def test_what_is_left_over_goes_where_it_is_needed_most() -> None:
+    """Half of the devices would do; the others do not stay where they were when the load was another."""
+    [decision] = _run(_autoscaler(), [FakeOutlook(1.5, 5.0)], PoolSizes(13, 3))
+    assert decision.after == PoolSizes(4, 12), decision
+
+
 def test_a_gain_that_costs_more_than_it_saves_is_left() -> None:
     autoscaler = _autoscaler()
     dear = replace(_PRICE, drain_s=100_000.0)

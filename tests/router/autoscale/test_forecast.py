@@ -8,7 +8,8 @@ from statistics import fmean
 import pytest
 
 from cluster.words.traffic import SeenRequest
-from router.autoscale.forecast import answer_lengths, begin_of_the_same, forecast_load, holt, upcoming
+from router.autoscale.answer_lengths import answer_lengths
+from router.autoscale.forecast import begin_of_the_same, forecast_load, holt, upcoming
 
 
 def _requests(arrivals: list[float], *, num_tokens: int = 640, num_output: int | None = 50) -> list[SeenRequest]:
@@ -46,8 +47,8 @@ def test_answers_under_way_are_taken_for_as_long_as_those_to_like_prompts() -> N
     short = _requests([0.0] * 5, num_tokens=100, num_output=400)
     long = _requests([1.0] * 5, num_tokens=9000, num_output=20)
     last = [*_requests([2.0], num_tokens=110, num_output=None), *_requests([2.0], num_tokens=8500, num_output=None)]
-    assert answer_lengths([*short, *long, *last])[-2:] == [400, 20]
-    assert answer_lengths(_requests([0.0], num_output=None)) == [1]
+    assert answer_lengths([*short, *long, *last], now_s=100.0)[-2:] == [400, 20]
+    assert answer_lengths(_requests([0.0], num_output=None), now_s=1.0) == [1]
 
 
 def test_what_is_replayed_is_as_the_forecast_says_and_keeps_its_prefixes() -> None:

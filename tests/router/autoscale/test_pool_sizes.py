@@ -40,3 +40,19 @@ def test_the_nearest_sizes_are_allowed_and_no_smaller_than_wanted_where_that_is_
     assert limits.allow(found)
     if limits.num_devices(found) < max_devices - max(limits.devices):
         assert found.prefill >= min(prefill, 12) and found.decode >= min(decode, 12)
+
+
+@given(st.floats(0.1, 40), st.floats(0.1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(8, 40))
+def test_no_other_split_of_as_many_devices_is_less_busy(
+    prefill: float, decode: float, prefill_devices: int, decode_devices: int, num_devices: int
+) -> None:
+    limits = ScaleLimits(
+        least=PoolSizes(1, 1),
+        most=PoolSizes(12, 12),
+        devices=PoolSizes(prefill_devices, decode_devices),
+        max_devices=40,
+    )
+    found = limits.evenly(prefill, decode, num_devices=num_devices)
+    others = [PoolSizes(x, y) for x in range(1, 13) for y in range(1, 13)]
+    busy = {s: max(prefill / s.prefill, decode / s.decode) for s in others if limits.num_devices(s) <= num_devices}
+    assert busy[found] == min(busy.values())

@@ -14,7 +14,7 @@ import pytest
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError, ModelAway, UnknownModel
 from cluster.words.spec_file import parse_spec
-from router.guests import Guest, Guests, Pass
+from router.borrowers import Borrower, Borrowers, Pass
 from router.text.models import Models
 from tests.engine.tiny_models import tiny_config
 from tests.identities import in_clear, router
@@ -25,25 +25,27 @@ from tests.waiting import becomes
 
 @dataclass
 class Ray:
-    """What it says of guests."""
+    """What it says of borrowers."""
 
-    guests: list[Guest] = field(default_factory=list)
+    borrowers: list[Borrower] = field(default_factory=list)
     is_away: bool = False
     num_asked: int = 0
     left: list[str] = field(default_factory=list)
 
-    async def find(self) -> Sequence[Guest]:
+    async def find(self) -> Sequence[Borrower]:
         self.num_asked += 1
         if self.is_away:
             raise DeployError("Ray is away")
-        return list(self.guests)
+        return list(self.borrowers)
 
     async def has_been_asked(self) -> None:
         """Whatever is so now has been seen."""
         before = self.num_asked
         await becomes(lambda: self.num_asked >= before + 2)
 
-    def guest(self, name: str, model_dir: Path, redis_url: str, *, served_name: str = "", fails: bool = False) -> Guest:
+    def borrower(
+        self, name: str, model_dir: Path, redis_url: str, *, served_name: str = "", fails: bool = False
+    ) -> Borrower:
         tree = {"name": name, "model": {"source": str(model_dir), "served_name": served_name or name}}
         spec = parse_spec(tree | {"router": {"doors": "main"}, "security": {"tls": "off"}})
 
@@ -53,13 +55,13 @@ class Ray:
             identity = in_clear(router(deployment=name))
             return Pass(identity=identity, leave=lambda: self.left.append(name))
 
-        return Guest(spec=spec, credentials=Credentials.new(index_url=redis_url), enter=enter)
+        return Borrower(spec=spec, credentials=Credentials.new(index_url=redis_url), enter=enter)
 
 
 @pytest.fixture(scope="module")
 def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Path) -> Path:
     """A model as far as routers read it."""
-    directory = tmp_path_factory.mktemp("guest")
+    directory = tmp_path_factory.mktemp("borrower")
     shutil.copytree(byte_level_dir, directory, dirs_exist_ok=True)
     tiny_config("llama", vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(directory)
     (directory / "model.safetensors").write_bytes(bytes(64))
@@ -67,31 +69,31 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Pat
 
 
 @asynccontextmanager
-async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tuple[Models, Guests]]:
+async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tuple[Models, Borrowers]]:
     models = Models(completions(FakeTokenService(), name="own"))
-    guests = Guests(models, ray.find, node="127.0.0.1", has_many_tenants=lambda: False)
-    await guests.settle()
-    task = asyncio.create_task(guests.follow_forever())
+    borrowers = Borrowers(models, ray.find, node="127.0.0.1", has_many_tenants=lambda: False)
+    await borrowers.settle()
+    task = asyncio.create_task(borrowers.follow_forever())
     try:
-        yield models, guests
+        yield models, borrowers
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await guests.close()
+        await borrowers.close()
 
 
 async def test_they_are_there_before_the_doors_open_and_come_and_go_later(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    early, late = (ray.guest(name, checkpoint_dir, redis_url) for name in ("early", "late"))
-    ray.guests = [early]
-    async with following(ray, completions) as (models, guests):
-        assert models.names == ["own", "early"] and not guests.is_any_ready(), "it has no replica"
-        ray.guests = [early, late]
+    early, late = (ray.borrower(name, checkpoint_dir, redis_url) for name in ("early", "late"))
+    ray.borrowers = [early]
+    async with following(ray, completions) as (models, borrowers):
+        assert models.names == ["own", "early"] and not borrowers.is_any_ready(), "it has no replica"
+        ray.borrowers = [early, late]
         await becomes(lambda: models.names == ["own", "early", "late"])
         found = models.find("late")
-        ray.guests = [late]
+        ray.borrowers = [late]
         await becomes(lambda: models.names == ["own", "late"])
         await becomes(lambda: ray.left == ["early"])
         assert models.find("late") is found
@@ -104,10 +106,10 @@ async def test_one_that_was_taken_down_and_deployed_anew_is_another(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    ray.guests = [ray.guest("g", checkpoint_dir, redis_url)]
+    ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]
     async with following(ray, completions) as (models, _):
         first = models.find("g")
-        ray.guests = [ray.guest("g", checkpoint_dir, redis_url)]  # with other credentials
+        ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]  # with other credentials
         await becomes(lambda: "g" in models.names and models.find("g") is not first)
         assert ray.left == ["g"]
 
@@ -116,13 +118,15 @@ async def test_one_that_cannot_be_opened_is_away_and_the_others_go_on(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    broken, well = (ray.guest(name, checkpoint_dir, redis_url, fails=name == "broken") for name in ("broken", "well"))
-    ray.guests = [broken, well]
+    broken, well = (
+        ray.borrower(name, checkpoint_dir, redis_url, fails=name == "broken") for name in ("broken", "well")
+    )
+    ray.borrowers = [broken, well]
     async with following(ray, completions) as (models, _):
         assert models.names == ["own", "well"], "nobody waits for more than one try"
         with pytest.raises(ModelAway, match="'broken' is not served by this router at present: its deployment cannot"):
             models.find("broken")
-        ray.guests = [well]
+        ray.borrowers = [well]
         await becomes(lambda: not models.is_known("broken"))
 
 
@@ -130,9 +134,9 @@ async def test_while_nobody_can_say_who_they_are_they_stay(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    ray.guests = [ray.guest("g", checkpoint_dir, redis_url)]
+    ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]
     async with following(ray, completions) as (models, _):
-        ray.guests, ray.is_away = [], True
+        ray.borrowers, ray.is_away = [], True
         await ray.has_been_asked()
         assert models.names == ["own", "g"]
         ray.is_away = False
@@ -143,10 +147,10 @@ async def test_of_two_with_one_name_the_first_is_served(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    ray.guests = [
-        ray.guest("b", checkpoint_dir, redis_url, served_name="same"),
-        ray.guest("a", checkpoint_dir, redis_url, served_name="same"),
-        ray.guest("c", checkpoint_dir, redis_url, served_name="own"),
+    ray.borrowers = [
+        ray.borrower("b", checkpoint_dir, redis_url, served_name="same"),
+        ray.borrower("a", checkpoint_dir, redis_url, served_name="same"),
+        ray.borrower("c", checkpoint_dir, redis_url, served_name="own"),
     ]
     async with following(ray, completions) as (models, _):
         found = models.find("same")

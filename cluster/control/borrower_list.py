@@ -14,13 +14,13 @@ from cluster.words.launch import Launch
 logger = logging.getLogger(__name__)
 
 
-class GuestList:
+class BorrowerList:
     """Of one deployment's doors. Keeps what it has read: nearly always nothing has changed."""
 
     def __init__(self, doors: str) -> None:
         """doors: whose they are."""
         self._doors = doors
-        self._read: dict[str, tuple[bytes, Launch | None]] = {}  # what was stored; None: no guest of these doors
+        self._read: dict[str, tuple[bytes, Launch | None]] = {}  # what was stored; None: no borrower of these doors
 
     def launches(self) -> list[Launch]:
         """How the processes of each were started. Raises DeployError where Ray's store does not answer."""
@@ -43,6 +43,6 @@ class GuestList:
             return text, None
 
 
-def guests_of(doors: str) -> list[str]:
+def borrowers_of(doors: str) -> list[str]:
     """Their names. Raises DeployError."""
-    return sorted(launch.spec.name for launch in GuestList(doors).launches())
+    return sorted(launch.spec.name for launch in BorrowerList(doors).launches())

@@ -1,7 +1,7 @@
-"""The guests of one router: deployments that have no doors of their own, and whose models are served at these.
+"""The borrowers of one router: deployments that have no doors of their own, and whose models are served at these.
 
-A guest comes, fails and goes by itself: it is opened in a task of its own, its background tasks count for nobody else,
-and what cannot be opened is tried again while the others go on.
+A borrower comes, fails and goes by itself: it is opened in a task of its own, its background tasks count for nobody
+else, and what cannot be opened is tried again while the others go on.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _OPENING = "it is just being taken up"
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """By what a router is one of a guest's."""
+    """By what a router is one of a borrower's."""
 
-    identity: Identity  # of this router, as one of the guest's deployment
+    identity: Identity  # of this router, as one of the borrower's deployment
     trail: Path | None = None
     revisions: RevisionTable | None = None
     tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]] | None = None  # its controller
@@ -46,7 +46,7 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guest:
+class Borrower:
     """A deployment that names these doors for its own."""
 
     spec: Spec
@@ -59,27 +59,27 @@ class Guest:
         return self.credentials.secret
 
 
-FindGuests: TypeAlias = Callable[[], Awaitable[Sequence[Guest]]]  # raises ClusterError
+FindBorrowers: TypeAlias = Callable[[], Awaitable[Sequence[Borrower]]]  # raises ClusterError
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A guest that is known here."""
+    """A borrower that is known here."""
 
-    guest: Guest
+    borrower: Borrower
     opening: asyncio.Task[None] | None = None
     was_tried: asyncio.Event = field(default_factory=asyncio.Event)
     served: ServedModel | None = None
     leave: Callable[[], None] = field(default=lambda: None)
 
 
-class Guests:
+class Borrowers:
     """Lives on its router's event loop. Owns the models that it has opened."""
 
     def __init__(
         self,
         models: Models,
-        find: FindGuests | None,
+        find: FindBorrowers | None,
         *,
         node: str,
         has_many_tenants: Callable[[], bool],
@@ -125,7 +125,7 @@ class Guests:
         if self._find is None:
             return
         try:
-            found = {guest.spec.name: guest for guest in await self._find()}
+            found = {borrower.spec.name: borrower for borrower in await self._find()}
         except ClusterError as error:  # those that are here stay
             if not self._is_missing:
                 logger.warning("which deployments are served at these doors, too, cannot be asked: %s", error)
@@ -134,50 +134,50 @@ class Guests:
         self._is_missing = False
         for name, kept in list(self._kept.items()):
             is_failing = kept.served is not None and kept.served.is_failing
-            if name not in found or found[name].life != kept.guest.life or is_failing:
+            if name not in found or found[name].life != kept.borrower.life or is_failing:
                 await self._end(name)
-        for name, guest in sorted(found.items()):
+        for name, borrower in sorted(found.items()):
             if not self._is_closing and name not in self._kept:
-                self._begin(guest)
+                self._begin(borrower)
 
-    def _begin(self, guest: Guest) -> None:
-        name, model = guest.spec.name, guest.spec.model.name
-        kept = self._kept[name] = _Kept(guest)
-        if any(other.guest.spec.model.name == model for other in self._kept.values() if other is not kept) or (
+    def _begin(self, borrower: Borrower) -> None:
+        name, model = borrower.spec.name, borrower.spec.model.name
+        kept = self._kept[name] = _Kept(borrower)
+        if any(other.borrower.spec.model.name == model for other in self._kept.values() if other is not kept) or (
             model == self._models.default.model.id
         ):
             logger.error(
-                "guest %s: its model is called %s, as another is: `model.served_name` says another", name, model
+                "borrower %s: its model is called %s, as another is: `model.served_name` says another", name, model
             )
             kept.was_tried.set()
             return
         self._models.say_away(model, _OPENING)
-        kept.opening = asyncio.create_task(self._open(kept), name=f"guest {name}")
+        kept.opening = asyncio.create_task(self._open(kept), name=f"borrower {name}")
 
     async def _open(self, kept: _Kept) -> None:
-        spec, said = kept.guest.spec, ""
+        spec, said = kept.borrower.spec, ""
         while True:
             try:
                 await self._try_to_open(kept)
-            except Exception as error:  # an edge: whatever it is, it is this guest's
+            except Exception as error:  # an edge: whatever it is, it is this borrower's
                 if said != (said := str(error)):
                     is_ours = isinstance(error, ClusterError)
-                    logger.error("guest %s: not opened: %s", spec.name, error, exc_info=None if is_ours else error)
+                    logger.error("borrower %s: not opened: %s", spec.name, error, exc_info=None if is_ours else error)
                 self._models.say_away(spec.model.name, "its deployment cannot be reached, or its model not read")
                 kept.was_tried.set()
                 await asyncio.sleep(_AGAIN_S)
             else:
-                logger.info("guest %s: model %s is served", spec.name, spec.model.name)
+                logger.info("borrower %s: model %s is served", spec.name, spec.model.name)
                 kept.was_tried.set()
                 return
 
     async def _try_to_open(self, kept: _Kept) -> None:
-        guest, metrics = kept.guest, Metrics()
-        entered = await guest.enter()
+        borrower, metrics = kept.borrower, Metrics()
+        entered = await borrower.enter()
         try:
             served = await ServedModel.open(
-                guest.spec,
-                credentials=guest.credentials,
+                borrower.spec,
+                credentials=borrower.credentials,
                 identity=entered.identity,
                 metrics=metrics,
                 tasks=Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc()),
@@ -202,9 +202,9 @@ class Guests:
         if kept.opening:
             kept.opening.cancel()
             await asyncio.gather(kept.opening, return_exceptions=True)
-        self._models.forget_away(kept.guest.spec.model.name)
+        self._models.forget_away(kept.borrower.spec.model.name)
         if kept.served:
             self._models.remove(kept.served.completions)
             await kept.served.close()
         await asyncio.to_thread(kept.leave)
-        logger.info("guest %s: gone", name)
+        logger.info("borrower %s: gone", name)

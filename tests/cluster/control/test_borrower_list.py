@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.control import claims, desired
+from cluster.control.borrower_list import BorrowerList, borrowers_of
 from cluster.control.claims import NameClaim
 from cluster.control.desired import Desired
-from cluster.control.guest_list import GuestList, guests_of
 from cluster.control.ray_store import StoreEntry
 from cluster.host.borrowed_doors import borrow
 from cluster.words.credentials import Credentials
@@ -47,21 +47,21 @@ def names(three_nodes: str) -> Iterator[list[str]]:
 def test_they_are_those_that_are_there_now(names: list[str]) -> None:
     main, a, b = names
     stored(spec_of(main, model="m", grpc_port=4001, keys="required", replicas=2))
-    guests = GuestList(main)
-    assert guests.launches() == []
+    borrowers = BorrowerList(main)
+    assert borrowers.launches() == []
     first = stored(spec_of(a, model="x", doors=main))
     stored(spec_of(b, model="y"))
-    assert [launch.credentials for launch in guests.launches()] == [first.launch.credentials]
-    assert guests.launches()[0] is guests.launches()[0], "what has not changed is not read again"
+    assert [launch.credentials for launch in borrowers.launches()] == [first.launch.credentials]
+    assert borrowers.launches()[0] is borrowers.launches()[0], "what has not changed is not read again"
     again = stored(spec_of(a, model="x", doors=main))
-    assert [launch.credentials for launch in guests.launches()] == [again.launch.credentials]
+    assert [launch.credentials for launch in borrowers.launches()] == [again.launch.credentials]
     stored(spec_of(b, model="y", doors=main))
-    assert guests_of(main) == sorted([a, b]) and guests_of(a) == []
+    assert borrowers_of(main) == sorted([a, b]) and borrowers_of(a) == []
     desired.forget(a)
-    assert guests_of(main) == [b]
+    assert borrowers_of(main) == [b]
     newer = json.dumps({"spec": {"router": {"doors": main, "newer": 1}}})
     StoreEntry("desired", namespace=desired.namespace(a)).put(newer)
-    assert guests_of(main) == [b], "one that cannot be read keeps nobody else away"
+    assert borrowers_of(main) == [b], "one that cannot be read keeps nobody else away"
 
 
 def test_what_is_the_doors_is_taken_from_their_spec(names: list[str]) -> None:
