@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from cluster.control import claims, desired
 from cluster.control.borrower_list import BorrowerList, borrowers_of
 from cluster.control.claims import NameClaim
 from cluster.control.desired import Desired
+from cluster.control.ray_store import StoreEntry
 from cluster.host.borrowed_doors import borrow
 from cluster.words.credentials import Credentials
 from cluster.words.errors import SpecError
@@ -57,6 +59,9 @@ def test_they_are_those_that_are_there_now(names: list[str]) -> None:
     assert borrowers_of(main) == sorted([a, b]) and borrowers_of(a) == []
     desired.forget(a)
     assert borrowers_of(main) == [b]
+    newer = json.dumps({"spec": {"router": {"doors": main, "newer": 1}}})
+    StoreEntry("desired", namespace=desired.namespace(a)).put(newer)
+    assert borrowers_of(main) == [b], "one that cannot be read keeps nobody else away"
 
 
 def test_what_is_the_doors_is_taken_from_their_spec(names: list[str]) -> None:
