@@ -93,6 +93,7 @@ class Borrowers:
         self._tracing = tracing
         self._kept: dict[str, _Kept] = {}  # by the deployment's name
         self._is_closing = False
+        self._changing = asyncio.Lock()  # while some are opened or closed: who closes all waits for that
         self._is_missing = False  # who they are could not be asked, the last time
 
     @property
@@ -118,8 +119,10 @@ class Borrowers:
             await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
+        """Before what follows is cancelled: else one may be left half closed."""
         self._is_closing = True
-        await asyncio.gather(*(self._end(name) for name in list(self._kept)))
+        async with self._changing:
+            await asyncio.gather(*(self._end(name) for name in list(self._kept)))
 
     async def _look(self) -> None:
         if self._find is None:
@@ -132,13 +135,14 @@ class Borrowers:
             self._is_missing = True
             return
         self._is_missing = False
-        for name, kept in list(self._kept.items()):
-            is_failing = kept.served is not None and kept.served.is_failing
-            if name not in found or found[name].life != kept.borrower.life or is_failing:
-                await self._end(name)
-        for name, borrower in sorted(found.items()):
-            if not self._is_closing and name not in self._kept:
-                self._begin(borrower)
+        async with self._changing:
+            for name, kept in list(self._kept.items()):
+                is_failing = kept.served is not None and kept.served.is_failing
+                if name not in found or found[name].life != kept.borrower.life or is_failing:
+                    await self._end(name)
+            for name, borrower in sorted(found.items()):
+                if not self._is_closing and name not in self._kept:
+                    self._begin(borrower)
 
     def _begin(self, borrower: Borrower) -> None:
         name, model = borrower.spec.name, borrower.spec.model.name

@@ -77,9 +77,9 @@ async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tup
     try:
         yield models, borrowers
     finally:
+        await borrowers.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await borrowers.close()
 
 
 async def test_they_are_there_before_the_doors_open_and_come_and_go_later(
