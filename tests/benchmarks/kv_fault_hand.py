@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,12 @@ class Fill:
 class HeldRequest:
     """A request for which a decode replica has set blocks aside, and the ticket to them."""
 
-    def __init__(self, request: SequenceRequest, handoff: Handoff, tokens: list[int]) -> None:
+    def __init__(
+        self, request: SequenceRequest, handoff: Handoff, tokens: list[int], give_up: Callable[[], None]
+    ) -> None:
+        """give_up: ends the lease, as the router does whose client has gone."""
         self.request = request
+        self.give_up = give_up
         self.handoff = handoff
         self.error = ""
         self.first: dict[int, int] = {}  # by epoch, as the prefill replica has told it
@@ -84,7 +88,9 @@ class HandRouter:
         )
         call = worker.generate(request, timeout_s=self._deadline_s)
         event = await anext(call)
-        held = HeldRequest(request, handoff_from_proto(event.reserved.handoff), self._tokens[request.stream])
+        held = HeldRequest(
+            request, handoff_from_proto(event.reserved.handoff), self._tokens[request.stream], call.cancel
+        )
 
         async def lease() -> None:
             try:

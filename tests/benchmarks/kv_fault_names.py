@@ -42,6 +42,7 @@ class CaseOutcome:
     num_answers: int = 0  # that came
     num_wrong: int = 0  # of these, not token for token the undisturbed ones
     num_foreign: int = 0  # of these, made of another request's KV; or prefixes that were given to a stranger
+    num_failed: int = 0  # requests that held nothing bad and were refused, or ended with an error
     num_hung: int = 0  # requests without an end by their deadline
     num_lost: int = 0  # blocks that do not come back
     back_s: float = 0.0  # until all blocks were back
@@ -49,7 +50,8 @@ class CaseOutcome:
 
     @property
     def is_clean(self) -> bool:
-        return not (self.num_wrong or self.num_foreign or self.num_hung or self.num_lost or self.num_dead)
+        harm = (self.num_wrong, self.num_foreign, self.num_failed, self.num_hung, self.num_lost, self.num_dead)
+        return not any(harm)
 
     def as_dict(self) -> dict[str, Any]:
         what, reported = CASES[self.case]
@@ -58,10 +60,10 @@ class CaseOutcome:
 
 def table(outcomes: list[CaseOutcome]) -> list[list[str]]:
     """For people, with its heading."""
-    heading = ["CASE", "SEEN", "ANSWERS", "WRONG", "FOREIGN", "HUNG", "LOST", "BACK AFTER", "DIED"]
+    heading = ["CASE", "SEEN", "ANSWERS", "WRONG", "FOREIGN", "FAILED", "HUNG", "LOST", "BACK AFTER", "DIED"]
     return [heading, *map(_row, outcomes)]
 
 
 def _row(one: CaseOutcome) -> list[str]:
-    counts = (one.num_answers, one.num_wrong, one.num_foreign, one.num_hung, one.num_lost)
+    counts = (one.num_answers, one.num_wrong, one.num_foreign, one.num_failed, one.num_hung, one.num_lost)
     return [one.case, one.seen[:90], *map(str, counts), f"{one.back_s:.1f} s", str(one.num_dead)]

@@ -26,6 +26,7 @@ from tests.benchmarks.kv_fault_names import CaseOutcome
 from tests.benchmarks.kv_fault_stranger import Stranger
 from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
 from tests.rank_in_process import Fault
+from tests.waiting import becomes
 
 PROMPT = 70  # tokens of a prompt that is struck
 _ANSWER = 24
@@ -99,6 +100,7 @@ class Stage:
             self.outcome.num_hung += 1
             return []
         except ClusterError as error:
+            self.outcome.num_failed += 1
             self.outcome.seen = self.outcome.seen or str(error)
             return []
         self.count(prompt, answer.ids)
@@ -128,13 +130,15 @@ class Stage:
         elif not held.error:
             self.count(list(held.request.token_ids), held.answer)
         else:
+            self.outcome.num_failed += 1
             self.outcome.seen = self.outcome.seen or held.error
 
     async def give_up(self, held: HeldRequest) -> None:
-        """End the lease, as the router does whose client has gone."""
+        """End the lease, and wait until the replica has none of its blocks any more."""
+        held.give_up()
         assert held.lease
-        held.lease.cancel()
         await asyncio.wait({held.lease})
+        await becomes(lambda: not _held(self.decode))
 
     def count(self, prompt: list[int], answer: list[int]) -> None:
         self.outcome.num_answers += 1
@@ -170,11 +174,11 @@ class Stage:
         pool = next(pool for pool in self.cluster.pools.values() if replica in pool)
         pool.remove(replica)
 
-    async def settle(self) -> None:
-        """Wait for the blocks of everybody who lives, and for as long as `cluster chaos` does."""
+    async def settle(self, *, within_s: float = _BLOCKS_BACK_S) -> None:
+        """Wait for the blocks of everybody who lives."""
         begin, replicas = time.monotonic(), [replica for pool in self.cluster.pools.values() for replica in pool]
         self.outcome.num_dead = sum(not replica.is_alive and replica not in self.killed for replica in replicas)
-        while (num_lost := sum(map(_held, self._alive()))) and time.monotonic() < begin + _BLOCKS_BACK_S:
+        while (num_lost := sum(map(_held, self._alive()))) and time.monotonic() < begin + within_s:
             await asyncio.sleep(_LOOK_S)
         self.outcome.num_lost, self.outcome.back_s = num_lost, round(time.monotonic() - begin, 2)
 

