@@ -26,12 +26,11 @@ from tests.benchmarks.kv_fault_names import CaseOutcome
 from tests.benchmarks.kv_fault_stranger import Stranger
 from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
 from tests.rank_in_process import Fault
-from tests.waiting import becomes
 
 PROMPT = 70  # tokens of a prompt that is struck
 _ANSWER = 24
-_CROWD = 5  # requests of seven blocks each
-_BLOCKS = 36
+_OTHERS = 6  # prompts of five blocks each
+_BLOCKS = 36  # theirs, those of one prompt, and one that it needs for its answer
 _DEADLINE_S = 60.0
 _BLOCKS_BACK_S = 8.0  # as `cluster chaos` has it
 _LOOK_S = 0.05
@@ -82,10 +81,7 @@ class Stage:
         """One that nobody has seen, whose answer is nobody else's."""
         while True:
             drawn = self._random.choices(range(3, self._runner.config.vocab_size), k=length)
-            [tokens] = generate(self._runner, [drawn], self.greedy)
-            answer = [token.token_id for token in tokens]
-            if answer not in self._answers.values():
-                self._answers[tuple(drawn)] = answer
+            if self._note(drawn):
                 return drawn
 
     # What is asked, each answer looked at.
@@ -106,15 +102,21 @@ class Stage:
         self.count(prompt, answer.ids)
         return answer.ids
 
-    async def crowd(self) -> list[list[int]]:
-        """Requests that leave no block of the decode replica as it was, or but one; their KV stays there."""
-        prompts = [self.prompt(PROMPT + 1 + number) for number in range(_CROWD)]
-        await self.ask_all(prompts)
-        return prompts
+    async def fill_up(self) -> list[HeldRequest]:
+        """While one prompt is held: take all blocks but its own and one, so that the next request gets those."""
+        return [await self.hold() for _ in range(_OTHERS)]
 
-    async def ask_all(self, prompts: list[list[int]]) -> None:
-        """Those of a crowd are asked again: their answers are made of the KV that is there."""
-        await asyncio.gather(*map(self.ask, prompts))
+    async def newcomer(self) -> list[int]:
+        """A request like any other; its KV stays in the decode replica's cache."""
+        prompt = self.prompt()
+        await self.ask(prompt)
+        return prompt
+
+    async def again(self, prompt: list[int]) -> None:
+        """Go on from a newcomer's answer, which is read from the KV that it has left."""
+        longer = [*prompt, *self._answers[tuple(prompt)]]
+        self._note(longer)
+        await self.ask(longer)
 
     async def end(self, held: HeldRequest) -> None:
         """Fill a ticket as the router would after a failure, and look at the answer."""
@@ -133,12 +135,12 @@ class Stage:
             self.outcome.num_failed += 1
             self.outcome.seen = self.outcome.seen or held.error
 
-    async def give_up(self, held: HeldRequest) -> None:
-        """End the lease, and wait until the replica has none of its blocks any more."""
-        held.give_up()
-        assert held.lease
-        await asyncio.wait({held.lease})
-        await becomes(lambda: not _held(self.decode))
+    async def give_up(self, *held: HeldRequest) -> None:
+        """End these leases, and wait until they are over."""
+        for one in held:
+            one.give_up()
+            assert one.lease
+            await asyncio.wait({one.lease})
 
     def count(self, prompt: list[int], answer: list[int]) -> None:
         self.outcome.num_answers += 1
@@ -181,6 +183,14 @@ class Stage:
         while (num_lost := sum(map(_held, self._alive()))) and time.monotonic() < begin + within_s:
             await asyncio.sleep(_LOOK_S)
         self.outcome.num_lost, self.outcome.back_s = num_lost, round(time.monotonic() - begin, 2)
+
+    def _note(self, prompt: list[int]) -> bool:
+        """The right answer; False if another prompt has the same."""
+        [tokens] = generate(self._runner, [prompt], self.greedy)
+        answer = [token.token_id for token in tokens]
+        is_new = answer not in self._answers.values()
+        self._answers[tuple(prompt)] = answer
+        return is_new
 
     def _alive(self) -> list[LocalReplica]:
         return [replica for pool in self.cluster.pools.values() for replica in pool if replica.is_alive]

@@ -30,7 +30,7 @@ async def _undisturbed(stage: Stage) -> None:
     held = await stage.hold()
     await stage.strike(held)
     await stage.ended(held)
-    await stage.ask_all(await stage.crowd())
+    await stage.again(await stage.newcomer())
 
 
 async def _unknown(stage: Stage) -> None:
@@ -41,7 +41,7 @@ async def _unknown(stage: Stage) -> None:
 
 async def _out_of_range(stage: Stage) -> None:
     """The ticket of a router, then the announcement of another replica's rank; neither may lead out of the pool."""
-    crowd, held = await stage.crowd(), await stage.hold()
+    newcomer, held = await stage.newcomer(), await stage.hold()
     await stage.strike(held, first_token=_FAR, num_tokens=_FAR + PROMPT, max_tokens=_FAR + PROMPT)
     first = stage.outcome.seen
     for far in ({"first_token": _FAR}, {"first_layer": _FAR}, {"num_tokens": _FAR}):
@@ -50,26 +50,30 @@ async def _out_of_range(stage: Stage) -> None:
         stage.outcome.num_foreign += said == "landed"
     stage.outcome.seen = first
     await stage.end(held)
-    await stage.ask_all(crowd)
+    await stage.again(newcomer)
 
 
 async def _consumed(stage: Stage) -> None:
-    """Once while its request decodes, and once when its blocks are a crowd's."""
+    """Once while its request decodes, and once when its blocks are another request's."""
     held = await stage.hold()
+    others = await stage.fill_up()
     await stage.hand.fill(held, stage.prefill, held.handoff)
     await stage.strike(held)
     await stage.ended(held)
-    crowd = await stage.crowd()
+    newcomer = await stage.newcomer()
     await stage.strike(held, epoch=7)
-    await stage.ask_all(crowd)
+    await stage.give_up(*others)
+    await stage.again(newcomer)
 
 
 async def _stale(stage: Stage) -> None:
     held = await stage.hold()
-    await stage.give_up(held)
-    crowd = await stage.crowd()
+    others = await stage.fill_up()
+    held.give_up()
+    newcomer = await stage.newcomer()  # waits for these blocks: there are no others
     await stage.strike(held)
-    await stage.ask_all(crowd)
+    await stage.give_up(*others)
+    await stage.again(newcomer)
 
 
 async def _expired(stage: Stage) -> None:
@@ -84,12 +88,14 @@ async def _expired_reused(stage: Stage) -> None:
     late = await stage.doomed(Role.PREFILL, Fault(Milestone.SENDING, number=signal.SIGSTOP))
     held = await stage.hold()
     filling = asyncio.create_task(stage.hand.fill(held, late, held.handoff))
-    assert held.lease
-    await asyncio.wait({held.lease})
-    crowd = await stage.crowd()
+    await becomes(lambda: late.has_been_hit)
+    others = await stage.fill_up()
+    newcomer = await stage.newcomer()  # waits for its blocks: there are no others before the lease is over
+    assert held.error
     goes_on(late)
     stage.outcome.seen = (await filling).error or "answered"
-    await stage.ask_all(crowd)
+    await stage.give_up(*others)
+    await stage.again(newcomer)
     await stage.settle()
     await stage.removed(late)
 
@@ -147,7 +153,7 @@ async def _forged_sender(stage: Stage) -> None:
     filling = asyncio.create_task(stage.hand.fill(held, asked, held.handoff))
     await becomes(lambda: asked.has_been_hit)
     stage.outcome.seen = await stage.stranger.ship(held.handoff)
-    stage.outcome.num_wrong += held.has_started.is_set()
+    stage.outcome.num_foreign += stage.outcome.seen == "landed"
     goes_on(asked)
     await filling
     await stage.end(held)
@@ -244,13 +250,13 @@ async def _struck_receiver(stage: Stage, number: signal.Signals) -> None:
 
 async def _after_the_stroke(stage: Stage, doomed: LocalReplica, number: signal.Signals) -> None:
     assert doomed.has_been_hit, "the fault never happened"
-    crowd = await stage.crowd()
+    newcomer = await stage.newcomer()
     if number is signal.SIGSTOP:
         goes_on(doomed)
     else:
         stage.killed.append(doomed)
     stage.outcome.seen = "a pause"
-    await stage.ask_all(crowd)
+    await stage.again(newcomer)
     await stage.settle()
     await stage.removed(doomed)
 
@@ -263,13 +269,13 @@ async def _restarted(stage: Stage) -> None:
     stage.killed.append(doomed)
     assert held.lease
     await asyncio.wait({held.lease})
-    crowd = await stage.crowd()
+    newcomer = await stage.newcomer()
     there = stage.cluster.seen(stage.decode).member.address
     await stage.strike(held)
     was_told = stage.outcome.seen
     await stage.strike(held, replica=stage.decode.id, ranks=(there,), epoch=2)
     stage.outcome.seen = f"{was_told}; {stage.outcome.seen}"
-    await stage.ask_all(crowd)
+    await stage.again(newcomer)
     await stage.settle()
     await stage.removed(doomed)
 
