@@ -15,6 +15,7 @@ from cluster.words.process_name import ProcessName
 from cluster.words.request import Sampling, SequenceRequest
 from router.serving.grpc_worker import GrpcWorker
 from tests.local_cluster import LocalCluster, LocalReplica
+from tests.waiting import becomes
 
 
 @dataclass
@@ -62,6 +63,7 @@ class HandRouter:
         self._identity = cluster.identity(ProcessName.of_router(cluster.spec.name, "router-9"))
         self._workers: dict[str, GrpcWorker] = {}
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)
+        self._num_frames: defaultdict[str, int] = defaultdict(int)  # that have come, by replica
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_requests = 0
 
@@ -97,6 +99,8 @@ class HandRouter:
                 async for event in call:
                     if event.WhichOneof("event") == "started":
                         held.started(event.started.epoch)
+                    elif event.WhichOneof("event") == "finished":  # its last tokens may still be on their way
+                        await becomes(lambda last=event.finished.frames: self._num_frames[decode.id] >= last)
             except ClusterError as error:
                 held.error = str(error)
             finally:
@@ -132,16 +136,17 @@ class HandRouter:
             worker = self._workers[replica.id] = GrpcWorker(replica.id, address, identity=self._identity)
             if listens:
                 listening = asyncio.Event()
-                self._start(self._listen(worker, listening))
+                self._start(self._listen(replica.id, worker, listening))
                 await asyncio.wait_for(listening.wait(), self._deadline_s)
         return self._workers[replica.id]
 
-    async def _listen(self, worker: GrpcWorker, listening: asyncio.Event) -> None:
+    async def _listen(self, replica: str, worker: GrpcWorker, listening: asyncio.Event) -> None:
         try:
             async for frame in worker.frames():
                 listening.set()
                 for some in frame.streams:
                     self._tokens[some.stream] += [token.token_id for token in some.tokens]
+                self._num_frames[replica] = frame.number + 1
         except ClusterError:  # the case has killed it
             pass
 

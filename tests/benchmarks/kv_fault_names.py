@@ -41,7 +41,8 @@ class CaseOutcome:
     seen: str  # by whoever held the bad reference: an error's first words, or "answered"
     num_answers: int = 0  # that came
     num_wrong: int = 0  # of these, not token for token the undisturbed ones
-    num_foreign: int = 0  # of these, made of another request's KV; or prefixes that were given to a stranger
+    differs: str = ""  # the last of these, and the right one
+    num_foreign: int = 0  # of these, another prompt's answer, token for token; or what was given to a stranger
     num_failed: int = 0  # requests that held nothing bad and were refused, or ended with an error
     num_hung: int = 0  # requests without an end by their deadline
     num_lost: int = 0  # blocks that do not come back

@@ -147,6 +147,7 @@ class Stage:
         right = self._answers[tuple(prompt)]
         if answer != right:
             self.outcome.num_wrong += 1
+            self.outcome.differs = f"{answer} instead of {right}"
             self.outcome.num_foreign += answer in self._answers.values()
 
     async def strike(self, held: HeldRequest, **changes: Any) -> Fill:

@@ -213,8 +213,9 @@ class VllmPair:
 
     def count(self, prompt: list[int], answer: list[int]) -> None:
         self.outcome.num_answers += 1
-        if answer != self._answers[tuple(prompt)]:
+        if answer != (right := self._answers[tuple(prompt)]):
             self.outcome.num_wrong += 1
+            self.outcome.differs = f"{answer} instead of {right}"
             self.outcome.num_foreign += answer in self._answers.values()
 
     async def crowd(self) -> list[tuple[list[int], Reference]]:
