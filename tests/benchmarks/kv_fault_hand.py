@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +64,7 @@ class HandRouter:
         self._identity = cluster.identity(ProcessName.of_router(cluster.spec.name, "router-9"))
         self._workers: dict[str, GrpcWorker] = {}
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)
+        self._listeners: dict[str, asyncio.Task[None]] = {}
         self._num_frames: defaultdict[str, int] = defaultdict(int)  # that have come, by replica
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_requests = 0
@@ -131,24 +133,25 @@ class HandRouter:
         return fill
 
     async def _worker(self, replica: LocalReplica, *, listens: bool = False) -> GrpcWorker:
+        """As a router does, it takes the frames again where they were lost, before it asks for anything."""
         if replica.id not in self._workers:
             address = self._cluster.seen(replica).member.address
-            worker = self._workers[replica.id] = GrpcWorker(replica.id, address, identity=self._identity)
-            if listens:
-                listening = asyncio.Event()
-                self._start(self._listen(replica.id, worker, listening))
-                await asyncio.wait_for(listening.wait(), self._deadline_s)
-        return self._workers[replica.id]
+            self._workers[replica.id] = GrpcWorker(replica.id, address, identity=self._identity)
+        worker, listener = self._workers[replica.id], self._listeners.get(replica.id)
+        if listens and (listener is None or listener.done()):
+            listening = asyncio.Event()
+            self._num_frames[replica.id] = 0
+            self._listeners[replica.id] = self._start(self._listen(replica.id, worker, listening))
+            await asyncio.wait_for(listening.wait(), self._deadline_s)
+        return worker
 
     async def _listen(self, replica: str, worker: GrpcWorker, listening: asyncio.Event) -> None:
-        try:
+        with suppress(ClusterError):  # the case has killed it
             async for frame in worker.frames():
-                listening.set()
                 for some in frame.streams:
                     self._tokens[some.stream] += [token.token_id for token in some.tokens]
                 self._num_frames[replica] = frame.number + 1
-        except ClusterError:  # the case has killed it
-            pass
+                listening.set()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

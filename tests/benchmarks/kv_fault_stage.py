@@ -77,11 +77,11 @@ class Stage:
     def decode(self) -> LocalReplica:
         return self._living(Role.DECODE)
 
-    def prompt(self, length: int = PROMPT) -> list[int]:
+    async def prompt(self, length: int = PROMPT) -> list[int]:
         """One that nobody has seen, whose answer is nobody else's."""
         while True:
             drawn = self._random.choices(range(3, self._runner.config.vocab_size), k=length)
-            if self._note(drawn):
+            if await self._note(drawn):
                 return drawn
 
     # What is asked, each answer looked at.
@@ -108,14 +108,14 @@ class Stage:
 
     async def newcomer(self) -> list[int]:
         """A request like any other; its KV stays in the decode replica's cache."""
-        prompt = self.prompt()
+        prompt = await self.prompt()
         await self.ask(prompt)
         return prompt
 
     async def again(self, prompt: list[int]) -> None:
         """Go on from a newcomer's answer, which is read from the KV that it has left."""
         longer = [*prompt, *self._answers[tuple(prompt)]]
-        self._note(longer)
+        await self._note(longer)
         await self.ask(longer)
 
     async def end(self, held: HeldRequest) -> None:
@@ -157,7 +157,7 @@ class Stage:
         return fill
 
     async def hold(self, prompt: list[int] | None = None, *, decode: LocalReplica | None = None) -> HeldRequest:
-        return await self.hand.hold(prompt or self.prompt(), decode or self.decode)
+        return await self.hand.hold(prompt or await self.prompt(), decode or self.decode)
 
     def ticket(self, held: HeldRequest, **changes: Any) -> Handoff:
         return replace(held.handoff, **changes)
@@ -185,9 +185,9 @@ class Stage:
             await asyncio.sleep(_LOOK_S)
         self.outcome.num_lost, self.outcome.back_s = num_lost, round(time.monotonic() - begin, 2)
 
-    def _note(self, prompt: list[int]) -> bool:
-        """The right answer; False if another prompt has the same."""
-        [tokens] = generate(self._runner, [prompt], self.greedy)
+    async def _note(self, prompt: list[int]) -> bool:
+        """The right answer; False if another prompt has the same. Not on the event loop, whose peers want signs."""
+        [tokens] = await asyncio.to_thread(generate, self._runner, [prompt], self.greedy)
         answer = [token.token_id for token in tokens]
         is_new = answer not in self._answers.values()
         self._answers[tuple(prompt)] = answer

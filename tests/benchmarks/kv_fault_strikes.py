@@ -110,7 +110,7 @@ async def _short(stage: Stage) -> None:
 
 async def _other_prompt(stage: Stage) -> None:
     """A router that takes one request's ticket for another's: where the KV is there, nothing takes its place."""
-    held, other = await stage.hold(), stage.prompt()
+    held, other = await stage.hold(), await stage.prompt()
     await stage.hand.fill(held, stage.prefill, held.handoff)
     fill = await stage.hand.fill(held, stage.prefill, replace(held.handoff, epoch=2), prompt=other)
     held.first.pop(2, None)
@@ -167,7 +167,7 @@ async def _damaged(stage: Stage) -> None:
     mark = mark_of(bad.ranks[0].pid)
     mark.touch()
     try:
-        prompt = stage.prompt(PROMPT + 10)
+        prompt = await stage.prompt(PROMPT + 10)
         stage.direct(prompt, (bad, stage.decode), (stage.prefill, stage.decode))
         held = await stage.hold()
         fill = await stage.hand.fill(held, bad, held.handoff)
@@ -182,7 +182,7 @@ async def _damaged(stage: Stage) -> None:
 
 async def _foreign_prefix(stage: Stage) -> None:
     """A replica asks for what another tenant has there, without the tenant's salt; then with it, as one may."""
-    prompt = stage.prompt()
+    prompt = await stage.prompt()
     await stage.ask(prompt, salt=_SALT)
     granted = await stage.stranger.pull(stage.prefill, prompt, salt="")
     stage.outcome.num_foreign += granted > 0
@@ -193,10 +193,10 @@ async def _foreign_prefix(stage: Stage) -> None:
 async def _evicted(stage: Stage) -> None:
     """The index still says that a replica has the prefix."""
     holder = await stage.doomed(Role.PREFILL)
-    prompt = stage.prompt(PROMPT + 11)
+    prompt = await stage.prompt(PROMPT + 11)
     stage.direct(prompt, (holder, stage.decode))
     await stage.ask(prompt)
-    others = [stage.prompt(PROMPT + 12 + number) for number in range(9)]
+    others = [await stage.prompt(PROMPT + 12 + number) for number in range(9)]
     for other in others:  # more than it has blocks for
         stage.direct(other, (holder, stage.decode))
         await stage.ask(other)
@@ -226,7 +226,7 @@ async def _frozen_sender(stage: Stage) -> None:
 
 async def _struck_sender(stage: Stage, number: signal.Signals) -> None:
     doomed = await stage.doomed(Role.PREFILL, Fault(Milestone.SENDING, number=number))
-    prompt = stage.prompt(PROMPT + 22)
+    prompt = await stage.prompt(PROMPT + 22)
     stage.direct(prompt, (doomed, stage.decode), (stage.prefill, stage.decode))
     await stage.ask(prompt)
     await _after_the_stroke(stage, doomed, number)
@@ -242,7 +242,7 @@ async def _frozen_receiver(stage: Stage) -> None:
 
 async def _struck_receiver(stage: Stage, number: signal.Signals) -> None:
     doomed = await stage.doomed(Role.DECODE, Fault(Milestone.OPENED, number=number))
-    prompt = stage.prompt(PROMPT + 23)
+    prompt = await stage.prompt(PROMPT + 23)
     stage.direct(prompt, (stage.prefill, doomed), (stage.prefill, stage.decode))
     await stage.ask(prompt)
     await _after_the_stroke(stage, doomed, number)

@@ -40,7 +40,7 @@ async def test_no_bad_reference_changes_an_answer_or_costs_a_block(
 async def test_harm_is_seen(checkpoint: Checkpoint, redis_url: str) -> None:
     async with stage(checkpoint("llama"), redis_url, lease_s=60.0) as on:
         outcome = on.outcome = CaseOutcome("stale", "")
-        one, other = on.prompt(), on.prompt()
+        one, other = await on.prompt(), await on.prompt()
         answers = [await on.ask(one), await on.ask(other)]
         assert outcome.is_clean and outcome.num_answers == 2
         on.count(one, answers[1])
