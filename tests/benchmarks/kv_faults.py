@@ -69,7 +69,7 @@ async def play(chosen: list[str], model_dir: Path, *, lease_s: float) -> list[Ca
     with tempfile.TemporaryDirectory() as scratch, redis_at("127.0.0.1", Path(scratch)) as redis_url:
         async with stage(model_dir, redis_url, lease_s=lease_s) as on:
             for name in chosen:
-                outcome = on.outcome = CaseOutcome(name, "")
+                outcome = await on.begin(name)
                 try:
                     async with asyncio.timeout(_CASE_S):
                         await STRIKES[name](on)
@@ -77,7 +77,7 @@ async def play(chosen: list[str], model_dir: Path, *, lease_s: float) -> list[Ca
                 except TimeoutError:
                     outcome.num_hung += 1
                 outcomes.append(outcome)
-                print(f"{name}: {'clean' if outcome.is_clean else 'NOT CLEAN'}; {outcome.seen}", file=sys.stderr)
+                print(f"{name}: {'clean' if outcome.is_clean else outcome.as_dict()}; {outcome.seen}", file=sys.stderr)
     return outcomes
 
 

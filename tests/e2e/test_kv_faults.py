@@ -29,7 +29,7 @@ async def test_no_bad_reference_changes_an_answer_or_costs_a_block(
 ) -> None:
     async with stage(checkpoint("llama"), redis_url, lease_s=_LEASE_S) as on:
         for case in cases:
-            outcome = on.outcome = CaseOutcome(case, "")
+            outcome = await on.begin(case)
             await STRIKES[case](on)
             await on.settle(within_s=30.0)
             assert outcome.is_clean, outcome
@@ -39,7 +39,7 @@ async def test_no_bad_reference_changes_an_answer_or_costs_a_block(
 
 async def test_harm_is_seen(checkpoint: Checkpoint, redis_url: str) -> None:
     async with stage(checkpoint("llama"), redis_url, lease_s=60.0) as on:
-        outcome = on.outcome = CaseOutcome("stale", "")
+        outcome = await on.begin("stale")
         one, other = await on.prompt(), await on.prompt()
         answers = [await on.ask(one), await on.ask(other)]
         assert outcome.is_clean and outcome.num_answers == 2
