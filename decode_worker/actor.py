@@ -11,7 +11,7 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.worker.rank_process import RankProcess
 from cluster.worker.role_parts import LeaderParts, RoleParts
-from decode_worker.server import DecodeServicer
+from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.speculation.speculation import Speculation
@@ -21,7 +21,7 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[DecodeWorker]:
     """What the controller starts: one rank of a decode replica."""
     parts = RoleParts(
         role=Role.DECODE,
-        servicer=DecodeServicer(),
+        servicer=decode_servicer(),
         add_servicer=add_DecodeWorkerServicer_to_server,
         make_worker=_make_worker,
         configure=_configure,

@@ -10,9 +10,9 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.timing import PromptSpent
+from cluster.worker.answers import Answers, RequestListener
+from cluster.worker.moves import MoveListener, Moves
 from cluster.worker.replica_engine import EngineParts, ReplicaEngine
-from decode_worker.answers import Answers, RequestListener
-from decode_worker.moves import MoveListener, Moves
 from decode_worker.ticket import ticket_for
 from engine.orders import Orders
 from engine.prompts import Prompt
@@ -104,16 +104,11 @@ class DecodeWorker:
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
         """Ship a choice to the replica that has made this handoff, if it is worth it."""
-        sequence = self._answers.find(router, stream)
-        if sequence and sequence in self.replica.engine.decoding.running:
-            self._moves.begin(sequence, handoff, listener, step_s=self.replica.pace.decode_step_s)
-        else:
-            listener.stays("it does not decode here")
+        self._answers.migrate(router, stream, handoff, listener)
 
     def keep(self, router: str, stream: int) -> None:
         """Nobody waits any more for this choice to be moved."""
-        if sequence := self._answers.find(router, stream):
-            self._moves.cancel(sequence, "the move is not wanted any more")
+        self._answers.keep(router, stream)
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
         """One of our ranks has nothing more to send for a handoff."""

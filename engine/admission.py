@@ -7,8 +7,10 @@ from typing import Protocol
 
 from cluster.words.request import OFFLINE
 from engine.decoding import Decoding
+from engine.guests import Guests
 from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt, PromptQueue
+from engine.sequence import Sequence
 
 
 class Admission(Protocol):
@@ -25,6 +27,10 @@ class Admission(Protocol):
 
     def in_time(self) -> Iterator[Prompt]:
         """While the step has room for another chunk: each prompt is admitted as it is asked for."""
+        ...
+
+    def may_go_on(self, sequence: Sequence) -> bool:
+        """Whether one that was preempted may have blocks again, if there are any."""
         ...
 
 
@@ -66,6 +72,9 @@ class AdmitWithRoomToGrow:
     def in_time(self) -> Iterator[Prompt]:
         return iter(())
 
+    def may_go_on(self, sequence: Sequence) -> bool:
+        return self.num_running < self._max_running
+
     def _has_room(self, prompt: Prompt) -> bool:
         sequence, num_choices = prompt.sequence, len(prompt.choices)
         if self.num_running + num_choices > max(self._max_running, num_choices):
@@ -92,23 +101,28 @@ def _is_offline(prompt: Prompt) -> bool:
 
 class AdmitInTime:
     """A prompt gets blocks when there is a chunk for it to compute; or before, when a part of it is fetched meanwhile
-    and there is room for it and for all who came before."""
+    and there is room for it and for all who came before. Guests that have no room yet are passed by."""
 
-    def __init__(self, blocks: BlockManager, prompts: PromptQueue, *, max_running: int) -> None:
+    def __init__(self, blocks: BlockManager, prompts: PromptQueue, guests: Guests, *, max_running: int) -> None:
         self._blocks = blocks
         self._prompts = prompts
+        self._guests = guests
         self._max_running = max_running
 
     @property
     def num_running(self) -> int:
-        return len(self._prompts.computing) + len(self._prompts.fetching)
+        to_ship = (prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if not prompt.is_guest)
+        return sum(1 for _ in to_ship) + self._guests.num_choices
 
     def ahead(self) -> list[Prompt]:
+        self._guests.give_way()
         prompts, begun = self._prompts, []
         num_ahead = 0  # blocks for those who came before, at most
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 break
+            if prompt.is_guest and not self._guests.has_room(prompt):
+                continue
             needed = prompt.sequence.num_blocks_for(len(prompt.sequence.tokens))
             if not prompts.check_offer(prompt) or prompts.is_on_its_way(prompt):
                 num_ahead += needed
@@ -123,8 +137,11 @@ class AdmitInTime:
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 return
-            if prompts.is_on_its_way(prompt):
+            if prompts.is_on_its_way(prompt) or (prompt.is_guest and not self._guests.has_room(prompt)):
                 continue  # others go on meanwhile
             if prompts.check_offer(prompt) or not prompts.admit(prompt):
                 return  # there was no room
             yield prompt
+
+    def may_go_on(self, sequence: Sequence) -> bool:
+        return self.num_running < self._max_running and self._guests.may_go_on(sequence)

@@ -17,11 +17,13 @@ class Decoding:
     whoever asks for long answers takes nothing from those who have less.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, *, max_blocks: int | None = None) -> None:
+        """max_blocks: of all that run, while there are several; None: the pool is theirs."""
         self.running: dict[Sequence, None] = {}  # oldest first
         self.preempted: deque[Sequence] = deque()  # those that go on first come first
         self.num_preemptions = 0
         self._blocks = blocks
+        self._max_blocks = max_blocks
 
     def start(self, sequence: Sequence) -> None:
         """It has its next token. It decodes from now on; without blocks, it first computes its KV again."""
@@ -38,6 +40,8 @@ class Decoding:
 
     def make_room(self) -> list[Sequence]:
         """Those that go on, each with a block for its next token; the youngest are preempted where that needs it."""
+        if self._max_blocks is not None:
+            self._keep_to(self._max_blocks)
         kept, num_kept = [one for one in self.running if not (one.sampling_row.num_coming and one.ends_with_next)], 0
         growing = [
             one for one in kept if len(one.tokens) + one.sampling_row.num_coming > len(one.blocks) * one.block_size
@@ -82,6 +86,24 @@ class Decoding:
         for victim in victims:
             self._preempt(victim)
         return True
+
+    def give_way(self, num_missing: int) -> None:
+        """See that so many blocks more are available, as far as those that run have them; the youngest of whoever has
+        most first."""
+        victims, candidates = list[Sequence](), list(self.running)
+        while candidates and self._blocks.num_freed_by(one.blocks for one in victims) < num_missing:
+            victims.append(_youngest_of_most(candidates, _blocks_by_tenant(candidates)))
+            candidates.remove(victims[-1])
+        for victim in victims:
+            self._preempt(victim)
+
+    def _keep_to(self, max_blocks: int) -> None:
+        num_blocks = sum(len(sequence.blocks) for sequence in self.running)
+        while num_blocks > max_blocks and len(self.running) > 1:
+            running = list(self.running)
+            victim = _youngest_of_most(running, _blocks_by_tenant(running))
+            num_blocks -= len(victim.blocks)
+            self._preempt(victim)
 
     def _preempt(self, victim: Sequence) -> None:
         del self.running[victim]

@@ -12,6 +12,7 @@ from cluster.words.request import SampledToken
 from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
 from engine.ahead import expect, fed_tokens, may_be_followed
 from engine.decoding import Decoding
+from engine.guests import Guests
 from engine.known_tokens import take_known
 from engine.kv.block_manager import BlockManager
 from engine.last_rows import LastRows
@@ -37,7 +38,9 @@ class SchedulerConfig:
     max_batch_tokens: int  # of one step
     max_running: int
     max_waiting: int
-    decodes: bool = True  # False: a prompt is over with the first token of each of its choices
+    decodes: bool = True  # False: a prompt that is no guest is over with the first token of each of its choices
+    max_guests: int = 0  # where it does not decode: choices of guests, of max_running
+    max_guest_blocks: int = 0  # and how many blocks these have, as long as there are several
 
 
 class Engine(Generic[Logits]):
@@ -69,11 +72,14 @@ class Engine(Generic[Logits]):
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
-        self.decoding = Decoding(blocks)
+        self.decoding = Decoding(blocks, max_blocks=None if config.decodes else config.max_guest_blocks)
+        self.guests = Guests(
+            blocks, self.prompts, self.decoding, max_choices=config.max_guests, max_blocks=config.max_guest_blocks
+        )
         self._admission: Admission = (
             AdmitWithRoomToGrow(blocks, self.prompts, self.decoding, max_running=config.max_running)
             if config.decodes
-            else AdmitInTime(blocks, self.prompts, max_running=config.max_running)
+            else AdmitInTime(blocks, self.prompts, self.guests, max_running=config.max_running)
         )
         self._runner = runner
         self._config = config
@@ -214,7 +220,7 @@ class Engine(Generic[Logits]):
             prompt.sequence.release(self.blocks)
         decoding = self.decoding.make_room()
         preempted = self.decoding.preempted
-        while preempted and self.num_running < self._config.max_running:
+        while preempted and self._admission.may_go_on(preempted[0]):
             if not allocate(preempted[0], self.blocks):
                 break
             self.prompts.restart(preempted.popleft())
@@ -257,7 +263,7 @@ class Engine(Generic[Logits]):
         if prompt.is_received:
             prompt.sequence.is_scored = False  # whoever computes it tells
         num_tokens, limit = len(prompt.sequence.tokens), prompt.sequence.max_context
-        if self._config.decodes and num_tokens >= limit:
+        if (self._config.decodes or prompt.is_guest) and num_tokens >= limit:
             raise ContextLengthExceeded(f"{num_tokens} tokens leave no room in {limit}", param="prompt")
         self.prompts.add(prompt)
 
@@ -304,7 +310,7 @@ class Engine(Generic[Logits]):
             self.prompts.remove(prompt)
             self.decoding.start(sequence)
             result.sampled.append((sequence, self._append(sequence, chosen[0])))
-        elif self._config.decodes:
+        elif self._config.decodes or prompt.is_guest:
             result.prefilled.append(self._start(prompt, chosen))
         else:
             result.prefilled.append(Prefilled(prompt, [sequence.peek(*first) for first in chosen]))

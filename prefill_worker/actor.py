@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cluster.rpc.worker_pb2_grpc import add_PrefillWorkerServicer_to_server
 from cluster.words.launch import Launch
 from cluster.words.request import Role
 from cluster.words.role_switch import hindrance
@@ -13,7 +12,7 @@ from cluster.words.spec import Spec
 from cluster.worker.rank_process import RankProcess
 from cluster.worker.role_parts import LeaderParts, RoleParts
 from engine.config import EngineConfig
-from prefill_worker.server import PrefillServicer
+from prefill_worker.server import PrefillServicer, add_prefill_servicers
 from prefill_worker.worker import PrefillWorker
 
 
@@ -22,7 +21,7 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
     parts = RoleParts(
         role=Role.PREFILL,
         servicer=PrefillServicer(),
-        add_servicer=add_PrefillWorkerServicer_to_server,
+        add_servicer=add_prefill_servicers,
         make_worker=_make_worker,
         configure=_configure,
     )
@@ -30,9 +29,11 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
-    """It may become a decode replica, which should not have to record its steps first."""
-    records = spec.engine.cuda_graphs == "auto" and not hindrance(spec)
-    return replace(config, recorded_rows=spec.decode.max_running if records else 0)
+    """Its guests decode; and it may become a decode replica, which should not have to record its steps first."""
+    rows = int(spec.prefill.guest_share * spec.prefill.max_running)
+    if not hindrance(spec):
+        rows = max(rows, spec.decode.max_running)
+    return replace(config, recorded_rows=rows if spec.engine.cuda_graphs == "auto" else 0)
 
 
 def _make_worker(parts: LeaderParts) -> PrefillWorker:

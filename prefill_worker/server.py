@@ -16,6 +16,7 @@ from cluster.wire.prompt_logprobs import prompt_logprobs_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
+from cluster.worker.answer_server import AnswerServicer
 from cluster.worker.request_check import holder_of
 from cluster.worker.role_parts import LiveReplica
 from engine.prompts import Prompt
@@ -25,11 +26,25 @@ from prefill_worker.worker import PrefillWorker
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
+def add_prefill_servicers(servicer: PrefillServicer, server: aio.Server) -> None:
+    """Both of its services."""
+    rpc.add_PrefillWorkerServicer_to_server(servicer, server)
+    rpc.add_DecodeWorkerServicer_to_server(servicer.guests, server)
+
+
 class PrefillServicer(rpc.PrefillWorkerServicer):
-    """One call per prompt. Serves once `live` is there."""
+    """One call per prompt. Serves once `live` is there; as do its guests, by the calls of decode replicas."""
 
     def __init__(self) -> None:
-        self.live: LiveReplica[PrefillWorker] | None = None
+        self.guests: AnswerServicer[PrefillWorker] = AnswerServicer(lambda worker: worker.guests)
+
+    @property
+    def live(self) -> LiveReplica[PrefillWorker] | None:
+        return self.guests.live
+
+    @live.setter
+    def live(self, live: LiveReplica[PrefillWorker] | None) -> None:
+        self.guests.live = live
 
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
         live = self.live

@@ -1,4 +1,5 @@
-"""What a prefill replica does with its engine's steps, on rank 0: ship prompts while they are computed; commit."""
+"""What a prefill replica does with its engine's steps, on rank 0: ship prompts while they are computed; commit; and
+answer its guests."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from kvtransfer.protocol.departures import Departure, Departures
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import sending_ranks
+from prefill_worker.guest_answers import GuestAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ class _Job:
 
 
 class PrefillWorker:
-    """All prompts of one prefill replica. Everything but the constructor runs on the step thread.
+    """All prompts of one prefill replica, and its guests: answers that it finishes itself. Everything but the
+    constructor runs on the step thread.
 
     A prompt holds its blocks while it is computed; its departure holds them until every rank has stopped reading them.
     """
@@ -54,6 +57,8 @@ class PrefillWorker:
         self._gang = parts.gang
         self._jobs: dict[Prompt, _Job] = {}
         self._departures: Departures[Prompt] = Departures(parts.blocks)
+        self.guests = GuestAnswers(self.replica, parts)
+        self._orders = Orders()  # of the next step
 
     # What the world asks for.
 
@@ -88,6 +93,8 @@ class PrefillWorker:
         """One of our ranks has nothing more to send for a handoff."""
         if granted := self.replica.grants.shipped(rank, shipment):
             self._count(granted)
+        if moved := self.guests.shipped(rank, shipment):
+            self.replica.count_shipment(moved)
         departure = self._departures.ended(rank, shipment)
         if departure is None:
             return
@@ -108,7 +115,9 @@ class PrefillWorker:
         for prompt in result.fetched:
             self._end(prompt, None, None)
         for prefilled in result.prefilled:
-            self._finish(prefilled)
+            if not prefilled.prompt.is_guest:
+                self._finish(prefilled)
+        self.guests.take(result)
         for prompt, job in list(self._jobs.items()) if result.failed else ():
             if prompt.sequence in result.failed:
                 error = prompt.sequence.failure
@@ -124,13 +133,19 @@ class PrefillWorker:
                 self.replica.save_evicted()
             self.replica.clock.fetching(prompt)
             fetches.begin(prompt)
+        self._orders = self.replica.orders()
+        self.guests.begin_step(admitted, self._orders)
 
     def orders(self, step: ScheduledStep) -> Orders:
-        orders = self.replica.orders()
+        orders = self._orders
         self.replica.clock.computing(prompt for prompt, _ in step.prompts)
-        jobs = [(prompt, self._jobs[prompt]) for prompt, _ in step.prompts]
-        orders.begins = [self._begin(prompt, job) for prompt, job in jobs if job.handoff and job.departure is None]
-        orders.rows = [job.handoff.key if job.handoff else None for _, job in jobs]
+        self.guests.computing(prompt for prompt, _ in step.prompts)
+        jobs = [(prompt, self._jobs.get(prompt)) for prompt, _ in step.prompts]  # None: of a guest
+        orders.begins += [
+            self._begin(prompt, job) for prompt, job in jobs if job and job.handoff and job.departure is None
+        ]
+        keys = [job.handoff.key if job and job.handoff else None for _, job in jobs]
+        orders.rows = [*([None] * len(step.decoding)), *keys]
         orders.aborts += self._departures.take_aborts()
         return orders
 
@@ -138,15 +153,16 @@ class PrefillWorker:
 
     @property
     def num_requests(self) -> int:
-        """Prompts that wait, compute or ship, and prefixes that others fetch."""
-        return len(self._jobs) + len(self._departures) + len(self.replica.grants)
+        """Prompts that wait, compute or ship, guests, and prefixes that others fetch."""
+        return len(self._jobs) + len(self._departures) + len(self.guests) + len(self.replica.grants)
 
     def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
-        return {}  # first tokens travel in each prompt's own call
+        return self.guests.take_tokens()  # the first tokens of what is shipped travel in each prompt's own call
 
     def status(self) -> pb.Status:
         status = self.replica.status()
         status.running += len(self._departures)
+        self.guests.add_to(status)
         return status
 
     # Below: one prompt from its first step to its end.

@@ -57,6 +57,7 @@ class AdminDoor:
         )
         app = create_admin_app(
             deployment=spec.name,
+            model=spec.model.name,
             router=router,
             health=health,
             metrics=metrics.render,

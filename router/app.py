@@ -7,6 +7,7 @@ import functools
 import logging
 import resource
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,7 +16,8 @@ import ray
 from ray import serve
 
 from cluster.control.asking import ask_controller
-from cluster.control.certificates import open_identity
+from cluster.control.borrower_list import BorrowerList
+from cluster.control.certificates import open_identity, open_papers
 from cluster.process.garbage import spare_the_old
 from cluster.process.log import redirect_output
 from cluster.words.errors import DeployError, ReplicaFailed
@@ -23,11 +25,13 @@ from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
 from cluster.words.revisions import RevisionTable
 from cluster.words.traffic import TrafficAnswer, TrafficNews
+from router.borrowers import Borrower, Pass
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 15.0  # a router's way out, beside the requests
+_BORROWER_THREADS = 4
 _LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
 
 
@@ -66,6 +70,7 @@ class Router:
         trail = Path(log_dir).with_name("trail") / Path(log).with_suffix(".jsonl")  # logs are cleared, this is not
         who = ProcessName.of_router(spec.name, name)
         identity = await asyncio.to_thread(open_identity, who, tls=spec.security.tls)
+        borrowers = _BorrowerFinder(spec.name, router=name, log=log)
         self._service = await RouterService.open(
             spec,
             credentials=launch.credentials,
@@ -75,6 +80,7 @@ class Router:
             trail=trail,
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
             revisions=await asyncio.to_thread(_revisions, spec.name),
+            find_borrowers=borrowers.find,
         )
         self._service.tell_traffic(functools.partial(_tell_controller, spec.name))
         spare_the_old()
@@ -88,9 +94,45 @@ class Router:
         await self._service.close()
 
 
-async def _tell_controller(deployment: str, news: TrafficNews) -> TrafficAnswer:
+class _BorrowerFinder:
+    """Whose doors these are, too. What blocks is asked on a few threads of their own: a borrower whose controller hangs
+    holds up other borrowers at most."""
+
+    def __init__(self, doors: str, *, router: str, log: str) -> None:
+        """log: the name of this router's."""
+        self._list = BorrowerList(doors)
+        self._router = router
+        self._log = log
+        self._threads = ThreadPoolExecutor(_BORROWER_THREADS, "borrowers")
+
+    async def find(self) -> list[Borrower]:
+        """Raises DeployError."""
+        return [
+            Borrower(spec=launch.spec, credentials=launch.credentials, enter=functools.partial(self._enter, launch))
+            for launch in await asyncio.to_thread(self._list.launches)
+        ]
+
+    async def _enter(self, launch: Launch) -> Pass:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._pass, launch)
+
+    def _pass(self, launch: Launch) -> Pass:
+        """Become a router of that deployment, too: its own controller certifies this process, which Ray has started.
+        Raises ClusterError."""
+        spec = launch.spec
+        papers = open_papers(ProcessName.of_router(spec.name, self._router), tls=spec.security.tls)
+        return Pass(
+            identity=papers.identity,
+            trail=Path(launch.log_dir).with_name("trail") / Path(self._log).with_suffix(".jsonl"),
+            revisions=_revisions(spec.name),
+            tell=functools.partial(_tell_controller, spec.name, threads=self._threads),
+            leave=papers.stop,
+        )
+
+
+async def _tell_controller(deployment: str, news: TrafficNews, *, threads: Executor | None = None) -> TrafficAnswer:
     """Raises ClusterError."""
-    answer: TrafficAnswer = await asyncio.to_thread(ask_controller, deployment, "note_traffic", news)
+    ask = functools.partial(ask_controller, deployment, "note_traffic", news)
+    answer: TrafficAnswer = await asyncio.get_running_loop().run_in_executor(threads, ask)
     return answer
 
 

@@ -146,6 +146,12 @@ class Metrics:
         self.requests_waiting = Gauge(
             "requests_waiting", "Requests queued until a replica has room.", registry=registry
         )
+        self.guests = Counter(
+            "prefill_answers_total",
+            "Times that a prefill replica was chosen to answer a request all by itself, decode replicas being full or "
+            "gone.",
+            registry=registry,
+        )
         self.tenants_at_share = Gauge(
             "tenants_at_share",
             "Tenants of which requests wait because others of theirs run: see `router.tenant_share`.",

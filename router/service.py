@@ -1,5 +1,5 @@
-"""One router, whole: who may ask, the model's text side, the replicas, the dispatch between them; both doors, and the
-admin listener.
+"""One router, whole: who may ask, both doors, and the models behind them: its own deployment's, and those of its
+borrowers, deployments that have no doors of their own.
 
 Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
 """
@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from cluster.grammar.compiler import GrammarCompiler
-from cluster.index.redis_client import connect_redis
-from cluster.model import config as model_config
-from cluster.model import source as model_source
 from cluster.process.supervisor import Supervisor
-from cluster.rpc import worker_pb2
 from cluster.words.api_key import KeyBook
 from cluster.words.credentials import Credentials, Purpose
 from cluster.words.network import is_loopback
 from cluster.words.papers import Identity
-from cluster.words.request import Role
 from cluster.words.revisions import RevisionTable
-from cluster.words.spec import RouterSpec, Spec
-from cluster.words.traffic import ShownDecision, TrafficAnswer, TrafficNews
+from cluster.words.spec import Spec
+from cluster.words.traffic import TrafficAnswer, TrafficNews
 from router.access.access import Access
-from router.admin_door import AdminDoor
 from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
+from router.borrowers import Borrowers, FindBorrowers
 from router.doors.certificates import Certificates
 from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
@@ -37,25 +30,11 @@ from router.doors.health_api import HealthProbes
 from router.doors.http_app import create_app
 from router.doors.http_listener import HttpListener
 from router.metrics import Metrics
-from router.routing.chooser import Chooser
-from router.routing.plain_policies import make_policy
-from router.serving.core import RouterCore
-from router.serving.discovery import Discovery
-from router.serving.dispatch import Dispatch
-from router.serving.grpc_worker import GrpcWorker
-from router.serving.replicas import Replicas
-from router.serving.revision_watch import RevisionWatch
+from router.served_model import ServedModel
 from router.stored.response_store import StoreBounds
 from router.stored.responses import StoredResponses
-from router.text.chat_template import ChatTemplate, find_chat_template
-from router.text.completion import Completions
-from router.text.completion_request import MAX_CHOICES, ModelCard
-from router.text.dialect import Dialect
-from router.text.tokenizer import Tokenizer
-from router.text.trail import RequestTrail
+from router.text.models import Models
 from router.tracing import Tracing
-from router.traffic import TrafficRecord
-from router.traffic_teller import TrafficTeller
 
 logger = logging.getLogger(__name__)
 
@@ -68,31 +47,26 @@ class RouterService:
 
     def __init__(
         self,
-        completions: Completions,
-        core: RouterCore,
-        discovery: Discovery,
-        revisions: RevisionWatch,
-        metrics: Metrics,
+        own: ServedModel,
+        borrowers: Borrowers,
+        models: Models,
         access: Access,
         stored: StoredResponses,
         batches: Batches | None,
         *,
+        tracing: Tracing | None,
         tasks: Supervisor,
         drain_s: float,
     ) -> None:
-        self._completions = completions
-        self._core = core
-        self._dispatch = core.dispatch
-        self._replicas = core.dispatch.replicas
-        self._discovery = discovery
-        self._revisions = revisions
-        self._metrics = metrics
+        self._own = own
+        self._borrowers = borrowers
+        self._models = models
         self._access = access
         self._stored = stored
         self._batches = batches
+        self._tracing = tracing
         self._grpc: GrpcApi | None = None
         self._http: HttpListener | None = None
-        self._admin: AdminDoor | None = None
         self._drain_s = drain_s
         self._is_closing = False
         self._tasks = tasks
@@ -109,26 +83,17 @@ class RouterService:
         trail: Path | None = None,
         keys: KeyBook | None = None,
         revisions: RevisionTable | None = None,
+        find_borrowers: FindBorrowers | None = None,
     ) -> RouterService:
-        """Load the model's text side, find the replicas, open both doors. Raises SpecError, DeployError.
+        """Load the models' text sides, find the replicas, open both doors. Raises SpecError, DeployError.
 
         identity: by a name that no other one of this deployment has. host: where the doors listen. node: the address of
         this machine among the others; None: that one. trail: the file with one line for each request. keys, revisions:
         what the controller has said of API keys and of the revisions that serve; None: Redis alone says it.
+        find_borrowers: whose models these doors serve, too, at each moment; None: nobody's.
         """
-        model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
-        config = model_config.load(model_dir)
         metrics = Metrics()
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
-        replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=identity), tasks=tasks)
-        discovery = Discovery(
-            connect_redis(credentials.index_url),
-            replicas,
-            name=spec.name,
-            key=credentials.key(Purpose.MEMBERS),
-            tasks=tasks,
-            count_refused=lambda why: metrics.members_refused.labels(why).inc(),
-        )
         access = await Access.follow(
             credentials.index_url,
             name=spec.name,
@@ -141,52 +106,24 @@ class RouterService:
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
             known=keys,
         )
-        policy = make_policy(spec.router.policy, pulls=True)
-        dispatch = Dispatch(
-            replicas,
-            Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
-            model=model_config.fingerprint(model_dir),
-            block_size=spec.kv.block_size,
-            vocab_size=config.vocab_size,
-            queue_s=spec.timeouts.queue_s,
-            max_waiting=spec.router.max_waiting,
+        tracing = Tracing.of(spec.tracing, deployment=spec.name, router=identity.name.router)
+        own = await ServedModel.open(
+            spec,
+            credentials=credentials,
+            identity=identity,
             metrics=metrics,
-            tenant_share=lambda: spec.router.tenant_share if access.has_many_tenants else 1.0,
+            tasks=tasks,
+            node=node or host,
+            trail=trail,
+            revisions=revisions,
+            has_many_tenants=lambda: access.has_many_tenants,
+            tracing=tracing,
         )
-        watch = RevisionWatch(
-            connect_redis(credentials.index_url),
-            dispatch.revisions,
-            name=spec.name,
-            key=credentials.key(Purpose.REVISIONS),
-            router=identity.name.router,
-            known=revisions,
+        models = Models(own.completions)
+        borrowers = Borrowers(
+            models, find_borrowers, node=node or host, has_many_tenants=lambda: access.has_many_tenants, tracing=tracing
         )
-        core = RouterCore(dispatch)
-        tokenizer = Tokenizer(model_dir)
-        source = find_chat_template(model_dir, spec.model.chat_template)
-        template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
-        completions = Completions(
-            token_service=core,
-            tokenizer=tokenizer,
-            chat_template=template,
-            dialect=Dialect.of(
-                template.source, tool_parser=spec.model.tool_parser, reasoning_parser=spec.model.reasoning_parser
-            ),
-            model=ModelCard(
-                id=spec.model.name,
-                max_context=min(config.max_context, spec.model.max_context or config.max_context),
-                vocab_size=config.vocab_size,
-                dtype=spec.model.dtype,
-                max_choices=min(MAX_CHOICES, spec.decode.max_running),
-            ),
-            metrics=metrics,
-            max_request_s=spec.timeouts.request_s,
-            max_unread_s=spec.timeouts.unread_s,
-            trail=RequestTrail(trail),
-            traffic=TrafficRecord(credentials.key(Purpose.TRAFFIC), router=identity.name.router),
-            grammars=await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size),
-            tracing=Tracing.of(spec.tracing, deployment=spec.name, router=identity.name.router),
-        )
+        await borrowers.settle()  # so that a router that takes another's place knows what that knew
         stored = StoredResponses.in_redis(
             credentials.index_url,
             name=spec.name,
@@ -204,14 +141,9 @@ class RouterService:
             at_a_time=min(_MAX_LINES, max(1, spec.decode.max_running // 2)),
         )
         drain_s = spec.timeouts.drain_s
-        service = cls(
-            completions, core, discovery, watch, metrics, access, stored, batches, tasks=tasks, drain_s=drain_s
-        )
+        service = cls(own, borrowers, models, access, stored, batches, tracing=tracing, tasks=tasks, drain_s=drain_s)
         await service._open_doors(spec, host=host)
-        await service._open_admin(spec, credentials, router=identity.name.router, node=node or host)
-        discovery.start()
-        metrics.watch(service._statuses)
-        service._start(core, spec.router)
+        service._start()
         logger.info(
             "router open router=%s grpc=%s:%d http=%s:%d admin=%s:%d",
             identity.name.router,
@@ -234,32 +166,32 @@ class RouterService:
     @property
     def admin_address(self) -> tuple[str, int]:
         """Where operators ask."""
-        assert self._admin
-        return self._admin.address
+        return self._own.admin_address
 
     def health(self) -> dict[str, int]:
-        """How many replicas of each role can be used now."""
-        return {role.value: len(self._replicas.usable(role)) for role in Role}
+        """How many replicas of each role of its own deployment can be used now."""
+        return self._own.health()
+
+    @property
+    def models(self) -> Sequence[str]:
+        """What clients call those that are served now, its own first."""
+        return self._models.names
 
     @property
     def probes(self) -> HealthProbes:
-        return HealthProbes(live=self.is_live, ready=self.is_ready, startup=lambda: self._discovery.has_read)
+        return HealthProbes(live=self.is_live, ready=self.is_ready, startup=lambda: self._own.has_read)
 
     def is_live(self) -> bool:
-        """No: a task of the router keeps dying, and a new process is wanted."""
+        """No: a task of the router keeps dying, and a new process is wanted. Borrowers' tasks are looked after here."""
         return not self._tasks.failing
 
     def is_ready(self) -> bool:
-        """Whether requests should come here."""
-        return not self._is_closing and self.health()[Role.DECODE] > 0
+        """Whether requests should come here: for one model at least."""
+        return not self._is_closing and self._is_healthy()
 
     def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
-        """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, and decides by
-        it. Raises ClusterError."""
-        record = self._completions.traffic
-        assert record
-        teller = TrafficTeller(record, self._dispatch, answered=self._show_scaling)
-        self._tasks.start("traffic", lambda: teller.tell_forever(tell))
+        """Of its own deployment, as ServedModel does."""
+        self._own.tell_traffic(tell)
 
     async def close(self) -> None:
         """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
@@ -268,26 +200,20 @@ class RouterService:
             await self._batches.leave()
         doors = [door for door in (self._grpc, self._http) if door]
         await asyncio.gather(*(door.close(grace_s=self._drain_s) for door in doors))
-        if self._admin:
-            await self._admin.close()
         await self._access.close()
         await self._stored.close()
         if self._batches:
             await self._batches.close()
-        await self._discovery.close()
-        await self._core.close()
-        await self._tasks.close()
-        await self._revisions.close()
-        await self._replicas.close()
-        if tracing := self._completions.tracing:
-            await asyncio.to_thread(tracing.close)
-        self._completions.close()
+        await self._borrowers.close()
+        await self._own.close()  # and with it all tasks of the router
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _open_doors(self, spec: Spec, *, host: str) -> None:
         """Routers of one machine share both ports."""
         router, is_port_shared = spec.router, spec.router.replicas > 1
         self._grpc = await open_grpc_api(
-            self._completions,
+            self._models,
             access=self._access,
             host=host,
             port=router.grpc_port,
@@ -295,9 +221,9 @@ class RouterService:
             certificates=Certificates.of(router.tls_cert, router.tls_key),
         )
         app = create_app(
-            self._completions,
+            self._models,
             access=self._access,
-            is_healthy=lambda: self.health()[Role.DECODE] > 0,
+            is_healthy=self._is_healthy,
             probes=self.probes,
             refuses_unknown_fields=router.unknown_fields == "refuse",
             stored=self._stored,
@@ -315,35 +241,16 @@ class RouterService:
             max_unread_s=spec.timeouts.unread_s,
         )
 
-    async def _open_admin(self, spec: Spec, credentials: Credentials, *, router: str, node: str) -> None:
-        self._admin = await AdminDoor.open(
-            spec,
-            credentials,
-            router=router,
-            node=node,
-            dispatch=self._dispatch,
-            metrics=self._metrics,
-            health=self.health,
-            tasks=self._tasks,
-        )
-
-    def _start(self, core: RouterCore, spec: RouterSpec) -> None:
+    def _start(self) -> None:
         """What runs for as long as the router does."""
         self._tasks.start("health", self._watch)
-        self._tasks.start("revisions", self._revisions.follow_forever)
+        if self._borrowers.may_come:
+            self._tasks.start("borrowers", self._borrowers.follow_forever)
         if self._batches:
             self._batches.start(self._tasks)
-        if spec.rebalance:
-            self._tasks.start("rebalance", core.rebalance_forever)
-        if spec.backup_tokens:
-            self._tasks.start("backup", lambda: core.back_up_forever(every=spec.backup_tokens))
 
-    def _show_scaling(self, decisions: Sequence[ShownDecision]) -> None:
-        if self._admin:
-            self._admin.show_scaling([asdict(decision) for decision in decisions])
-
-    def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
-        return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)
+    def _is_healthy(self) -> bool:
+        return self._own.is_ready() or self._borrowers.is_any_ready()
 
     async def _watch(self) -> None:
         """Keep the gRPC health service in step with the replicas."""
@@ -351,6 +258,6 @@ class RouterService:
             assert self._grpc
             self._grpc.set_health(is_live=self.is_live(), is_ready=self.is_ready())
             try:
-                await self._replicas.changed(timeout_s=_WATCH_S)
+                await self._own.changed(timeout_s=_WATCH_S)
             except TimeoutError:
                 pass

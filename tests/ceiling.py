@@ -13,9 +13,8 @@ from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from cluster.worker import replica_service
+from cluster.worker import moves, replica_service
 from cluster.worker.step_loop import StepLoop
-from decode_worker import moves
 from engine.decoding import Decoding
 from engine.sequence import Sequence
 

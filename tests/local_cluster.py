@@ -251,12 +251,20 @@ def _is_idle(replica: LocalReplica) -> bool:
 
 @asynccontextmanager
 async def local_cluster(
-    model_dir: Path, redis_url: str, *, processes: bool = False, policy: Policy | None = None, **tree: Any
+    model_dir: Path,
+    redis_url: str,
+    *,
+    processes: bool = False,
+    policy: Policy | None = None,
+    is_alone: bool = True,
+    **tree: Any,
 ) -> AsyncIterator[LocalCluster]:
-    """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`. `policy`: another than it names."""
+    """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`. `policy`: another than it names.
+    `is_alone`: what is in Redis is of nobody."""
     tree.setdefault("model", {}).update(source=str(model_dir))
     spec = parse_spec(tree)
-    redis.Redis.from_url(redis_url).flushall()
+    if is_alone:
+        redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
     is_lent = spec.security.tls == "files"
     authority = authority_store.open_files(spec.security) if is_lent else Authority.create(spec.name)

@@ -60,23 +60,25 @@ async def open_door(endpoint: str, access: DoorAccess) -> AsyncIterator[Door]:
         quick = _QUICK if "," in endpoint else None
         transport = httpx.AsyncHTTPTransport(verify=verify, limits=no_limits, trust_env=False, socket_options=quick)
         async with httpx.AsyncClient(headers=access.headers, transport=transport) as client:
-            yield OpenAIClient(client, endpoint.split(","))
+            yield OpenAIClient(client, endpoint.split(","), model=access.model)
     else:
         async with access.channel(endpoint) as channel:
-            yield GrpcClient(channel, metadata=access.metadata)
+            yield GrpcClient(channel, metadata=access.metadata, model=access.model)
 
 
 class GrpcClient:
     """Implements Door over cluster.v1.Inference."""
 
-    def __init__(self, channel: aio.Channel, *, metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, channel: aio.Channel, *, metadata: tuple[tuple[str, str], ...], model: str = "") -> None:
         self._stub = rpc.InferenceStub(channel)
+        self._model = model
         self._metadata = metadata
 
     async def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
     ) -> AsyncGenerator[int | ReportedUsage, None]:
         request = pb.GenerateRequest(
+            model=self._model,
             token_ids=pb.TokenIds(ids=token_ids),
             sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
         )
@@ -97,8 +99,9 @@ class GrpcClient:
 class OpenAIClient:
     """Implements Door over the OpenAI API, /v1/completions."""
 
-    def __init__(self, client: httpx.AsyncClient, endpoints: Sequence[str]) -> None:
+    def __init__(self, client: httpx.AsyncClient, endpoints: Sequence[str], *, model: str = "") -> None:
         """endpoints: each request goes to any of those that are open."""
+        self._model = {"model": model} if model else {}
         self._client = client
         self._endpoints = endpoints
 
@@ -106,6 +109,7 @@ class OpenAIClient:
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
     ) -> AsyncGenerator[int | ReportedUsage, None]:
         body = {
+            **self._model,
             "prompt": list(token_ids),
             "max_tokens": max_tokens,
             "temperature": 0,

@@ -148,6 +148,7 @@ class LoadGenerator:
     async def _ask(self, question: Question) -> Reply:
         message = pb.GenerateRequest()
         message.CopyFrom(question.message)
+        message.model = self._access.model
         if self._random.random() < 0.5:  # half of them find nothing in any cache, so that blocks are shipped
             message.cache_salt = f"{self._random.getrandbits(64):x}"
         answer = Reply()

@@ -59,8 +59,8 @@ def join_controller(state: State) -> Any:
         from cluster.host.certified_controller import CertifiedController
 
         return CertifiedController(PersonFile.load(certificate))
-    if state.local_ray is not None:
-        local_ray.join(state.local_ray)
+    if state.joined_ray is not None:
+        local_ray.join(state.joined_ray)
     from cluster.host import driver
 
     driver.connect(state.ray_address, state.name)

@@ -84,7 +84,9 @@ def deploy(
     print(f"gRPC {doors.grpc} · OpenAI {openai_urls(doors.http)} · logs {states.log_dir(spec.name)}")
     if spec.security.tls == "off":
         print(TLS_IS_OFF)
-    if state.needs_keys:
+    if state.doors:
+        print(f"at the doors of {state.doors}, where clients ask for the model {spec.model.name}")
+    elif state.needs_keys:
         print(
             f"clients need an API key: `cluster keys create NAME`; yours is in {states.operator_key_file(state.name)}"
         )

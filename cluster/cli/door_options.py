@@ -32,5 +32,6 @@ def access_to(state: State | None, api_key: str | None) -> DoorAccess:
     if not api_key and state.needs_keys:
         from cluster.host import operator_key
 
-        api_key = operator_key.read(state.name)
-    return DoorAccess(api_key=api_key, certificate=state.certificate, is_tls=state.http.startswith("https://"))
+        api_key = operator_key.read(state.doors or state.name)
+    is_tls = state.http.startswith("https://")
+    return DoorAccess(api_key=api_key, certificate=state.certificate, is_tls=is_tls, model=state.model)

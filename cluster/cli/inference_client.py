@@ -36,10 +36,12 @@ class InferenceClient:
         self._channel.close()
 
     def generate(self, request: pb.GenerateRequest, *, timeout_s: float) -> Iterator[pb.GenerateResponse]:
-        """The events of one request as they come. Leaving the iteration cancels it. Raises RequestFailed.
+        """The events of one request as they come, of the model that the access names, where it is silent of that.
+        Leaving the iteration cancels it. Raises RequestFailed.
 
         While nothing has come, a router that is lost makes it ask at the next door.
         """
+        request.model = request.model or self._access.model
         deadline = time.monotonic() + timeout_s
         has_begun = False
         for doors_left in reversed(range(len(self._endpoint.split(",")))):

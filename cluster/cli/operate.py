@@ -83,7 +83,10 @@ def logs(
     name: Name = None,
 ) -> None:
     """Show the last lines that a replica has written, or the router or the controller."""
-    controller = join_controller(find_state(name, by_certificate=True))
+    state = find_state(name, by_certificate=True)
+    if state.doors and replica == "router":
+        raise SpecError(f"its routers are those of {state.doors}: `cluster logs router --name {state.doors}`")
+    controller = join_controller(state)
     from cluster.host.driver import ask
 
     parts: dict[int, LogPart] = ask(controller, "logs", replica, lines=lines)

@@ -136,7 +136,7 @@ def _router(
         http, access, answers = endpoint, access_to(None, api_key), ask_at(admin, "/metrics")
     else:
         state = find_state(name)
-        if state.local_ray is None:
+        if state.joined_ray is None:
             join_controller(state)
         http, access, answers = state.http, access_to(state, api_key), ask_routers(state, "/metrics")
     if not answers:

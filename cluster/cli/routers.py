@@ -31,7 +31,7 @@ def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[Admin
         answers = ask_at(admin, path)
     else:
         state = find_state(name)
-        if state.local_ray is None:
+        if state.joined_ray is None:
             join_controller(state)
         answers = ask_routers(state, path)
     if not answers:

@@ -25,7 +25,7 @@ def status(
     """Show every replica. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
     try:
         state = find_state(name, by_certificate=True)
-        if state.local_ray is not None and not state.local_ray.is_running:
+        if state.joined_ray is not None and not state.joined_ray.is_running:
             raise NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
         controller = join_controller(state)
         from cluster.host.status import read_status

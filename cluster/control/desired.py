@@ -140,8 +140,13 @@ def save(desired: Desired) -> None:
 
 
 def load(name: str) -> Desired | None:
-    stored = _entry(name).get()
-    return Desired.from_json(stored) if stored else None
+    text = stored(name)
+    return Desired.from_json(text) if text else None
+
+
+def stored(name: str) -> bytes | None:
+    """As it lies there, for who only looks whether it has changed. Raises RayError."""
+    return _entry(name).get()
 
 
 def forget(name: str) -> None:

@@ -25,7 +25,7 @@ from cluster.process.supervisor import Supervisor
 from cluster.process.whole_file import write_whole
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 from cluster.words.credentials import Purpose
-from cluster.words.errors import DeployError
+from cluster.words.errors import DeployError, SpecError
 from cluster.words.launch import Launch
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class KeyKeeper:
 
     def __init__(self, launch: Launch) -> None:
         name, credentials = launch.spec.name, launch.credentials
+        self._doors = launch.spec.router.doors  # of another deployment
         self._file = key_file(launch.log_dir)
         self._entry = _entry(name)
         self.book = self._load()
@@ -74,6 +75,8 @@ class KeyKeeper:
     async def add(self, key: ApiKey) -> KeyChange:
         """Routers take it within a second of being told. Raises SpecError when its name is taken, and DeployError when
         it cannot be saved: then nothing has changed."""
+        if self._doors:
+            raise SpecError(f"its doors are those of {self._doors}, whose keys count: add --name {self._doors}")
         book = self.book.with_key(key)
         try:
             write_whole(self._file, book.to_json())

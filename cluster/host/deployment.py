@@ -21,7 +21,7 @@ from cluster.control import claims
 from cluster.control.claims import NameClaim
 from cluster.control.desired import Parts
 from cluster.control.placement import Node
-from cluster.host import local_ray, operator_key, preflight
+from cluster.host import borrowed_doors, local_ray, operator_key, preflight
 from cluster.host import state as states
 from cluster.host.command_trail import user_name
 from cluster.host.doors import LOOPBACK, Doors, admin_addresses, keys_of, plan_doors
@@ -66,7 +66,7 @@ def deploy(
     with states.reserve(spec.name):  # two at once would both find it free
         place = _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
         claim = NameClaim.new(user_name())
-        state = place.state(spec.name, claim)
+        state = place.state(spec, claim)
         states.save(state)
     clear_logs(str(states.log_dir(spec.name)))
     watch.lap("checks")
@@ -94,12 +94,15 @@ def take_down(state: State, *, force: bool = False) -> NameClaim | None:
 
     A Ray of our own ends with all that runs in it. On somebody else's, our parts are removed one by one; if that Ray
     does not answer, raises DeployError, or, with `force`, takes it for gone. Where another deployment has the name
-    there by now, it is left as it is, and its claim is returned.
+    there by now, it is left as it is, and its claim is returned. Raises DeployError where its doors serve others, too,
+    but for `force`, by which these lose them.
     """
     other = None
     if state.local_ray is not None:
+        if not force:
+            borrowed_doors.check_no_borrowers(state)
         local_ray.stop(state.local_ray)
-    else:
+    elif state.lent_ray is None or state.lent_ray.is_running:
         other = _remove_from_ray(state, force=force)
     states.forget(state.name)
     return other
@@ -123,10 +126,20 @@ class _Place:
     nodes: Sequence[Node] = ()  # of a Ray of several machines
     is_growing: bool = False  # it may have more of them soon
     owns_serve: bool = True
+    lent_ray: local_ray.LocalRay | None = None  # of the deployment whose doors serve this one
+    num_routers: int = 1  # that shall see it
 
-    def state(self, name: str, claim: NameClaim) -> State:
+    @property
+    def is_borrower(self) -> bool:
+        """The doors are another deployment's."""
+        return self.router.doors is not None
+
+    def state(self, spec: Spec, claim: NameClaim) -> State:
         return State(
-            name=name,
+            name=spec.name,
+            lent_ray=self.lent_ray,
+            doors=self.router.doors or "",
+            model=spec.model.name,
             claim=claim.id,
             ray_address=self.ray_address,
             local_ray=self.local,
@@ -144,6 +157,8 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
     """Whatever can be found wrong before anything is started; returns where the deployment will be."""
     preflight.check_is_free(spec.name, say)
     preflight.check_index(spec.index, name=spec.name, trust_network=spec.kv.trust_network)
+    if spec.router.doors:
+        return _check_borrower(spec, address, wait_for_nodes=wait_for_nodes, say=say)
     if address is not None:
         preflight.check_model(spec, say)
         return _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
@@ -157,6 +172,20 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
     preflight.check_model(spec, say)
     local = local_ray.prepare()
     return _Place(local.address, doors, router, local=local)
+
+
+def _check_borrower(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
+    """It is on the Ray of those doors, also where that is a local one."""
+    assert spec.router.doors
+    borrowed_doors.check_own(spec)
+    lent_ray = None
+    if address is None:
+        lender = borrowed_doors.lender(spec.router.doors)
+        address, lent_ray = lender.ray_address, lender.joined_ray
+    if lent_ray:
+        local_ray.join(lent_ray)
+    preflight.check_model(spec, say)
+    return replace(_join_ray(spec, address, wait_for_nodes=wait_for_nodes), lent_ray=lent_ray)
 
 
 def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
@@ -174,10 +203,13 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
             f"`cluster --address {address} down --name {spec.name}` takes it down"
         )
     owns_serve, nodes = not router_app.is_serve_running(), live_nodes()
+    lent = borrowed_doors.borrow(spec) if spec.router.doors else None
     is_one_machine = len({node.ip for node in nodes}) == 1 and not (wait_for_nodes or driver.is_of_ray_up())
     preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
-    doors = plan_doors(spec.router, nodes, is_one_machine=is_one_machine)
-    if is_one_machine:
+    doors = plan_doors(lent.router if lent else spec.router, nodes, is_one_machine=is_one_machine)
+    if lent:
+        pass  # they are open
+    elif is_one_machine:
         preflight.check_ports(spec.router, doors.host or LOOPBACK)
         preflight.check_certificate(spec.router)
     else:
@@ -192,7 +224,8 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     return _Place(
         gcs,
         doors,
-        _router(spec, doors),
+        lent.router if lent else _router(spec, doors),
+        num_routers=lent.num_routers if lent else 1,
         nodes=() if is_one_machine else nodes,
         is_growing=wait_for_nodes,
         owns_serve=owns_serve,
@@ -226,7 +259,8 @@ def _start(
 
     log_dir = str(states.log_dir(spec.name))
     driver.run_on_each(place.nodes, clear_logs, log_dir)
-    serving = BackgroundThread(router_app.start_serve, name="serve")
+    start_serve = (lambda: None) if place.is_borrower else router_app.start_serve
+    serving = BackgroundThread(start_serve, name="serve")
     serving.start()
     controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
     head = next((node for node in place.nodes if node.is_head), None)
@@ -247,16 +281,17 @@ def _start(
         pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
         watch.lap("replicas")
         _await_router_hosts(spec.router.replicas)
-    reporter.say("starting the router")
-    doors = _doors_now(place, spec)
-    application = router_application(launch, doors)
-    router_app.start_router(spec.name, application)
-    watch.lap("router")
+    doors = place.doors
+    if not place.is_borrower:
+        reporter.say("starting the router")
+        doors = _doors_now(place, spec)
+        router_app.start_router(spec.name, router_application(launch, doors))
+        watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
-    router_admin.await_seen(state, wanted)
-    if place.router.keys == "required":
+    router_admin.await_seen(state, wanted, num_routers=place.num_routers)
+    if place.router.keys == "required" and not place.is_borrower:
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")
     return doors
@@ -282,6 +317,8 @@ def _doors_now(place: _Place, spec: Spec) -> Doors:
 
 def _remove_from_ray(state: State, *, force: bool) -> NameClaim | None:
     """Returns the claim of another deployment that has the name, of which nothing is touched."""
+    if state.lent_ray:
+        local_ray.join(state.lent_ray)
     import ray
     from ray.exceptions import RayError
 
@@ -296,8 +333,10 @@ def _remove_from_ray(state: State, *, force: bool) -> NameClaim | None:
         return None
     if (holder.id if holder else "") != state.claim:  # claimed before, and given up after, anything is there
         return holder
+    if not force:
+        borrowed_doors.check_no_borrowers(state)
     try:
-        router_app.stop_router(state.name, owns_serve=state.owns_serve)
+        router_app.stop_router(state.name, owns_serve=state.owns_serve and not state.doors)
         controller = driver.start_controller(state.name)  # the one that is there, or one to clean up after it
         driver.ask(controller, "stop", within_s=_STOP_S)
         ray.kill(controller)

@@ -27,10 +27,11 @@ def check_is_free(name: str, say: Callable[[str], None]) -> None:
     state = states.load(name)
     if state is None:
         return
-    if state.is_interrupted or (state.local_ray and not state.local_ray.is_running):
+    if state.is_interrupted or (state.joined_ray and not state.joined_ray.is_running):
         say(f"clearing away what is left of an earlier {name}")
         if state.local_ray:
             local_ray.stop(state.local_ray)
+        if state.local_ray or (state.lent_ray and not state.lent_ray.is_running):
             states.forget(name)
             return
         raise DeployError(

@@ -39,6 +39,8 @@ def find(address: str, name: str | None) -> State:
         admin=admin_addresses(spec.router),
         needs_keys=spec.router.keys == "required",
         certificate=spec.router.tls_cert,
+        doors=spec.router.doors or "",
+        model=spec.model.name,
     )
 
 

@@ -62,14 +62,14 @@ class AdminAnswer:
 
 def ask_routers(state: State, path: str) -> list[AdminAnswer]:
     """What each router that can be reached answers to GET `path`. On several hosts a driver must be connected."""
-    if state.local_ray is not None:
+    if state.joined_ray is not None:
         return ask_here(state.name, state.admin, path)
     from cluster.control.placement import live_nodes
     from cluster.host.driver import answers_of, this_ip
     from cluster.host.router_app import router_nodes_of
 
     is_named = len({node.ip for node in live_nodes()}) > 1
-    nodes = router_nodes_of(state.name)
+    nodes = router_nodes_of(state.doors or state.name)
     here = [node for node in nodes if node.ip == this_ip()]
     there = [node for node in nodes if node not in here]
     asked = (state.name, state.admin, path, is_named)
@@ -100,15 +100,18 @@ def seen_by(routers: Sequence[AdminAnswer]) -> dict[str, int] | None:
     return {role: min(one.get(role, 0) for one in seen) for role in seen[0]} if seen else None
 
 
-def await_seen(state: State, wanted: Mapping[str, int], *, within_s: float = _SEE_ALL_S) -> None:
+def await_seen(state: State, wanted: Mapping[str, int], *, num_routers: int = 1, within_s: float = _SEE_ALL_S) -> None:
     """Until every router sees at least `wanted` replicas per role, as far as routers can be asked: by a certificate
-    they cannot. Raises DeployError."""
+    they cannot. num_routers: that there are at least. Raises DeployError."""
     if not state.admin:
         return
     deadline = time.monotonic() + within_s
-    while (seen := seen_by(ask_routers(state, "/health"))) is None or any(
-        seen.get(role, 0) < count for role, count in wanted.items()
-    ):
+    while True:
+        answers = ask_routers(state, "/health")
+        seen = seen_by(answers)
+        is_seen = seen is not None and all(seen.get(role, 0) >= count for role, count in wanted.items())
+        if is_seen and len(answers) >= num_routers:
+            return
         if time.monotonic() > deadline:
             what = f"a router sees {seen} of {dict(wanted)}" if seen else "no router answers"
             raise DeployError(f"the replicas are ready, but {what} at {', '.join(state.admin)}")

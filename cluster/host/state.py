@@ -48,6 +48,7 @@ class State:
     name: str
     ray_address: str
     local_ray: LocalRay | None  # the Ray that was started for it
+    lent_ray: LocalRay | None = None  # the Ray that was started for the deployment whose doors serve it
     claim: str = ""  # the id of its claim on that Ray; "": of a version that made none
     owns_serve: bool = False  # Ray Serve was started for it
     grpc: str  # "host:port", or several of them: "host:port,host:port"
@@ -55,7 +56,14 @@ class State:
     admin: tuple[str, ...] = ()  # "host:port" of every port at which a router may answer operators, on its own node
     needs_keys: bool = False  # clients show an API key
     certificate: str | None = None  # a file: the doors' own
+    doors: str = ""  # the deployment whose doors serve it; empty: its own
+    model: str = ""  # what clients call its model; empty: of a version that did not say
     deploying: Command | None  # None: deployed
+
+    @property
+    def joined_ray(self) -> LocalRay | None:
+        """The Ray of this machine that it is on, ours: a process that speaks to it joins that first."""
+        return self.local_ray or self.lent_ray
 
     @property
     def is_interrupted(self) -> bool:
@@ -135,6 +143,12 @@ def deployed_names() -> list[str]:
     return sorted(path.parent.name for path in _root().glob(f"*/{_FILE}"))
 
 
+def served_by(doors: State) -> list[str]:
+    """Deployments on the Ray that was started for this one, which its doors serve, too. Raises DeployError."""
+    others = (load(name) for name in deployed_names() if name != doors.name)
+    return [one.name for one in others if one and one.doors == doors.name and one.lent_ray == doors.local_ray]
+
+
 def find(name: str | None) -> State:
     """The deployment called `name`, or the only one. Raises NotDeployed, or SpecError when there are several."""
     state = load(choose(name, deployed_names(), hint=_RAY_HINT if _RAY_MARK.exists() else ""))
@@ -154,9 +168,11 @@ def choose(name: str | None, deployed: Sequence[str], *, hint: str = "") -> str:
 
 def _parse(text: str) -> State:
     tree = json.loads(text)
-    local_ray, deploying, admin = tree.pop("local_ray"), tree.pop("deploying"), tree.pop("admin", ())
+    local_ray, lent_ray = tree.pop("local_ray"), tree.pop("lent_ray", None)
+    deploying, admin = tree.pop("deploying"), tree.pop("admin", ())
     return State(
         local_ray=LocalRay(**known_fields(LocalRay, local_ray)) if local_ray else None,
+        lent_ray=LocalRay(**known_fields(LocalRay, lent_ray)) if lent_ray else None,
         deploying=Command(**known_fields(Command, deploying)) if deploying else None,
         admin=tuple(admin),
         **known_fields(State, tree),

@@ -63,5 +63,5 @@ def with_open_doors(state: State) -> State:
         return state
     from cluster.host.router_app import router_ips
 
-    ips = router_ips(state.name)
+    ips = router_ips(state.doors or state.name)
     return replace(state, grpc=open_ones(state.grpc, ips), http=open_ones(state.http, ips))

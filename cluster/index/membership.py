@@ -75,7 +75,17 @@ class Member:
     keeps_token_rules: bool = False  # and the token rules of its sampling
     keeps_thinking_budgets: bool = False  # and for how long it may think
     tells_prompt_logprobs: bool = False  # and the log-probabilities of its prompt
+    guest_share: float = 0.0  # of a prefill replica: of its places and blocks, for answers that it finishes itself
     wire_version: int = WIRE_VERSION
+
+    @property
+    def max_guests(self) -> int:
+        """Choices that it answers itself at a time; 0: none."""
+        return int(self.guest_share * self.max_running)
+
+    @property
+    def max_guest_blocks(self) -> int:
+        return int(self.guest_share * self.num_blocks)
 
     def understands(self, request: SequenceRequest) -> bool:
         """Nothing of it that would change its tokens, or what is told of them, is passed over there."""

@@ -374,7 +374,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s")
+    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "guests")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +393,7 @@ class Status(_message.Message):
     BLOCKS_DISK_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GUESTS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     draining: bool
     running: int
@@ -411,7 +412,18 @@ class Status(_message.Message):
     blocks_disk: int
     host_bytes_per_s: float
     disk_bytes_per_s: float
-    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ...) -> None: ...
+    guests: Guests
+    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., guests: _Optional[_Union[Guests, _Mapping]] = ...) -> None: ...
+
+class Guests(_message.Message):
+    __slots__ = ("running", "waiting", "blocks")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    blocks: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class StepTiming(_message.Message):
     __slots__ = ("base_s", "token_s", "pair_s", "context_s")

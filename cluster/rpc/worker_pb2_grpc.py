@@ -177,7 +177,8 @@ class PrefillWorker(object):
 
 
 class DecodeWorkerStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by decode replicas; and by prefill replicas for answers that they compute and finish themselves (prefill_here).
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -203,7 +204,8 @@ class DecodeWorkerStub(object):
 
 
 class DecodeWorkerServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by decode replicas; and by prefill replicas for answers that they compute and finish themselves (prefill_here).
+    """
 
     def Generate(self, request, context):
         """The call is the lease: while it lives the replica holds blocks for this request; when it ends, for whatever reason,
@@ -256,7 +258,8 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeWorker(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served by decode replicas; and by prefill replicas for answers that they compute and finish themselves (prefill_here).
+    """
 
     @staticmethod
     def Generate(request,

@@ -1,4 +1,4 @@
-"""How our own commands enter a door: their API key, and the certificate that they expect."""
+"""How our own commands enter a door: their API key, the certificate that they expect, the model that they mean."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class DoorAccess:
     # A PEM file of what is believed: over https:// beside what the system believes, over grpcs:// in its place.
     certificate: str | None = None
     is_tls: bool = False  # of the gRPC door; https:// says it of the other
+    model: str = ""  # that is meant behind it; empty: whichever the door serves by itself
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -19,6 +19,7 @@ ClusterError
 │   ├── ContextLengthExceeded
 │   └── RequestTooLarge
 ├── CapacityError           full right now; retry after `retry_after_s`
+│   ├── ModelAway           no replica of this model serves at present; others may
 │   └── RateLimited         the key's own limit, not the cluster's
 ├── DeadlineExceeded        the request's own deadline passed
 ├── ClientTooSlow           the client does not read its answer
@@ -137,6 +138,10 @@ class CapacityError(ClusterError):
         self.retry_after_s = retry_after_s
 
 
+class ModelAway(CapacityError):
+    """Nothing serves this model at present: its deployment has no replica, or cannot be reached."""
+
+
 class RateLimited(CapacityError):
     """The API key has used up what it may ask for at present: requests, tokens, or requests at a time."""
 
@@ -240,6 +245,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (RequestTooLarge, Outcome("RESOURCE_EXHAUSTED", 413, "invalid_request_error", "request_too_large")),
     (RequestError, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value")),
     (RateLimited, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded")),
+    (ModelAway, Outcome("UNAVAILABLE", 503, "server_error", "model_unavailable")),
     (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),
     (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),
     (ClientTooSlow, Outcome("ABORTED", 408, "timeout_error", "client_too_slow")),

@@ -159,10 +159,22 @@ class PoolSpec(_Section):
     max_waiting: Count = 1024
     """Requests queued on a replica before it refuses more."""
 
+    @property
+    def guest_share(self) -> float:
+        """Of its places and blocks, for answers that are not what it is there for."""
+        return 0.0
+
 
 class PrefillPoolSpec(PoolSpec):
     max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 2048
     """In one step; longer prompts are computed in chunks. Nothing else waits for these steps, so they may be long."""
+    answer_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
+    """Of a replica's places and KV blocks: for answers that it computes and finishes itself where every decode replica
+    is full and waiting would take longer, or where there is none. 0: it only computes prompts."""
+
+    @property
+    def guest_share(self) -> float:
+        return self.answer_share
 
 
 class DecodePoolSpec(PoolSpec):
@@ -224,6 +236,10 @@ class SpeculationSpec(_Section):
 class RouterSpec(_Section):
     """Where clients ask, and how requests find their replicas."""
 
+    doors: Annotated[str, Field(pattern=_NAME)] | None = None
+    """Another deployment on the same Ray, whose routers and doors serve this one's model, too, beside their own: a
+    request's `model` says which is meant. Then this deployment has no routers, ports or keys of its own. null: it
+    has."""
     replicas: Count = 1
     """Router processes; on several hosts each has one of those with the label `pool: router` to itself, while there are
     as many."""

@@ -302,7 +302,11 @@ def _leader_parts(
         gang=gang,
         blocks=blocks,
         limits=SchedulerConfig(
-            max_batch_tokens=pool.max_batch_tokens, max_running=pool.max_running, max_waiting=pool.max_waiting
+            max_batch_tokens=pool.max_batch_tokens,
+            max_running=pool.max_running,
+            max_waiting=pool.max_waiting,
+            max_guests=int(pool.guest_share * pool.max_running),
+            max_guest_blocks=int(pool.guest_share * blocks.num_blocks),
         ),
         pulls=inbox.make_pulls(layout, receiver, blocks),
         grants=Grants(blocks, layout, tiers, probe=setup.probe),
@@ -328,4 +332,5 @@ def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member
         keeps_token_rules=True,
         keeps_thinking_budgets=True,
         tells_prompt_logprobs=True,
+        guest_share=setup.pool.guest_share,
     )

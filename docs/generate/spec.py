@@ -30,15 +30,20 @@ def sections() -> str:
 
 
 def _pools(prefill: dict[str, Any], decode: dict[str, Any], schema: dict[str, Any]) -> str:
-    shared = {key: field for key, field in decode["properties"].items() if key in prefill["properties"]}
-    for key, field in prefill["properties"].items():
-        if field.get("default") != shared[key].get("default"):
-            shared[key] = shared[key] | {"default_of": {"prefill": field["default"], "decode": shared[key]["default"]}}
-    only = {key: field for key, field in decode["properties"].items() if key not in shared}
+    fields = {"prefill": prefill["properties"], "decode": decode["properties"]}
+    shared = {key: field for key, field in fields["decode"].items() if key in fields["prefill"]}
+    for key in shared:
+        defaults = {role: of_role[key].get("default") for role, of_role in fields.items()}
+        if defaults["prefill"] != defaults["decode"]:
+            shared[key] = shared[key] | {"default_of": defaults}
+    only = [
+        f"Only `{role}` has:\n\n"
+        + _table(role, {key: one for key, one in of_role.items() if key not in shared}, schema)
+        for role, of_role in fields.items()
+    ]
     return (
         "## `prefill` and `decode`\n\nThe replicas of one role. Both have the same keys, here without that prefix: "
-        f"`prefill.replicas`, `decode.replicas`.\n\n{_table('', shared, schema)}\n\n"
-        f"Only `decode` has:\n\n{_table('decode', only, schema)}"
+        f"`prefill.replicas`, `decode.replicas`.\n\n{_table('', shared, schema)}\n\n" + "\n\n".join(only)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +31,9 @@ class LineDoor(Protocol):
     """The endpoints that a batch may be for."""
 
     @property
-    def model(self) -> str: ...
+    def models(self) -> Sequence[str]:
+        """Those that are served now; the first is meant where a line names none."""
+        ...
 
     @property
     def endpoints(self) -> Collection[str]: ...

@@ -141,7 +141,7 @@ class BatchJob:
             if check.problems:
                 self._state = self._moved("validating", problems=check.problems)
                 return _End(status="failed")
-            state = self._moved("in_progress", num_lines=check.num_lines, model=self._workplace.door.model)
+            state = self._moved("in_progress", num_lines=check.num_lines, model=check.model)
             if await self._kept_trying(lambda: self._store.set_state(self._place, self._token, state)) == "lost":
                 return _LOST
             self._state = state
@@ -155,7 +155,7 @@ class BatchJob:
 
     async def _check(self) -> LineCheck:
         door, bounds = self._workplace.door, self._workplace.bounds
-        check = LineCheck(endpoint=self._made.endpoint, model=door.model, max_lines=bounds.max_lines)
+        check = LineCheck(endpoint=self._made.endpoint, models=door.models, max_lines=bounds.max_lines)
         async for line in lines_of(self._input_parts()):
             check.add(line)
             if check.is_over:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -65,9 +65,10 @@ class LineCheck:
     """Of one file, line by line in its order."""
 
     endpoint: str
-    model: str  # the one that is served
+    models: Sequence[str]  # that are served; the first is meant where a line names none
     max_lines: int
     num_lines: int = 0
+    model: str = ""  # of the first line that is right
     problems: list[BatchProblem] = field(default_factory=list)
     _seen: dict[str, int] = field(default_factory=dict)  # custom_id -> line
 
@@ -116,9 +117,12 @@ class LineCheck:
             body = None
         if body is None:
             return "invalid_body", "body", "body: must be an object, the request itself"
-        if body.model is not None and body.model != self.model:
-            served = f"{self.model!r} is served here"
-            return "model_not_found", "body.model", f"body.model: {served}, not {str(body.model)[:_TOLD]!r}"
+        if body.model is not None and body.model not in self.models:
+            *others, last = map(repr, self.models)
+            served = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+            return "model_not_found", "body.model", f"body.model: {served} served here, not {str(body.model)[:_TOLD]!r}"
+        if not self.model:
+            self.model = str(body.model or self.models[0])
         if body.stream:
             return "invalid_value", "body.stream", "body.stream: a batch has whole answers; leave it out"
         return None

@@ -30,12 +30,14 @@ def create_admin_app(
     metrics: Callable[[], bytes],
     explain_route: Callable[[str], Mapping[str, Any]],
     lives: Callable[[str], Mapping[str, Any]] = lambda request_id: {},
+    model: str = "",
     routers: Callable[[], Mapping[str, str]] = dict,
     page: UiPage | None = None,
 ) -> FastAPI:
     """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
     requests of an id, or of an answer's, went where they went; empty when that is not known. lives: likewise, where
-    their time went. routers: where each of the deployment answers operators, by its name. page: None: there is none."""
+    their time went. model: what clients call it. routers: where each of the deployment answers operators, by its name.
+    page: None: there is none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if page:
         page.add_to(app)
@@ -53,7 +55,8 @@ def create_admin_app(
     @app.get("/targets")
     async def report_targets() -> Response:
         """For Prometheus's http_sd: each router is a target of its own, and any of them tells of all."""
-        groups = [{"targets": [address], "labels": {"deployment": deployment}} for address in routers().values()]
+        labels = {"deployment": deployment, "model": model} if model else {"deployment": deployment}
+        groups = [{"targets": [address], "labels": labels} for address in routers().values()]
         return JSONResponse(groups)
 
     @app.get("/debug/routes/{request_id:path}")

@@ -12,16 +12,16 @@ from router.doors.event_stream import EventStream, whole_answer
 from router.doors.http_visits import Endpoints, HttpVisits, client_of
 from router.doors.json_answer import json_answer
 from router.doors.opened import Opener
-from router.text.completion import Completions
+from router.text.models import Models
 
 
 class AnthropicApi:
     """The endpoints."""
 
-    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
-        self._completions = completions
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
+        self._models = models
         self._visits = visits
-        self._opener = Opener(completions, visits)
+        self._opener = Opener(models, visits)
 
     @property
     def endpoints(self) -> Endpoints:
@@ -36,7 +36,7 @@ class AnthropicApi:
         headers = {**await visit.charge(opened), **asked.ignored}
         answer = AnthropicAnswer(
             id=f"msg_{request.state.request_id}",
-            model=self._completions.model.id,
+            model=opened[0].service.model.id,
             completion=opened[0],
             hides_thinking=asked.body.hides_thinking,
         )
@@ -48,6 +48,7 @@ class AnthropicApi:
         """A key's limits count it as a request, and no tokens of it."""
         asked = await self._opener.read(CountTokensBody, request)
         with self._visits.noted(request):
-            ids = await self._completions.prompts.tokenize(client_of(request).bound(asked.requests[0]))
+            served = self._models.find(asked.requests[0].model)
+            ids = await served.prompts.tokenize(client_of(request).bound(asked.requests[0]))
         headers = {**await visit.charge([]), **asked.ignored}
         return json_answer({"input_tokens": len(ids)}, headers)

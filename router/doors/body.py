@@ -42,9 +42,15 @@ class BodyReader:
     """Reads bodies for one router. Belongs to its event loop."""
 
     def __init__(
-        self, threads: TextThreads, *, max_context: int, within_s: float, refuses_unknown_fields: bool = False
+        self,
+        threads: TextThreads,
+        *,
+        max_context: Callable[[], int],
+        within_s: float,
+        refuses_unknown_fields: bool = False,
     ) -> None:
-        """within_s: how long a client may take to send one."""
+        """max_context: the longest of the models that are served now. within_s: how long a client may take to send
+        one."""
         self._refuses_unknown_fields = refuses_unknown_fields
         self._threads = threads
         self._max_context = max_context
@@ -109,7 +115,7 @@ class BodyReader:
             name, value = field.text, bytes(raw).strip()
             if value.startswith(b'"') and name == "prompt":
                 continue  # one string; its length is looked at where the context is known
-            ids = max(_MAX_PROMPT_VALUES, self._max_context)
+            ids = max(_MAX_PROMPT_VALUES, self._max_context())
             limit = {"prompt": ids, "tokens": ids, **_MAX_VALUES_OF}.get(name)
             most = {"tools": _MAX_TOOLS_BYTES}.get(name, _MAX_FIELD_BYTES if limit is None else len(value))
             if len(value) > most:

@@ -35,6 +35,7 @@ from router.doors.grpc_messages import (
 )
 from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
+from router.text.models import Models
 from router.text.prompt_encoder import num_chars
 from router.tracing import Trace
 
@@ -62,7 +63,7 @@ _OPTIONS = (
 
 
 async def open_grpc_api(
-    completions: Completions,
+    served: Completions | Models,
     *,
     access: Access,
     host: str,
@@ -73,11 +74,12 @@ async def open_grpc_api(
 ) -> GrpcApi:
     """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
 
-    is_port_shared: several router processes of one node listen on the same port and the kernel deals out connections;
-    otherwise a port in use is an error. A client that wants more streams than a connection may have opens another, for
-    what is more waits or is refused (UNAVAILABLE). Raises DeployError.
+    served: one model, or several. is_port_shared: several router processes of one node listen on the same port and the
+    kernel deals out connections; otherwise a port in use is an error. A client that wants more streams than a
+    connection may have opens another, for what is more waits or is refused (UNAVAILABLE). Raises DeployError.
     """
-    inference = InferenceServicer(completions, access)
+    models = Models.of(served)
+    inference = InferenceServicer(models, access)
     gate = KeyInterceptor(
         access,
         free=[health.SERVICE_NAME],
@@ -94,7 +96,7 @@ async def open_grpc_api(
             ("grpc.server_handshake_timeout_ms", _ms(limits.open_s)),
             ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),
             ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then a client is asked to connect anew
-            ("grpc.max_connection_age_grace_ms", _ms(completions.max_request_s)),  # in which what runs may end
+            ("grpc.max_connection_age_grace_ms", _ms(models.default.max_request_s)),  # in which what runs may end
             ("grpc.max_concurrent_streams", limits.streams),
             # Calls that came while this event loop was busy; beyond 1,000 gRPC would cut off one or the other, unsaid.
             ("grpc.server.max_pending_requests", _MAX_PENDING),
@@ -159,12 +161,12 @@ class GrpcApi:
 class InferenceServicer(pb_grpc.InferenceServicer):
     """Writes from within the handler, and does not yield: so a cancelled call ends the handler wherever it waits."""
 
-    def __init__(self, completions: Completions, access: Access) -> None:
+    def __init__(self, models: Models, access: Access) -> None:
         self.is_closing = False  # no request is taken any more
         self.idle = asyncio.Event()  # no request is under way
         self.idle.set()
         self._num_running = 0
-        self._completions = completions
+        self._models = models
         self._access = access
         self._visits: dict[_Context, Visit] = {}  # of the calls under way
 
@@ -185,25 +187,26 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _statuses(context), self._counted(), self._traced(context) as trace:
             visit = self._visits[context]
             asked = await self._asked(request, context, visit)
-            completion = await self._completions.open(asked, trace=trace)
+            completion = await self._models.find(asked.model).open(asked, trace=trace)
             if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
-            is_first = True
+            is_first, tokenizer = True, completion.service.tokenizer
             async with completion.run() as arrivals:
                 async for events in arrivals:
                     if is_first:
                         await self._tell_prompt(completion, context)
                         is_first = False
                     for event in events:
-                        message = response_of(event, request_id=asked.id, tokenizer=self._completions.tokenizer)
+                        message = response_of(event, request_id=asked.id, tokenizer=tokenizer)
                         await context.write(message)
 
     async def _tell_prompt(self, completion: Completion, context: _Context) -> None:
         """Of its tokens, if that is asked for; each message is made on another thread, for that takes its time."""
-        tokenizer, key_id, start = self._completions.tokenizer, completion.request.key_id, 1
+        service, key_id, start = completion.service, completion.request.key_id, 1
         for part in () if completion.prompt_logprobs is None else completion.prompt_logprobs.parts():
             ids = completion.prompt_ids[start : start + len(part)]
-            await context.write(await self._completions.threads.run(key_id, prompt_logprobs_of, ids, part, tokenizer))
+            message = await service.threads.run(key_id, prompt_logprobs_of, ids, part, service.tokenizer)
+            await context.write(message)
             start += len(part)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
@@ -212,17 +215,19 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             with self._noted("", context, client):
                 making = partial(tokenize_request_of, request, peer=context.peer())
                 asked = client.bound(await self._made(making, request, client))
-                ids = await self._completions.prompts.tokenize(asked)
+                served = self._models.find(asked.model)
+                ids = await served.prompts.tokenize(asked)
             await self._tell(context)
-            return pb.TokenizeResponse(token_ids=ids, max_context=self._completions.model.max_context)
+            return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_context)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         async with _statuses(context), self._counted():
             client = self._client(context)
             with self._noted("", context, client):
-                max_context = self._completions.model.max_context
+                served = self._models.find(request.model)
+                max_context = served.model.max_context
                 asked = client.bound(detokenize_request_of(request, max_context=max_context, peer=context.peer()))
-                text = await self._completions.prompts.detokenize(asked)
+                text = await served.prompts.detokenize(asked)
             await self._tell(context)
             return pb.DetokenizeResponse(text=text)
 
@@ -233,7 +238,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     @asynccontextmanager
     async def _traced(self, context: _Context) -> AsyncIterator[Trace | None]:
-        if (tracing := self._completions.tracing) is None:
+        if (tracing := self._models.default.tracing) is None:
             yield None
             return
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
@@ -269,11 +274,13 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def _asked(self, request: pb.GenerateRequest, context: _Context, visit: Visit) -> CompletionRequest:
         peer, deadline_s = context.peer(), context.time_remaining()
-        max_context, client = self._completions.model.max_context, self._client(context)
+        client = self._client(context)
         with self._noted(request.request_id[:128], context, client):
+            served = self._models.find(request.model)
+            max_context = served.model.max_context
             making = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
             asked = client.bound(await self._made(making, request, client))
-            visit.check(self._completions.prompts.least_tokens(asked))
+            visit.check(served.prompts.least_tokens(asked))
         return asked
 
     async def _made(
@@ -287,7 +294,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             return made
 
         is_large = message.ByteSize() > _LARGE
-        return await self._completions.threads.run(client.key_id, make) if is_large else make()
+        return await self._models.default.threads.run(client.key_id, make) if is_large else make()
 
     @contextmanager
     def _noted(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:
@@ -295,14 +302,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         try:
             yield
         except ClusterError as error:
-            self._completions.unreadable(request_id, error, key=client.key, peer=context.peer())
+            self._models.default.unreadable(request_id, error, key=client.key, peer=context.peer())
             raise
 
     async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
         async with _statuses(context), self._counted():
-            model = self._completions.model
+            cards = self._models.cards
             return pb.ListModelsResponse(
-                models=[pb.Model(id=model.id, max_context=model.max_context, dtype=model.dtype)]
+                models=[pb.Model(id=card.id, max_context=card.max_context, dtype=card.dtype) for card in cards]
             )
 
 

@@ -43,13 +43,14 @@ from router.stored.response_store import StoreBounds
 from router.stored.responses import StoredResponses
 from router.text.completion import Completions
 from router.text.completion_request import REQUEST_ID
+from router.text.models import Models
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
 _IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
 
 
 def create_app(
-    completions: Completions,
+    served: Completions | Models,
     *,
     access: Access,
     is_healthy: Callable[[], bool],
@@ -61,40 +62,42 @@ def create_app(
     batches: Batches | None = None,
     max_resume_s: float = 60.0,
 ) -> FastAPI:
-    """The ASGI application. is_healthy: whether requests can be served.
+    """The ASGI application. served: one model, or several. is_healthy: whether requests can be served.
 
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
     stored: responses; None: they are stored in this process alone. batches: None: there are none. max_resume_s: how
     long a streamed answer may be held for a client that has lost it.
     """
+    models = Models.of(served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(
-        completions.threads,
-        max_context=completions.model.max_context,
+        models.default.threads,
+        max_context=lambda: models.max_context,
         within_s=max_body_s,
         refuses_unknown_fields=refuses_unknown_fields,
     )
-    visits = HttpVisits(completions, access.limits, bodies)
-    openai, anthropic = OpenAIApi(completions, visits), AnthropicApi(completions, visits)
-    responses = ResponsesApi(completions, visits, stored or StoredResponses.in_memory(_IN_MEMORY))
+    visits = HttpVisits(models, access.limits, bodies)
+    openai, anthropic = OpenAIApi(models, visits), AnthropicApi(models, visits)
+    responses = ResponsesApi(models, visits, stored or StoredResponses.in_memory(_IN_MEMORY))
     batched = {**openai.endpoints, **responses.endpoints}
     answering = {**batched, **anthropic.endpoints}
     if batches:
-        batches.answered_by(InnerCalls(_Straight(app, batched), model=completions.model.id, endpoints=batched.keys()))
+        straight = _Straight(app, batched)
+        batches.answered_by(InnerCalls(straight, models=lambda: models.names, endpoints=batched.keys()))
     app.add_middleware(_Straight, endpoints=answering)
     app.add_middleware(_Gate, access=access)
     streams = HeldStreams(max_resume_s)
     app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints), streams=streams)  # the last comes first
-    if completions.tracing:
-        app.add_middleware(HttpTraces, tracing=completions.tracing, paths=frozenset(answering))
+    if tracing := models.default.tracing:
+        app.add_middleware(HttpTraces, tracing=tracing, paths=frozenset(answering))
     if cors_origins:  # a browser asks beforehand, without a key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
-    TokensApi(completions, visits).add_to(app)
-    RenderApi(completions, visits).add_to(app)
-    OpenapiApi(completions).add_to(app)
+    TokensApi(models, visits).add_to(app)
+    RenderApi(models, visits).add_to(app)
+    OpenapiApi(models).add_to(app)
     openai.add_to(app)
     responses.add_to(app)
     StreamsApi(streams).add_to(app)

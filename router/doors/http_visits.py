@@ -16,7 +16,7 @@ from router.access.client import Client
 from router.access.limits import Limits
 from router.access.visit import Visit
 from router.doors.body import Body, BodyReader, T
-from router.text.completion import Completions
+from router.text.models import Models
 
 Endpoint: TypeAlias = Callable[[Request, Visit], Awaitable[Response]]
 Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  # by path, all by POST
@@ -25,8 +25,8 @@ Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  #
 class HttpVisits:
     """Holds a key's place while a request over HTTP is answered; one for all of a router's door."""
 
-    def __init__(self, completions: Completions, limits: Limits, bodies: BodyReader) -> None:
-        self._completions = completions
+    def __init__(self, models: Models, limits: Limits, bodies: BodyReader) -> None:
+        self._models = models
         self._limits = limits
         self._bodies = bodies
 
@@ -61,7 +61,7 @@ class HttpVisits:
             yield
         except ClusterError as error:
             key = client_of(request).key
-            self._completions.unreadable(request.state.request_id, error, key=key, peer=peer_of(request))
+            self._models.default.unreadable(request.state.request_id, error, key=key, peer=peer_of(request))
             raise
 
 

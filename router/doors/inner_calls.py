@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message
 
@@ -19,11 +19,15 @@ _BUSY, _LOST = 429, 503
 class InnerCalls:
     """Implements router.batches.answering.LineDoor."""
 
-    def __init__(self, app: ASGIApp, *, model: str, endpoints: Collection[str]) -> None:
-        """app: behind the door's gate, for who asks is known. model: the one that is served."""
+    def __init__(self, app: ASGIApp, *, models: Callable[[], Sequence[str]], endpoints: Collection[str]) -> None:
+        """app: behind the door's gate, for who asks is known. models: that are served now."""
         self._app = app
-        self.model = model
+        self._models = models
         self.endpoints = endpoints
+
+    @property
+    def models(self) -> Sequence[str]:
+        return self._models()
 
     async def answer(self, endpoint: str, body: bytes, client: Client) -> LineAnswer:
         request_id = uuid.uuid4().hex

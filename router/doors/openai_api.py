@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.words.errors import RequestError, UnknownModel
+from cluster.words.errors import RequestError
 from router.access.visit import Visit
 from router.doors.event_stream import EventStream, whole_answer
 from router.doors.http_visits import Endpoints, HttpVisits
@@ -16,17 +16,18 @@ from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_forms import ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import ID_CHARS, MAX_REPEATED, Asked, Opener
-from router.text.completion import Completion, Completions
+from router.text.completion import Completion
 from router.text.completion_request import ModelCard
+from router.text.models import Models
 
 
 class OpenAIApi:
     """The endpoints."""
 
-    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
-        self._completions = completions
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
+        self._models = models
         self._visits = visits
-        self._opener = Opener(completions, visits)
+        self._opener = Opener(models, visits)
 
     @property
     def endpoints(self) -> Endpoints:
@@ -42,13 +43,10 @@ class OpenAIApi:
         app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"])
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(self._completions.model)]})
+        return JSONResponse({"object": "list", "data": [_model(card) for card in self._models.cards]})
 
     async def model(self, model_id: str) -> Response:
-        served = self._completions.model
-        if model_id != served.id:
-            raise UnknownModel(f"model {model_id!r} is not served here; {served.id!r} is", param="model")
-        return JSONResponse(_model(served))
+        return JSONResponse(_model(self._models.card(model_id)))
 
     async def _text(self, request: Request, visit: Visit) -> Response:
         asked = await self._opener.read(TextBody, request)
@@ -63,11 +61,11 @@ class OpenAIApi:
         if asked.body.stream:  # else the answer has the prompt once
             with self._visits.noted(request):
                 _check_repeated(asked.body, opened, 0)
-        forms = [ChatForm(self._completions.tokenizer)]
+        forms = [ChatForm(opened[0].service.tokenizer)]
         return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
 
     async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
-        forms, num_echoed, tokenizer = list[Form](), 0, self._completions.tokenizer
+        forms, num_echoed, tokenizer = list[Form](), 0, opened[0].service.tokenizer
         has_echo = isinstance(body, TextBody) and body.echo
         num_echo_logprobs = body.logprobs if isinstance(body, TextBody) and body.echo else None
         has_answer = not (isinstance(body, TextBody) and body.is_prompt_all)
@@ -87,17 +85,17 @@ class OpenAIApi:
         *,
         headers: Mapping[str, str],
     ) -> Response:
-        body = asked.body
+        body, service = asked.body, opened[0].service
         answer = OpenAIAnswer(
             id=forms[0].id_prefix + request.state.request_id,
-            model=self._completions.model.id,
+            model=service.model.id,
             completions=opened,
             forms=forms,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             return_token_ids=bool(body.return_token_ids),
             num_prompt_logprobs=body.prompt_logprobs,
-            tokenizer=self._completions.tokenizer,
-            threads=self._completions.threads,
+            tokenizer=service.tokenizer,
+            threads=service.threads,
         )
         if asked.ignored:
             headers = {**headers, **asked.ignored}

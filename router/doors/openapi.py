@@ -18,7 +18,7 @@ from router.doors.openai_types import ChatBody, TextBody
 from router.doors.openapi_schemas import PLACE, schemas_of
 from router.doors.responses_types import ResponsesBody
 from router.doors.tokens_api import PACKAGE, DetokenizeBody, TokenizeBody
-from router.text.completion import Completions
+from router.text.models import Models
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def _operation(endpoint: Described) -> JSON:
 class OpenapiApi:
     """The two endpoints. What they answer is made when somebody first asks."""
 
-    def __init__(self, completions: Completions) -> None:
-        self._threads = completions.threads
+    def __init__(self, models: Models) -> None:
+        self._threads = models.default.threads
         self._made: tuple[bytes, bytes] | None = None  # the document and the page
 
     def add_to(self, app: FastAPI) -> None:

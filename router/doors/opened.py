@@ -14,8 +14,9 @@ from router.access.visit import Visit
 from router.doors.http_traces import trace_of
 from router.doors.http_visits import HttpVisits, client_of, peer_of
 from router.doors.openai_fields import OpenAIObject, ignored_header
-from router.text.completion import Completion, Completions
+from router.text.completion import Completion
 from router.text.completion_request import CompletionRequest, check_prompt_numbers, check_total
+from router.text.models import Models
 from router.text.prompt_encoder import num_chars
 
 MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as ID_CHARS of them
@@ -53,8 +54,8 @@ class Asked(Generic[B]):
 class Opener:
     """Every prompt of a body is checked and tokenised before any is dispatched."""
 
-    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
-        self._completions = completions
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
+        self._models = models
         self._visits = visits
 
     async def read(self, kind: type[B], request: Request) -> Asked[B]:
@@ -63,16 +64,17 @@ class Opener:
 
     async def open(self, asked: Asked[B], request: Request, visit: Visit) -> list[Completion]:
         """One for each of its requests, with nothing charged yet. Raises RequestError and its kin."""
-        opened, model = list[Completion](), self._completions.model
+        opened = list[Completion]()
         with self._visits.noted(request):
+            served = self._models.find(asked.requests[0].model)
             requests = [client_of(request).bound(one) for one in asked.requests]
-            visit.check(sum(self._completions.prompts.least_tokens(one) for one in requests))
+            visit.check(sum(served.prompts.least_tokens(one) for one in requests))
         num_all = sum(num_chars(one.prompt) for one in requests)
         for one in requests:
             num_beside = num_all - num_chars(one.prompt)
-            opened.append(await self._completions.open(one, num_beside=num_beside, trace=trace_of(request.scope)))
+            opened.append(await served.open(one, num_beside=num_beside, trace=trace_of(request.scope)))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
-            check_total(num_answers, model, param=one.max_tokens_field)
+            check_total(num_answers, served.model, param=one.max_tokens_field)
             num_numbers = sum(completion.n * completion.num_prompt_numbers for completion in opened)
             check_prompt_numbers(num_numbers, param=one.prompt_logprobs_field)
             await asyncio.sleep(0)  # between a thousand prompts, others have their turn

@@ -16,17 +16,17 @@ from router.doors.http_visits import HttpVisits
 from router.doors.json_answer import JSON, json_answer
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import ID_CHARS, MAX_REPEATED, Opener
-from router.text.completion import Completion, Completions
+from router.text.completion import Completion
+from router.text.models import Models
 
 
 class RenderApi:
     """Takes the same bodies as the endpoints that answer, within the same bounds, by the same code. A key's limits
     count each call as a request, and no tokens of it."""
 
-    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
-        self._completions = completions
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
         self._visits = visits
-        self._opener = Opener(completions, visits)
+        self._opener = Opener(models, visits)
 
     def add_to(self, app: FastAPI) -> None:
         text, chat = partial(self._render, TextBody), partial(self._render, ChatBody)
@@ -51,7 +51,7 @@ class RenderApi:
             num_chars += len(text) + ID_CHARS * len(one.prompt_ids)
             if num_chars > MAX_REPEATED:
                 raise RequestError("prompt: is too much for an answer to repeat; ask for fewer at once", param="prompt")
-            names = {"request_id": one.request.id, "model": self._completions.model.id}
+            names = {"request_id": one.request.id, "model": one.service.model.id}
             rendered.append({**names, "token_ids": one.prompt_ids, "prompt": text})
             await asyncio.sleep(0)  # between a thousand prompts, others have their turn
         return rendered

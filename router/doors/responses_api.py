@@ -27,8 +27,8 @@ from router.doors.responses_turn import StoredTurn, Turn, id_of
 from router.doors.responses_types import ResponsesBody
 from router.stored.response_store import SMALL_BYTES
 from router.stored.responses import StoredResponses
-from router.text.completion import Completions
 from router.text.completion_request import MAX_REQUEST_BYTES
+from router.text.models import Models
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,10 +39,10 @@ _LISTED, _MAX_LISTED = 20, 100  # items of a page
 class ResponsesApi:
     """The endpoints. A key's limits count each call as a request."""
 
-    def __init__(self, completions: Completions, visits: HttpVisits, stored: StoredResponses) -> None:
-        self._completions = completions
+    def __init__(self, models: Models, visits: HttpVisits, stored: StoredResponses) -> None:
+        self._models = models
         self._visits = visits
-        self._opener = Opener(completions, visits)
+        self._opener = Opener(models, visits)
         self._stored = stored
 
     @property
@@ -79,9 +79,9 @@ class ResponsesApi:
 
         answer = ResponseAnswer(
             id=id,
-            model=self._completions.model.id,
+            model=completion.service.model.id,
             completion=completion,
-            form=ChatForm(self._completions.tokenizer),
+            form=ChatForm(completion.service.tokenizer),
             told_again=turn.told_again,
             keep=keep,
             stores=body.store is not False and self._stored.stores,
@@ -136,7 +136,7 @@ class ResponsesApi:
         """What `work` makes of so many bytes: of more than a few, on another thread."""
         if num_bytes <= SMALL_BYTES:
             return work(*args, **kwargs)
-        return await self._completions.threads.run(client_of(request).key_id, work, *args, **kwargs)
+        return await self._models.default.threads.run(client_of(request).key_id, work, *args, **kwargs)
 
 
 def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:

@@ -14,8 +14,8 @@ from router.doors.http_visits import HttpVisits, client_of, peer_of
 from router.doors.json_answer import json_answer
 from router.doors.openai_fields import OpenAIObject, ignored_header
 from router.doors.openai_messages import ChatSettings, Messages
-from router.text.completion import Completions
 from router.text.completion_request import CompletionRequest
+from router.text.models import Models
 from router.text.prompt_encoder import num_chars
 
 PACKAGE = "xpyd"
@@ -42,8 +42,8 @@ class DetokenizeBody(OpenAIObject):
 class TokensApi:
     """A key's limits count these as requests, and no tokens of theirs."""
 
-    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
-        self._completions = completions
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
+        self._models = models
         self._visits = visits
 
     def add_to(self, app: FastAPI) -> None:
@@ -52,12 +52,12 @@ class TokensApi:
         app.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
 
-    async def tokenizer_info(self) -> Response:
+    async def tokenizer_info(self, model: str = "") -> Response:
         """What a client needs to write a prompt as the model knows it: lm-eval asks, and then needs no tokenizer."""
-        prompts = self._completions.prompts
+        prompts = self._models.find(model).prompts
         tokens = {
             **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
-            **self._completions.tokenizer.special_tokens,
+            **prompts.tokenizer.special_tokens,
         }
         return JSONResponse({**tokens, "chat_template": prompts.chat_template.source or None})
 
@@ -81,11 +81,12 @@ class TokensApi:
 
         body, asked, ignored = await self._visits.read(TokenizeBody, request, made)
         with self._visits.noted(request):
-            ids = await self._completions.prompts.tokenize(client_of(request).bound(asked))
-        text_of = self._completions.tokenizer.token_text
+            served = self._models.find(asked.model)
+            ids = await served.prompts.tokenize(client_of(request).bound(asked))
+        text_of = served.tokenizer.token_text
         answer = {
             "count": len(ids),
-            "max_model_len": self._completions.model.max_context,
+            "max_model_len": served.model.max_context,
             "tokens": ids,
             "token_strs": [text_of(token_id) for token_id in ids] if body.return_token_strs else None,
         }
@@ -100,7 +101,8 @@ class TokensApi:
 
         asked, ignored = await self._visits.read(DetokenizeBody, request, made)
         with self._visits.noted(request):
-            text = await self._completions.prompts.detokenize(client_of(request).bound(asked))
+            served = self._models.find(asked.model)
+            text = await served.prompts.detokenize(client_of(request).bound(asked))
         return await _answer({"prompt": text}, ignored, visit)
 
 

@@ -131,7 +131,7 @@ function table(id, heads, rows, none) {
   byId(id).replaceChildren(...(rows.length ? [head] : []), ...body.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell)))));
 }
 
-const PARTS = ["queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s"];
+const PARTS = ["wait_s", "queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s"];
 
 function reason(options) {
   if (!options.length) return "";

@@ -11,7 +11,10 @@ from router.monitoring.panels import ACCEPTED, KV_USE, REPLICAS, REUSE, ROUTERS,
 Row = tuple[str, Sequence[str | Panel]]  # its title; metrics by name, and what no single one says
 
 _SERVICE: Sequence[Row] = (
-    ("Requests", ("requests_total", "request_time_seconds", "queue_time_seconds", "requests_waiting")),
+    (
+        "Requests",
+        ("requests_total", "request_time_seconds", "queue_time_seconds", "requests_waiting", "prefill_answers_total"),
+    ),
     ("Latency", ("time_to_first_token_seconds", "inter_token_latency_seconds")),
     ("Tokens", ("generated_tokens_total", "prompt_tokens_total", "cached_prompt_tokens_total", REUSE)),
     ("Who serves", (ROUTERS, REPLICAS, "tenants_at_share", "member_records_refused_total")),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cluster.index.prefix_index import Depths
 from cluster.words.handoff import Holder
+from router.routing import guests
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
 
@@ -90,6 +91,38 @@ class Chooser:
             options = [option for option in options if option.prefill not in crowded]
         return self._decide(need, options, candidates, [*prefills, *decodes]) if options else None
 
+    def choose_guest(
+        self,
+        need: Need,
+        hosts: Sequence[ReplicaLoad],
+        prefills: Sequence[ReplicaLoad],
+        decodes: Sequence[ReplicaLoad],
+        depths: Mapping[str, Depths],
+        *,
+        num_waiting: int,
+        answer_tokens: int,
+    ) -> Decision | None:
+        """The prefill replica of `hosts`, which have room, that is to answer all by itself; None where it is cheaper to
+        wait for one of these decode replicas, which have none. num_waiting: beside this request."""
+        names = {load.replica for load in hosts}
+        alone, views = self._weigh(need, [], hosts, depths, _NOBODY)
+        alone = [option for option in alone if option.prefill is None and option.decode in names]
+        pairs, full = self._weigh(need, prefills, decodes, depths, _NOBODY)
+        if not alone:
+            return None
+        ways = {load.replica for load in decodes}
+        wait_s = guests.wait_s(
+            [view for view in full if view.replica in ways],
+            num_tokens=need.num_tokens,
+            answer_tokens=answer_tokens,
+            num_ends=num_waiting + need.num_streams,
+        )
+        options = guests.cheapest(alone, pairs, wait_s=wait_s)
+        if options[0].decode not in names:
+            return None
+        known = {view.replica: view for view in (*full, *views)}
+        return self._decide(need, options, list(known.values()), [*hosts, *prefills, *decodes])
+
     def choose_prefill(
         self,
         need: Need,
@@ -159,6 +192,12 @@ def with_room(decodes: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
     """The decode replicas that would take it up at once."""
     blocks, streams = need.num_blocks, need.num_streams
     return [load for load in decodes if load.has_room_to_decode(num_blocks=blocks, num_streams=streams)]
+
+
+def with_room_for_guest(prefills: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
+    """The prefill replicas that would answer it themselves at once."""
+    blocks, streams = need.num_blocks, need.num_streams
+    return [load for load in prefills if load.has_room_for_guest(num_blocks=blocks, num_streams=streams)]
 
 
 def _preferred(loads: Sequence[ReplicaLoad], avoid: Set[str]) -> Sequence[ReplicaLoad]:

@@ -50,6 +50,7 @@ class Option:
 
     prefill: str | None  # None: the decode replica computes the prompt itself
     decode: str
+    wait_s: float = 0.0  # before there is room on the decode replica, for it and for whoever waits with it
     queue_s: float = 0.0  # before the replica that computes the prompt comes to it
     pull_from: str | None = None  # who gives it blocks that it lacks: a peer, or its own lower tier
     pull_tokens: int = 0  # leading tokens that it has when that is done
@@ -62,12 +63,12 @@ class Option:
 
     @property
     def ttft_s(self) -> float:
-        """Until the first token."""
+        """Until the first token, from when there is room."""
         return max(self.queue_s, self.pull_s) + self.compute_s
 
     @property
     def cost_s(self) -> float:
-        return self.ttft_s + self.keep_s + self.transfer_s + self.stall_s + self.decode_s
+        return self.wait_s + self.ttft_s + self.keep_s + self.transfer_s + self.stall_s + self.decode_s
 
 
 class Policy(Protocol):

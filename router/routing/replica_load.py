@@ -44,6 +44,9 @@ class ReplicaLoad:
     host_bytes_per_s: float
     disk_bytes_per_s: float
     timing: StepTiming | None  # None: not learnt yet
+    num_told_guests: int = 0  # of a prefill replica: choices that it answers itself, as it last said
+    num_waiting_guests: int = 0
+    guest_blocks: int = 0  # that these have
 
     @property
     def replica(self) -> str:
@@ -55,6 +58,20 @@ class ReplicaLoad:
         if self.free_streams == self.member.max_running:
             return True
         return num_blocks <= self.free_blocks and num_streams <= self.free_streams and not self.num_waiting
+
+    def has_room_for_guest(self, *, num_blocks: int, num_streams: int) -> bool:
+        """Whether a prefill replica would answer them itself at once."""
+        return num_streams <= self.free_guests and num_blocks <= self.free_guest_blocks and not self.num_waiting_guests
+
+    @property
+    def free_guests(self) -> int:
+        return max(0, self.member.max_guests - max(self.num_told_guests, self.promised_streams))
+
+    @property
+    def free_guest_blocks(self) -> int:
+        """Within their share, and not taken by prompts."""
+        own = self.member.max_guest_blocks - max(self.guest_blocks, self.promised_blocks)
+        return max(0, min(own, self.available_blocks))
 
     @property
     def free_streams(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -22,12 +22,13 @@ from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import OFFLINE, Role, SequenceRequest
 from cluster.words.revisions import Revision
 from router.metrics import Metrics
-from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
+from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room, with_room_for_guest
 from router.routing.decisions import Decisions
 from router.routing.fair_shares import QueuedRequest
 from router.routing.replica_load import ReplicaLoad
 from router.routing.revisions import Revisions
 from router.routing.tenant_share import NO_PLACES, Places
+from router.serving.absence import Absence
 from router.serving.fit import check_fit
 from router.serving.flows import Flows
 from router.serving.gate import AdmissionGate
@@ -39,6 +40,8 @@ from router.serving.replicas import Replicas
 from router.serving.tenant_shares import Held, TenantShares
 
 logger = logging.getLogger(__name__)
+
+_ANY_LENGTH = 1 << 31  # tokens
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,13 @@ class Dispatch:
         queue_s: float,
         max_waiting: int,
         metrics: Metrics,
+        name: str = "",
         tenant_share: Callable[[], float] = lambda: 1.0,
         revisions: Revisions | None = None,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. vocab_size: of that model.
-        queue_s: how long a request may wait for a replica with room. tenant_share: of what the others leave of the
-        decode replicas, for one tenant; now. revisions: None: there is one alone."""
+        queue_s: how long a request may wait for a replica with room. name: what clients call it. tenant_share: of what
+        the others leave of the decode replicas, for one tenant; now. revisions: None: there is one alone."""
         self.replicas = replicas
         self.revisions = revisions or Revisions()
         self.decisions = Decisions()
@@ -88,6 +92,7 @@ class Dispatch:
             share=tenant_share, free=self._free_places, max_waiting=max_waiting, queue_s=queue_s
         )
         self._now = asyncio.get_running_loop().time
+        self.absence = Absence(replicas, name=name, now=self._now)
         replicas.on_change = self._room_changed
         metrics.requests_waiting.set_function(lambda: self.num_waiting)
         metrics.tenants_at_share.set_function(lambda: self._shares.num_lines)
@@ -108,9 +113,11 @@ class Dispatch:
         booked for it, `give_back` takes back. only: of this revision.
 
         Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
-        could ever hold the request.
+        could ever hold the request. ModelAway where no decode replica has come in time; at once where there has been
+        none for so long.
         """
-        began_at = self._now()
+        self.absence.check(within_s=self._queue_s)
+        began_at, is_in = self._now(), False
         asked = self._asked(request, only=only)
         self._check_fit(request, share=self._tenant_share())
         limit_s = self._queue_s if request.deadline_s is None else min(request.deadline_s, self._queue_s)
@@ -119,10 +126,16 @@ class Dispatch:
             enter = self._enter_last(asked, places, within_s=limit_s)
         else:
             enter = self._enter(asked, places, within_s=limit_s)
-        async with enter as pair:
-            if only is None:  # else nobody waits for it
-                self._metrics.queue_time.observe(self._now() - began_at)
-            yield pair
+        try:
+            async with enter as pair:
+                is_in = True
+                if only is None:  # else nobody waits for it
+                    self._metrics.queue_time.observe(self._now() - began_at)
+                yield pair
+        except CapacityError as error:
+            if not is_in and self.absence.look() is not None:
+                raise self.absence.error() from error
+            raise
 
     async def choose(self, request: SequenceRequest, *, avoid: Set[str], served_by: int | None = None) -> Pair:
         """The cheapest pair for a request that was admitted before, room or no room. Waits while there is none at all.
@@ -134,19 +147,23 @@ class Dispatch:
         wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
         give_up_at = self._now() + wait_s
         while True:
+            self.absence.check()
             self._check_fit(request, share=1.0)
             decodes = self._loads(Role.DECODE, asked)
             # A prompt may wait behind others where the beginning of it is.
             for revision in self.revisions.after(served_by, untried={load.replica for load in decodes} - avoid):
-                for some in (with_room(decodes, asked.need), decodes):
-                    if pair := self._choose(asked, some, revision, avoid=avoid):
-                        return pair
+                if pair := self._choose(asked, with_room(decodes, asked.need), revision, avoid=avoid):
+                    return pair
+                if pair := self._choose_guest(asked, decodes, revision, avoid=avoid):
+                    return pair
+                if pair := self._choose(asked, decodes, revision, avoid=avoid):
+                    return pair
             try:
                 await self.replicas.changed(timeout_s=give_up_at - self._now())
             except TimeoutError:
                 if wait_s == request.deadline_s:
                     raise DeadlineExceeded(f"request {request.id}: no decode replica came in its time") from None
-                raise CapacityError("no decode replica is available", retry_after_s=1.0) from None
+                raise self.absence.error() from None
 
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
@@ -188,8 +205,12 @@ class Dispatch:
     def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""
         if isinstance(error, CapacityError):
-            return any(replica.id not in avoid for replica in self.replicas.usable(Role.DECODE))
+            return any(replica.id not in avoid for replica in self._answerers())
         return may_retry(error)
+
+    def may_answer(self) -> bool:
+        """Whether there is anybody who decodes."""
+        return any(True for _ in self._answerers())
 
     def finished(self, num_tokens: Iterable[int]) -> None:
         """Answers have come to their end, with so many tokens."""
@@ -243,24 +264,36 @@ class Dispatch:
         self._gate.wake()
 
     def _free_places(self) -> Places:
-        """Of all decode replicas."""
+        """Of all decode replicas, and of prefill replicas for guests."""
         free = NO_PLACES
         for replica in self.replicas.usable(Role.DECODE):
             load = replica.load()
             free = free.plus(Places(load.free_streams, load.free_blocks))
+        for replica in self.replicas.usable(Role.PREFILL):
+            load = replica.load()
+            free = free.plus(Places(load.free_guests, load.free_guest_blocks))
         return free
+
+    def _answerers(self) -> Iterator[Replica]:
+        """Decode replicas, and prefill replicas that take guests."""
+        yield from self.replicas.usable(Role.DECODE)
+        yield from (replica for replica in self.replicas.usable(Role.PREFILL) if replica.member.max_guests)
 
     def _queued(self, request: SequenceRequest) -> QueuedRequest:
         return QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
+        self.absence.check()
         self._check_fit(asked.request, share=1.0)  # the first replica may have come only now
         decodes = self._loads(Role.DECODE, asked)
         some = with_room(decodes, asked.need) or self._owed(asked, decodes)
-        usable = [load.replica for load in decodes]
-        ways = self.revisions.first_to_last(asked.request, usable=usable, only=asked.only)
-        pairs = (self._choose(asked, some, revision, prefill_needs_room=True) for revision in ways)
-        return next((pair for pair in pairs if pair), None)
+        usable = [load.replica for load in decodes] or [replica.id for replica in self._answerers()]
+        for revision in self.revisions.first_to_last(asked.request, usable=usable, only=asked.only):
+            if pair := self._choose(asked, some, revision, prefill_needs_room=True):
+                return pair
+            if pair := self._choose_guest(asked, decodes, revision, prefill_needs_room=True):
+                return pair
+        return None
 
     def _owed(self, asked: _Asked, decodes: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
         """Those that make way for it (engine.admission), where answers of others have grown into what its tenant is
@@ -293,8 +326,49 @@ class Dispatch:
         decision = self._chooser.choose(
             asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
         )
+        return self._taken(asked, decision, revision) if decision else None
+
+    def _choose_guest(
+        self,
+        asked: _Asked,
+        decodes: Sequence[ReplicaLoad],
+        revision: Revision | None,
+        *,
+        avoid: Set[str] = frozenset(),
+        prefill_needs_room: bool = False,
+    ) -> Pair | None:
+        """The same with a prefill replica that answers all by itself, if none of these decode replicas has room and
+        waiting for it is dearer. What nobody waits for does not take such a place, but where there is no other."""
+        prefills = self._loads(Role.PREFILL, asked)
+        if revision:
+            prefills = [load for load in prefills if load.replica in revision.replicas]
+            decodes = [load for load in decodes if load.replica in revision.replicas]
+        is_urgent = asked.only is None and asked.request.priority < OFFLINE
+        if (decodes and not is_urgent) or with_room(decodes, asked.need):
+            return None
+        hosts = [
+            load
+            for load in with_room_for_guest(prefills, asked.need)
+            if load.replica not in avoid and (load.has_room_to_prefill or not prefill_needs_room)
+        ]
+        if not hosts:
+            return None
+        decision = self._chooser.choose_guest(
+            asked.need,
+            hosts,
+            prefills,
+            decodes,
+            self._depths(asked),
+            num_waiting=self.num_waiting,
+            answer_tokens=self._answers.predict(_ANY_LENGTH),
+        )
         if decision is None:
             return None
+        self._metrics.guests.inc()
+        return self._taken(asked, decision, revision)
+
+    def _taken(self, asked: _Asked, decision: Decision, revision: Revision | None) -> Pair:
+        """The pair of a decision, booked."""
         if asked.only is None:  # else it is no request of a client's, and would push one out
             self.decisions.add(asked.request.id, decision.options, decision.candidates)
         logger.debug("route request=%s %s", asked.request.id, decision.options[0])

@@ -1,4 +1,5 @@
-"""Evening out: running choices leave a decode replica that has many more than another one, KV and all.
+"""Evening out: running choices leave a decode replica that has many more than another one, KV and all; and guests of
+prefill replicas go to decode replicas that have room for them.
 
 A replica that starts, or comes back, has nothing to do while what was there before it decodes slowly in large batches,
 and is lost together. New requests alone fill it as slowly as they come.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.words.request import Role
@@ -63,9 +64,19 @@ class Rebalancer:
         crowds = [Crowd(replica.id, replica.load().num_streams) for replica in decodes.values()]
         moves = (next_move(some) for some in self._revisions.apart(crowds, lambda crowd: crowd.replica))
         found = next((move for move in moves if move), None)
-        if not found:
-            return None
-        source, target = (decodes[name] for name in found)
+        task = self._move_one(decodes[found[0]], decodes[found[1]]) if found else None
+        return task or self._take_in_guest(decodes.values())
+
+    def _take_in_guest(self, decodes: Iterable[Replica]) -> asyncio.Task[None] | None:
+        """Of a prefill replica, where its answer waits for prompts at every step."""
+        emptiest_first = sorted(decodes, key=lambda replica: replica.load().num_streams)
+        for source in self._replicas.usable(Role.PREFILL):
+            for target in emptiest_first if source.promised_streams else ():
+                if self._revisions.may_move(source.id, target.id) and (task := self._move_one(source, target)):
+                    return task
+        return None
+
+    def _move_one(self, source: Replica, target: Replica) -> asyncio.Task[None] | None:
         movable = [answer for answer in self._running if self._may_move(answer, source, target)]
         if not movable:
             return None

@@ -59,6 +59,7 @@ class Replicas:
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
+        self._wake()  # whoever waits for one
 
     def _wake(self) -> None:
         self._changed.set()

@@ -39,7 +39,7 @@ class TenantShares:
     def __init__(
         self, *, share: Callable[[], float], free: Callable[[], Places], max_waiting: int, queue_s: float
     ) -> None:
-        """share: of what the others leave; now. free: places of all decode replicas, by their own word and what this
+        """share: of what the others leave; now. free: places of all who answer, by their own word and what this
         router has booked there; now. max_waiting: of one tenant, as AdmissionQueue has it."""
         self._share = share
         self._free_at_replicas = free

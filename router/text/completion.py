@@ -179,6 +179,7 @@ class Completion:
         trace: Trace | None,
     ) -> None:
         """is_cut: the prompt has fewer tokens than the client gave."""
+        self.service = service  # of its model
         self.request = request
         self.n = request.n  # that are answered
         self.num_choices = request.num_choices  # that run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
@@ -150,7 +150,7 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
     if not REQUEST_ID.fullmatch(request.id):
         raise RequestError("request_id: must be 1 to 128 visible ASCII characters", param="request_id")
     if request.model not in ("", model.id):
-        raise UnknownModel(f"model {request.model[:128]!r} is not served here; {model.id!r} is", param="model")
+        raise UnknownModel(not_served(request.model, [model.id]), param="model")
     for name, (lowest, highest, is_lowest_allowed) in RANGES.items():
         value = getattr(request, name)
         if value is None:
@@ -176,6 +176,13 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
     check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
     if not isinstance(request.prompt, str | Chat):
         check_token_ids(request.prompt, model, param="prompt")
+
+
+def not_served(name: str, models: Sequence[str]) -> str:
+    """What a client is told that has asked for another model than these."""
+    *others, last = map(repr, models)
+    said = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return f"model {name[:128]!r} is not served here; {said}"
 
 
 def check_total(num_tokens: int, model: ModelCard, *, param: str = "max_tokens") -> None:

@@ -12,61 +12,17 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from cluster.rpc import transfer_pb2
-from cluster.words.errors import ClusterError, ContextLengthExceeded, HandoffExpired, LogitsNotFinite, TransferError
-from cluster.words.handoff import Handoff
-from decode_worker import moves
+from cluster.words.errors import ContextLengthExceeded, HandoffExpired, LogitsNotFinite, TransferError
+from cluster.worker import moves
 from decode_worker.worker import DecodeWorker
 from engine import known_tokens
 from engine.batch.batch import Batch
 from engine.prompts import KVSource
-from kvtransfer.protocol.ledger import Landing
+from tests.cluster.worker.answer_listeners import FakeAnswerListener, FakeMoveListener
 from tests.cluster.worker.rank_of_one import FakePassage, RankOfOne, shipment
 from tests.engine.steps import prompts
 
 _PROMPT = prompts(20)[0]
-
-
-class FakeListener:
-    """Implements decode_worker.answers.RequestListener."""
-
-    def __init__(self) -> None:
-        self.handoff: Handoff | None = None
-        self.opening: transfer_pb2.OpenRequest | None = None
-        self.heard: list[str] = []
-        self.num_pulled: int | None = None
-        self.error: ClusterError | None = None
-
-    def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
-        self.handoff, self.opening = handoff, opening
-        self.heard.append(f"reserved, {num_cached} cached")
-
-    def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
-        self.heard.append(f"started at {num_tokens}, epoch {epoch}")
-        self.num_pulled = num_pulled
-
-    def ended(self, error: ClusterError | None) -> None:
-        self.error = error
-        self.heard.append("ended")
-
-    def landing(self, *next_tokens: int) -> Landing:
-        assert self.handoff
-        handoff = self.handoff
-        return Landing(handoff=handoff.id, epoch=handoff.epoch, num_tokens=handoff.num_tokens, next_tokens=next_tokens)
-
-
-class FakeMoveListener:
-    """Implements decode_worker.moves.MoveListener."""
-
-    def __init__(self) -> None:
-        self.stayed: list[str] = []
-        self.num_tokens: int | None = None
-
-    def moved(self, num_tokens: int, *_: Any) -> None:
-        self.num_tokens = num_tokens
-
-    def stays(self, reason: str) -> None:
-        self.stayed.append(reason)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +57,7 @@ def _run(worker: DecodeWorker, router: str = "router-0") -> dict[int, list[int]]
 
 
 def test_a_prompt_that_is_computed_here_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
-    worker, listener = _worker(rank), FakeListener()
+    worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT), "router-0", listener)
     assert worker.num_requests == 1
     tokens = _run(worker)
@@ -116,7 +72,7 @@ def test_the_same_prompt_again_finds_its_blocks_and_gets_the_same_tokens(rank: R
     worker = _worker(rank)
     answers = []
     for cached in (0, 16):
-        listener = FakeListener()
+        listener = FakeAnswerListener()
         worker.submit(rank.prompt(_PROMPT), "router-0", listener)
         answers.append(_run(worker))
         assert listener.heard[0] == f"reserved, {cached} cached"
@@ -129,7 +85,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
 ) -> None:
     """In its first step, or in the middle of its answer."""
     good = _PROMPT[:8]
-    worker, alone = _worker(rank), FakeListener()
+    worker, alone = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(good), "router-0", alone)
     expected = _run(worker)
 
@@ -143,7 +99,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
         return logits
 
     monkeypatch.setattr(rank.runner, "forward", poison)
-    bad, beside = FakeListener(), FakeListener()
+    bad, beside = FakeAnswerListener(), FakeAnswerListener()
     poisoned = rank.prompt(_PROMPT[8:16], id="bad", n=2)
     poisoned.sequence.request = replace(poisoned.sequence.request, stream=8)
     worker.submit(poisoned, "router-0", bad)
@@ -157,7 +113,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
 
 
 def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: RankOfOne) -> None:
-    worker, listener, prompt = _worker(rank), FakeListener(), rank.prompt(_PROMPT)
+    worker, listener, prompt = _worker(rank), FakeAnswerListener(), rank.prompt(_PROMPT)
     worker.submit(prompt, "router-0", listener)
     prompt.num_fetched, prompt.num_loaded = 16, 8  # a peer brought the other block
     _run(worker)
@@ -166,14 +122,14 @@ def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: 
 
 def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:
     worker = _worker(rank)
-    worker.submit(rank.prompt(_PROMPT, n=3), "router-0", FakeListener())
+    worker.submit(rank.prompt(_PROMPT, n=3), "router-0", FakeAnswerListener())
     tokens = _run(worker)
     assert sorted(tokens) == [1, 2, 3] and {len(ids) for ids in tokens.values()} == {5}
     assert rank.num_held == 0
 
 
 def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
-    worker, listener = _worker(rank), FakeListener()
+    worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
     assert not worker.step(), "there is nothing to compute before the KV is here"
     assert listener.opening and listener.handoff
@@ -190,7 +146,7 @@ def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
 def test_kv_with_other_first_tokens_than_a_model_gives_is_refused(
     rank: RankOfOne, next_tokens: tuple[int, ...]
 ) -> None:
-    worker, listener = _worker(rank), FakeListener()
+    worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
     worker.landed(0, listener.landing(*next_tokens))
@@ -201,7 +157,7 @@ def test_kv_with_other_first_tokens_than_a_model_gives_is_refused(
 
 
 def test_a_lease_that_ends_before_the_kv_has_come_closes_the_handoff_and_waits_for_it(rank: RankOfOne) -> None:
-    worker, listener = _worker(rank, addresses=["here", "another rank"]), FakeListener()
+    worker, listener = _worker(rank, addresses=["here", "another rank"]), FakeAnswerListener()
     prompt = rank.prompt(_PROMPT, source=KVSource.PREFILL)
     worker.submit(prompt, "router-0", listener)
     worker.step()
@@ -215,7 +171,7 @@ def test_a_lease_that_ends_before_the_kv_has_come_closes_the_handoff_and_waits_f
 
 
 def test_a_handoff_that_nobody_fills_expires(rank: RankOfOne) -> None:
-    worker, listener = _worker(rank, handoff_s=0.0), FakeListener()
+    worker, listener = _worker(rank, handoff_s=0.0), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
     worker.step()
     worker.step()
@@ -225,7 +181,7 @@ def test_a_handoff_that_nobody_fills_expires(rank: RankOfOne) -> None:
 
 
 def test_a_stream_that_is_stopped_before_it_begins_gets_no_token(rank: RankOfOne) -> None:
-    worker, listener = _worker(rank), FakeListener()
+    worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
     worker.stop_streams("router-0", [2])
@@ -236,14 +192,14 @@ def test_a_stream_that_is_stopped_before_it_begins_gets_no_token(rank: RankOfOne
 
 
 def test_a_prompt_that_can_never_fit_is_refused_at_once(rank: RankOfOne) -> None:
-    worker, listener = _worker(rank), FakeListener()
+    worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(prompts(64)[0]), "router-0", listener)
     assert isinstance(listener.error, ContextLengthExceeded) and worker.num_requests == 0
 
 
 def test_only_what_decodes_here_can_be_moved(rank: RankOfOne) -> None:
     worker, moving = _worker(rank), FakeMoveListener()
-    worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", FakeListener())
+    worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", FakeAnswerListener())
     worker.step()
     worker.migrate("router-0", 1, rank.handoff(20), moving)
     worker.migrate("router-0", 9, rank.handoff(20), moving)
@@ -276,7 +232,7 @@ def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
     monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
     monkeypatch.setattr(FakePassage, "is_idle", False)  # there is always more to send
     monkeypatch.setattr(known_tokens, "MAX_KNOWN", 3)
-    worker, listener, moving = _worker(rank), FakeListener(), FakeMoveListener()
+    worker, listener, moving = _worker(rank), FakeAnswerListener(), FakeMoveListener()
     prompt = rank.prompt(_PROMPT, max_tokens=40)
     prompt.sequence.sampling_row.mask = AlwaysSeven()
     worker.submit(prompt, "router-0", listener)

@@ -84,6 +84,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     ready = '[data-replica="{}"][data-state="ready"]'
     await page.wait_for_selector(ready.format("decode-1"), state="detached", timeout=_SHOWN_MS)
     print(f"a kill is shown after {time.monotonic() - began:.2f} s")
+    cluster.processes = False  # one in this process can change its role
     added = await cluster.add(Role.DECODE)
     began = time.monotonic()
     await becomes(lambda: service.health()["decode"] == 2)
@@ -92,9 +93,17 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     await page.locator("#events tr", has_text="decode-1").first.wait_for(timeout=_WAIT_MS)
     if path := os.environ.get("XPYD_SCREENSHOT"):
         await _picture(page, service, path)
-    for rank in added.ranks:
-        rank.drain()
+
+    # A role switch, and a replica less.
+    heir = await cluster.switch(added)
+    began = time.monotonic()
+    await becomes(lambda: service.health()["prefill"] == 2)
+    await page.wait_for_selector(ready.format(heir.id), timeout=_SHOWN_MS)
     await page.wait_for_selector(ready.format(added.id), state="detached", timeout=_SHOWN_MS)
+    print(f"a role switch is shown {time.monotonic() - began:.2f} s after it")
+    for rank in heir.ranks:
+        rank.drain()
+    await page.wait_for_selector(ready.format(heir.id), state="detached", timeout=_SHOWN_MS)
 
 
 async def _picture(page: Any, service: RouterService, path: str) -> None:

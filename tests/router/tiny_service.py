@@ -1,4 +1,4 @@
-"""The service that both doors are given, for the model "tiny", over a fake token service."""
+"""The service that both doors are given, for a model such as "tiny", over a fake token service."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class MakeCompletions:
         self,
         token_service: FakeTokenService,
         *,
+        name: str = "tiny",
         max_context: int = 256,
         max_request_s: float = 60,
         max_unread_s: float = 60,
@@ -42,7 +43,7 @@ class MakeCompletions:
             tokenizer=tokenizer,
             chat_template=template,
             model=ModelCard(
-                id="tiny",
+                id=name,
                 max_context=max_context,
                 vocab_size=tokenizer.vocab_size,
                 dtype="float32",

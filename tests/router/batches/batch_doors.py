@@ -18,6 +18,7 @@ from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
 from router.doors.http_app import create_app
 from router.metrics import Metrics
+from router.text.models import Models
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
@@ -65,8 +66,10 @@ async def batch_router(
     lease_s: float = 30.0,
     again_s: float = 0.5,
     fake: FakeTokenService | None = None,
+    beside: Sequence[str] = (),
     client: Redis | None = None,
 ) -> AsyncIterator[BatchRouter]:
+    """beside: other models than `tiny`, by their names."""
     fake, access = fake or FakeTokenService(), access or Access.anybody()
     batches = Batches(
         client or connect_redis(redis_url),
@@ -79,8 +82,11 @@ async def batch_router(
         again_s=again_s,
     )
     service = completions(fake)
+    models = Models(service)
+    for name in beside:
+        models.add(completions(FakeTokenService(), name=name))
     tasks = Supervisor()
-    app = create_app(service, access=access, is_healthy=lambda: True, batches=batches)
+    app = create_app(models, access=access, is_healthy=lambda: True, batches=batches)
     async with serve_http(app) as (host, port):
         router = BatchRouter(fake, batches, f"http://{host}:{port}", service.metrics)
         batches.start(tasks)

@@ -95,6 +95,21 @@ async def test_the_other_endpoints(router: BatchRouter, endpoint: str, body: dic
     assert (answer["response"]["status_code"], answer["response"]["body"]["object"]) == (200, kind)
 
 
+async def test_each_line_is_answered_by_the_model_that_it_names(completions: MakeCompletions, empty_redis: str) -> None:
+    async with batch_router(completions, empty_redis, beside=["big", "bigger"]) as router:
+        lines = [chat_line(model, model=model) for model in ("big", "tiny", "bigger")]
+        done = await ended(router.client, await sent(router.client, jsonl(lines)))
+        answers = await read(router.client, done.output_file_id)
+        assert [one["response"]["body"]["model"] for one in answers] == ["big", "tiny", "bigger"]
+        assert (await router.client.batches.retrieve(done.id)).model_dump()["model"] == "big", "that of the first line"
+        done = await ended(
+            router.client, await sent(router.client, jsonl([chat_line("a", model="other")])), status="failed"
+        )
+        assert done.errors and done.errors.data
+        said = "body.model: 'tiny', 'big' and 'bigger' are served here, not 'other'"
+        assert (done.errors.data[0].code, done.errors.data[0].message) == ("model_not_found", said)
+
+
 async def test_a_line_that_is_refused_is_in_the_error_file_with_the_answer_that_it_got(router: BatchRouter) -> None:
     lines = [chat_line("good"), chat_line("hot", temperature=1000), chat_line("too long", max_tokens=100_000)]
     done = await ended(router.client, await sent(router.client, jsonl(lines)))

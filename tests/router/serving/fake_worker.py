@@ -208,6 +208,8 @@ class FakeWorker:
 
     def _send_frame(self, stream: FakeCall[pb.Frame]) -> None:
         status = pb.Status(replica=self.name, draining=self.is_draining, running=len(self.running()), blocks_free=100)
+        if self.role is Role.PREFILL:
+            status.guests.running = len(self.running())
         frame = pb.Frame(number=self._number, status=status, streams=self._outgoing)
         self._outgoing = []
         self._number += 1

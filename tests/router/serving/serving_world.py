@@ -24,7 +24,7 @@ from tests.router.serving.virtual_time import pass_time
 _BLOCK = 4
 _STOP_TOKENS = (7,)
 _ENOUGH_BLOWS = 5  # see router.serving.relay: so many fruitless attempts in a row end a request
-_LONG_S = 10_000.0
+QUEUE_S = 10_000.0
 
 
 @dataclass(eq=False)
@@ -87,6 +87,7 @@ class World:
         self.born_at: dict[str, float] = {}
         self.tenant_share = 1.0
         self.tells_prompt_logprobs = True  # those that are added from now on
+        self.guest_share = 0.0  # of the prefill replicas among them
         self._gone: list[FakeWorker] = []
         self._num_made = 0
         self._loop = asyncio.get_running_loop()
@@ -98,7 +99,7 @@ class World:
             model="model",
             block_size=_BLOCK,
             vocab_size=VOCAB_SIZE,
-            queue_s=_LONG_S,
+            queue_s=QUEUE_S,
             max_waiting=1000,
             metrics=self.metrics,
             tenant_share=lambda: self.tenant_share,
@@ -127,6 +128,7 @@ class World:
             max_tokens=MAX_CONTEXT,
             max_running=6,
             tells_prompt_logprobs=self.tells_prompt_logprobs,
+            guest_share=self.guest_share if role is Role.PREFILL else 0.0,
         )
         self.replicas.add(member)
         return worker

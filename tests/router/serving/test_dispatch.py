@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.words.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, RequestError
+from cluster.words.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, ModelAway, RequestError
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.serving.replica import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import MAX_CONTEXT
-from tests.router.serving.serving_world import Client, World
+from tests.router.serving.serving_world import QUEUE_S, Client, World
 from tests.router.serving.virtual_time import pass_time
 
 
@@ -65,6 +65,33 @@ def test_a_request_that_no_replica_can_hold_hears_so_when_the_first_one_comes() 
         world.add(Role.DECODE)
         with pytest.raises(ContextLengthExceeded):
             await asking
+
+    scenarios.play(play, 0)
+
+
+def test_a_model_without_a_decode_replica_is_away_after_a_while_and_then_at_once_until_there_is_one() -> None:
+    async def play(world: World) -> None:
+        now = asyncio.get_running_loop().time
+        request = SequenceRequest(
+            id="r", token_ids=(1, 2, 3), num_prompt_tokens=3, sampling=Sampling(max_tokens=2), deadline_s=None
+        )
+
+        async def ask() -> int:
+            async with world.core.start(request) as generation:
+                return len([arrived async for arrived in generation])
+
+        began_at = now()
+        with pytest.raises(ModelAway, match="this model cannot be served at present: it has no decode replica"):
+            await ask()
+        assert now() - began_at == pytest.approx(QUEUE_S), "as long as any request waits for room"
+        await pass_time(0.1)
+        began_at = now()
+        with pytest.raises(ModelAway):
+            await ask()
+        assert now() == began_at, "there has been none for so long that nobody waits"
+        world.add(Role.DECODE)
+        await pass_time(0.1)
+        assert await ask()
 
     scenarios.play(play, 0)
 

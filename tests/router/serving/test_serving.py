@@ -39,10 +39,16 @@ class Serving(RuleBasedStateMachine):
         super().__init__()
         self.loop = VirtualTimeLoop()
 
-    @initialize(random=_RANDOM, num_prefill=st.integers(0, 2), num_decode=st.integers(1, 3))
-    def deploy(self, random: Random, num_prefill: int, num_decode: int) -> None:
+    @initialize(
+        random=_RANDOM,
+        num_prefill=st.integers(0, 2),
+        num_decode=st.integers(1, 3),
+        guest_share=st.sampled_from([0.0, 0.5]),
+    )
+    def deploy(self, random: Random, num_prefill: int, num_decode: int, guest_share: float) -> None:
         async def make() -> None:
             self.world = World(random)
+            self.world.guest_share = guest_share
             for role, number in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
                 for _ in range(number):
                     self.world.add(role)

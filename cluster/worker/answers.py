@@ -1,4 +1,4 @@
-"""The requests that live on a decode replica: who listens to each, its choices, and the tokens that they get."""
+"""The requests that are answered by a replica: who listens to each, its choices, and the tokens that they get."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cluster.wire.messages import tokens_to_proto
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
+from cluster.worker.moves import MoveListener, Moves
 from cluster.worker.replica_engine import ReplicaEngine
-from decode_worker.moves import Moves
 from engine.prompts import Prompt
 from engine.sequence import Sequence
 from engine.step import Prefilled, StepResult
@@ -80,6 +80,19 @@ class Answers:
 
     def find(self, router: str, stream: int) -> Sequence | None:
         return next((r.choices[stream] for r in self._of(router) if stream in r.choices), None)
+
+    def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
+        """Ship a choice to the replica that has made this handoff, if it is worth it."""
+        sequence = self.find(router, stream)
+        if sequence and sequence in self._engine.decoding.running:
+            self._moves.begin(sequence, handoff, listener, step_s=self._replica.pace.decode_step_s)
+        else:
+            listener.stays("it does not decode here")
+
+    def keep(self, router: str, stream: int) -> None:
+        """Nobody waits any more for this choice to be moved."""
+        if sequence := self.find(router, stream):
+            self._moves.cancel(sequence, "the move is not wanted any more")
 
     def stop_streams(self, router: str, streams: Iterable[int]) -> None:
         """These choices need no more tokens."""

@@ -1,4 +1,4 @@
-"""Choices of ours on their way to other decode replicas.
+"""Choices that are answered here, on their way to decode replicas elsewhere.
 
     COPYING ──all of it sent, or no room──> PAUSED ──landed──> gone from here
        │                                      │

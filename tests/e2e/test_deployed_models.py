@@ -1,0 +1,139 @@
+"""Two real deployments behind one pair of doors, by the commands of an operator: SmolLM2, and a tiny random model that
+comes and goes while SmolLM2 streams."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import openai
+import pytest
+
+from cluster.process.ports import free_port
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc.inference_pb2_grpc import InferenceStub
+from cluster.words.request import Sampling
+from tests.cluster.cli.command import ClusterCommand
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.waiting import until
+
+_SMALL = ["prefill.kv_memory_gib=0.05", "decode.kv_memory_gib=0.05"]
+_EXACT = ["model.dtype=float32", "kv.wire_dtype=raw", "router.max_local_prefill=0", "timeouts.queue_s=1"]
+
+
+def sets(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
+    command = ClusterCommand(tmp_path)
+    yield command
+    command.run("down", "--name", "beside")
+    command.run("down", "--name", "main", "--force")
+
+
+@contextmanager
+def streaming(client: openai.OpenAI) -> Iterator[None]:
+    """Answers of SmolLM2, streamed one after the other while the block lasts: none fails, all are the same."""
+    is_over, failures, texts = threading.Event(), list[Exception](), list[str]()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            try:
+                stream = client.completions.create(
+                    model="smol", prompt="One, two, three,", temperature=0, max_tokens=32, stream=True
+                )
+                texts.append("".join(part.choices[0].text for part in stream if part.choices))
+            except openai.OpenAIError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert not failures and len(texts) > 2 and len(set(texts)) == 1
+
+
+def ids_of(client: openai.OpenAI, prompt: list[int]) -> list[int]:
+    asked = {"return_token_ids": True}
+    answer = client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=24, extra_body=asked)
+    ids: list[int] = answer.choices[0].model_dump()["token_ids"]
+    return ids
+
+
+def ids_by_grpc(port: int, prompt: list[int]) -> list[int]:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        sampling = pb.SamplingParams(temperature=0, max_tokens=24)
+        asked = pb.GenerateRequest(model="tiny", token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+        return [token_id for event in InferenceStub(channel).Generate(asked) for token_id in event.delta.token_ids]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_second_model_comes_fails_and_goes_while_the_first_streams(
+    cluster: ClusterCommand, checkpoint: Checkpoint, reference: Reference
+) -> None:
+    grpc_port, port, tiny = free_port(), free_port(), checkpoint("llama")
+    doors = ["--grpc-port", str(grpc_port), "--http-port", str(port)]
+    made = cluster.run(
+        "deploy", "1P1D", "--name", "main", *doors, *sets("model.served_name=smol", *_EXACT[:2], *_SMALL), within_s=300
+    )
+    assert made.code == 0, made.err
+    beside = ["--name", "beside", "--model", str(tiny)]
+    spec = sets("model.served_name=tiny", "router.doors=main", *_EXACT, *_SMALL)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+
+        def refused() -> openai.APIStatusError:
+            with pytest.raises(openai.APIStatusError) as caught:
+                client.completions.create(model="tiny", prompt=[1, 2, 3])
+            return caught.value
+
+        with streaming(client):
+            made = cluster.run("deploy", "1P1D", *beside, *spec, within_s=300)
+            assert made.code == 0, made.err
+            assert "at the doors of main, where clients ask for the model tiny" in made.out
+            assert [model.id for model in client.models.list()] == ["smol", "tiny"]
+            asked = prompts(5, 47, 70)
+            expected = [
+                [token.token_id for token in tokens]
+                for tokens in reference(tiny, asked, Sampling(max_tokens=24, temperature=0.0))
+            ]
+            assert [ids_of(client, prompt) for prompt in asked] == expected
+            assert [ids_by_grpc(grpc_port, prompt) for prompt in asked] == expected
+            report = json.loads(cluster.run("status", "--name", "beside", "--json").out)
+            assert report["ready"] and report["endpoints"]["http"] == f"http://127.0.0.1:{port}"
+            answer = cluster.run("generate", "hi", "--name", "main", "--max-tokens", "2", "--json")
+            assert answer.code == 0, answer.err
+
+            again = cluster.run("deploy", "1P1D", "--name", "third", "--model", str(tiny), *spec)
+            assert again.code == 2 and "model.served_name: tiny is what clients of these doors call" in again.err
+            keys = cluster.run("keys", "create", "acme", "--name", "beside")
+            assert keys.code == 2 and "add --name main" in keys.err
+            down = cluster.run("down", "--name", "main")
+            assert down.code == 2 and "its doors serve beside, too; `cluster down --name beside` first" in down.err
+
+            assert cluster.run("scale", "decode=0", "--name", "beside").code == 0
+            away = refused()
+            assert (away.status_code, away.code) == (503, "model_unavailable")
+            assert cluster.run("scale", "decode=1", "--name", "beside").code == 0
+            assert ids_of(client, asked[0]) == expected[0]
+
+            down = cluster.run("down", "--name", "beside")
+            assert down.code == 0, down.err
+            until(lambda: [model.id for model in client.models.list()] == ["smol"])
+            gone = refused()
+            assert (gone.status_code, gone.code) == (404, "model_not_found")
+            assert gone.body["message"] == "model 'tiny' is not served here; 'smol' is"  # type: ignore[index]
+        down = cluster.run("down", "--name", "main")
+        assert down.code == 0, down.err

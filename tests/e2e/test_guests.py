@@ -1,0 +1,122 @@
+"""Answers that prefill replicas finish themselves, token for token: beside prompts, moved, and lost with them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.words.request import Role, Sampling
+from tests.ceiling import Ceiling
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.rank_in_process import shared_ceiling
+
+_GREEDY = Sampling(max_tokens=40, temperature=0.0)
+_SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7)
+_PLACES = 2  # of a decode replica, and for guests of a prefill replica
+
+
+def _tree(*, tp: int = 1, guests: int = _PLACES) -> dict[str, Any]:
+    pool = {"kv_memory_gib": 0.01, "tensor_parallel": tp}
+    return {
+        "model": {"dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {**pool, "replicas": 2, "max_batch_tokens": 32, "max_running": 2 * guests, "answer_share": 0.5},
+        "decode": {**pool, "replicas": 1, "max_running": _PLACES},
+        "router": {"max_local_prefill": 0},
+    }
+
+
+class Asked:
+    """Prompts, what the model makes of them alone, and their answers as they come. Every other one is sampled."""
+
+    def __init__(self, cluster: LocalCluster, numbers: range, reference: Reference) -> None:
+        self._cluster = cluster
+        self._prompts = prompts(*(33 + i for i in numbers))
+        self._samplings = [(_GREEDY, _SAMPLED)[i % 2] for i in numbers]
+        said = reference(Path(cluster.spec.model.source), self._prompts, self._samplings)
+        self.expected = [[token.token_id for token in tokens] for tokens in said]
+        self.running: list[asyncio.Task[Answer]] = []
+
+    def ask(self, number: int) -> None:
+        """The next ones."""
+        for i in range(len(self.running), len(self.running) + number):
+            asking = self._cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
+            self.running.append(asyncio.create_task(asking))
+
+    async def answers(self) -> list[Answer]:
+        return [await task for task in self.running]
+
+
+async def _begun(cluster: LocalCluster, replica: LocalReplica, number: int, *, more: int = 3) -> None:
+    """So many are answered there, and have a few tokens."""
+    seen = cluster.seen(replica)
+    before = seen.status.totals.generated_tokens
+    await cluster.until(lambda: seen.status.running == number and not seen.status.waiting)
+    await cluster.until(lambda: seen.status.totals.generated_tokens >= before + more)
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompts_and_moves_where_its_replica_leaves(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    running_on = Ceiling(20)
+    running_on.arm(monkeypatch.setattr)
+    async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
+        asked = Asked(cluster, range(8), reference)
+        leaving, staying = cluster.pools[Role.PREFILL]
+        [full] = cluster.pools[Role.DECODE]
+        asked.ask(_PLACES)
+        await _begun(cluster, full, _PLACES)
+        asked.ask(2 * _PLACES)
+        hosts = [cluster.seen(prefill) for prefill in (leaving, staying)]
+        await cluster.until(lambda: all(host.status.guests.running == _PLACES for host in hosts))
+        assert not cluster.core.dispatch.num_waiting
+        empty = await cluster.add(Role.DECODE)
+        heir = await cluster.switch(leaving)
+        await _begun(cluster, empty, _PLACES, more=0)
+        asked.ask(2)  # their prompts are computed where guests stay, and shipped to whoever was one's home
+        await _begun(cluster, heir, 2)
+        assert hosts[1].status.guests.running == _PLACES
+        running_on.lift()
+        answers = await asked.answers()
+        assert [answer.ids for answer in answers] == asked.expected
+        homes = [answer.route.decode_replica for answer in answers]
+        assert sorted(homes) == sorted([full.id, staying.id, empty.id, heir.id] * 2)
+        assert {answer.route.attempts for answer in answers} == {1} and answers[-1].route.prefill_replica == staying.id
+        await cluster.idle()
+
+
+@pytest.mark.slow
+async def test_guests_and_what_runs_on_the_last_decode_replica_go_on_after_kills(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    """First a prefill replica dies in the middle of its guests, then the only decode replica; a prefill replica is all
+    that is left."""
+    running_on = shared_ceiling(20)
+    tree = _tree(guests=2 * _PLACES)
+    for pool in ("prefill", "decode"):
+        tree[pool]["replicas"] = 0
+    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
+        asked = Asked(cluster, range(2 * _PLACES), reference)
+        starting = [cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE)]
+        doomed, decode = await asyncio.gather(*starting)
+        asked.ask(_PLACES)
+        await _begun(cluster, decode, _PLACES)
+        asked.ask(_PLACES)
+        await _begun(cluster, doomed, _PLACES)
+        left = await cluster.add(Role.PREFILL, ceiling=running_on)
+        for dying, number in ((doomed, _PLACES), (decode, 2 * _PLACES)):
+            dying.send(signal.SIGKILL)
+            await _begun(cluster, left, number, more=0)  # they may stand at the ceiling
+        running_on.lift()
+        answers = await asked.answers()
+        assert [answer.ids for answer in answers] == asked.expected
+        assert {answer.route.migrations for answer in answers} == {1}
+        assert {answer.route.decode_replica for answer in answers} == {left.id}
+        await cluster.idle()

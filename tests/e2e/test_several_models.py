@@ -1,0 +1,149 @@
+"""A second model behind a router's doors: a deployment of its own, which comes, answers, fails and goes while the first
+one's streams run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from cluster.process.ports import free_port
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc import inference_pb2_grpc as rpc
+from cluster.words.request import Sampling
+from router.borrowers import Borrower, Pass
+from router.service import RouterService
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.engine.steps import prompts
+from tests.identities import router
+from tests.local_cluster import LocalCluster, local_cluster
+from tests.waiting import becomes, told
+
+_GREEDY = Sampling(max_tokens=24, temperature=0.0)
+_ASKED = prompts(5, 47, 70)
+
+
+def tree_of(model: str, *, name: str = "cluster", **router: Any) -> dict[str, Any]:
+    tree = exact_tree(1, 1, **router) | {"name": name, "timeouts": {"queue_s": 0.5}}
+    tree["model"]["served_name"] = model
+    return tree
+
+
+@pytest.mark.timeout(180)
+async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    dirs = {"first": checkpoint("llama"), "second": checkpoint("qwen3")}
+    expected = {
+        name: [[token.token_id for token in tokens] for tokens in reference(model_dir, _ASKED, _GREEDY)]
+        for name, model_dir in dirs.items()
+    }
+    assert expected["first"] != expected["second"]
+    borrowers = list[Borrower]()
+
+    async def find_borrowers() -> list[Borrower]:
+        return [*borrowers]
+
+    doors = {"grpc_port": free_port(), "http_port": free_port()}
+    async with local_cluster(dirs["first"], redis_url, **tree_of("first", **doors)) as cluster:
+        service = await RouterService.open(
+            cluster.spec,
+            credentials=cluster.credentials,
+            identity=cluster.identity(router("router-1")),
+            find_borrowers=find_borrowers,
+        )
+        url = "http://{}:{}/v1".format(*service.http_address)
+        try:
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                await becomes(lambda: all(service.health().values()))
+                async with streams(client, expected["first"][1]):
+                    beside = tree_of("second", name="beside", doors="cluster")
+                    async with local_cluster(dirs["second"], redis_url, is_alone=False, **beside) as second:
+                        borrowers.append(borrower(second))
+                        await becomes(lambda: service.models == ["first", "second"])
+                        assert [model.id async for model in client.models.list()] == ["first", "second"]
+                        for model, ids in expected.items():
+                            assert [await ids_of(client, model, prompt) for prompt in _ASKED] == ids
+                            assert [await ids_by_grpc(service.grpc_port, model, prompt) for prompt in _ASKED] == ids
+                        await second.idle()
+                    await told(lambda: is_away(client))
+                    assert service.is_ready(), "for the other model"
+                    assert await ids_of(client, "first", _ASKED[0]) == expected["first"][0]
+                    borrowers.clear()
+                    await becomes(lambda: service.models == ["first"])
+                    with pytest.raises(openai.NotFoundError, match="model 'second' is not served here; 'first' is"):
+                        await ids_of(client, "second", _ASKED[0])
+        finally:
+            await service.close()
+        await cluster.idle()
+
+
+def borrower(cluster: LocalCluster) -> Borrower:
+    async def enter() -> Pass:
+        return Pass(identity=cluster.identity(router("router-1", deployment=cluster.spec.name)))
+
+    return Borrower(spec=cluster.spec, credentials=cluster.credentials, enter=enter)
+
+
+@asynccontextmanager
+async def streams(client: AsyncOpenAI, expected: list[int]) -> AsyncIterator[None]:
+    """Of the first model, one after the other for as long as the block lasts: none fails, and all are as expected."""
+    is_over = asyncio.Event()
+
+    async def ask() -> int:
+        number = 0
+        while not is_over.is_set():
+            ids = list[int]()
+            stream = await client.completions.create(
+                model="first",
+                prompt=_ASKED[1],
+                temperature=0,
+                max_tokens=24,
+                stream=True,
+                extra_body={"return_token_ids": True},
+            )
+            async for part in stream:
+                for choice in part.choices:
+                    ids += choice.model_dump().get("token_ids") or []
+            assert ids == expected
+            number += 1
+        return number
+
+    asking = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        is_over.set()
+        assert await asking > 1
+
+
+async def ids_of(client: AsyncOpenAI, model: str, prompt: list[int]) -> list[int]:
+    asked = {"return_token_ids": True}
+    answer = await client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=24, extra_body=asked)
+    assert answer.model == model
+    ids: list[int] = answer.choices[0].model_dump()["token_ids"]
+    return ids
+
+
+async def ids_by_grpc(port: int, model: str, prompt: list[int]) -> list[int]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        sampling = pb.SamplingParams(temperature=0, max_tokens=24)
+        asked = pb.GenerateRequest(model=model, token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+        return [
+            token_id async for event in rpc.InferenceStub(channel).Generate(asked) for token_id in event.delta.token_ids
+        ]
+
+
+async def is_away(client: AsyncOpenAI) -> bool:
+    """Before its router has seen that the replicas are gone it may try one, in vain."""
+    with pytest.raises(openai.InternalServerError) as refused:
+        await ids_of(client, "second", _ASKED[0])
+    assert refused.value.status_code == 503
+    said = refused.value.body["message"]  # type: ignore[index]
+    return said == "model 'second' cannot be served at present: it has no decode replica"

@@ -1,0 +1,198 @@
+"""Answers that a prefill worker finishes itself, beside the prompts that it ships, step by step and on one thread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.words.errors import CapacityError
+from cluster.worker import moves
+from engine.prompts import KVSource, Prompt
+from prefill_worker.worker import PrefillWorker
+from tests.cluster.worker.answer_listeners import FakeAnswerListener, FakeMoveListener
+from tests.cluster.worker.rank_of_one import RankOfOne, shipment
+from tests.engine.steps import prompts
+from tests.prefill_worker.test_worker import FakeListener
+
+_PROMPT, _OTHER, _THIRD, _LARGE = prompts(20, 19, 18, 50)
+_ROUTER = "router-0"
+_GUESTS, _BLOCKS = 2, 6  # of 4 rows and 12 blocks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
+    return RankOfOne.of_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def rank(model: RankOfOne) -> RankOfOne:
+    """Its pool is empty."""
+    return RankOfOne(model.runner)
+
+
+def _worker(rank: RankOfOne, *, max_guests: int = _GUESTS) -> PrefillWorker:
+    parts = rank.parts(decodes=False)
+    limits = replace(parts.limits, max_guests=max_guests, max_guest_blocks=_BLOCKS)
+    return PrefillWorker(replace(parts, limits=limits))
+
+
+class Guest:
+    """One request, which asks for tokens on a stream of its own."""
+
+    def __init__(self, rank: RankOfOne, tokens: list[int], *, stream: int, max_tokens: int = 5, n: int = 1) -> None:
+        self.prompt: Prompt = rank.prompt(tokens, id=f"r{stream}", max_tokens=max_tokens, n=n)
+        self.prompt.sequence.request = replace(self.prompt.sequence.request, stream=stream)
+        self.stream = stream
+        self.listener = FakeAnswerListener()
+
+    @property
+    def is_over(self) -> bool:
+        return self.listener.heard[-1:] == ["ended"]
+
+    def submit(self, worker: PrefillWorker) -> Guest:
+        worker.guests.submit(self.prompt, _ROUTER, self.listener)
+        return self
+
+
+def _step(worker: PrefillWorker, said: dict[int, list[int]]) -> bool:
+    did_work = worker.step()
+    for part in worker.take_tokens().get(_ROUTER, []):
+        said.setdefault(part.stream, []).extend(token.token_id for token in part.tokens)
+    return did_work
+
+
+def _run(worker: PrefillWorker) -> dict[int, list[int]]:
+    """Step until there is nothing to do: the tokens of each stream."""
+    said: dict[int, list[int]] = {}
+    while _step(worker, said):
+        pass
+    return said
+
+
+def _alone(rank: RankOfOne, tokens: list[int], *, max_tokens: int) -> list[int]:
+    """What the model says when nobody is beside it."""
+    fresh = RankOfOne(rank.runner)
+    worker = _worker(fresh)
+    Guest(fresh, tokens, stream=1, max_tokens=max_tokens).submit(worker)
+    return _run(worker)[1]
+
+
+def test_a_guest_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
+    worker = _worker(rank)
+    guest = Guest(rank, _PROMPT, stream=1).submit(worker)
+    assert worker.num_requests == 1 and worker.status().guests.waiting == 1
+    _step(worker, {})
+    told = worker.status().guests
+    assert (told.running, told.waiting, told.blocks) == (1, 0, 3) and worker.status().running == 1
+    said = _run(worker)
+    assert guest.listener.heard == ["reserved, 0 cached", "started at 20, epoch 0", "ended"]
+    assert len(said[1]) == 5 and guest.listener.error is None
+    assert (worker.num_requests, rank.num_held) == (0, 0) and not worker.status().HasField("guests")
+
+
+def test_choices_of_a_guest_are_streams_of_their_own(rank: RankOfOne) -> None:
+    worker = _worker(rank)
+    Guest(rank, _PROMPT, stream=1, n=2).submit(worker)
+    said = _run(worker)
+    assert sorted(said) == [1, 2] and said[1] == said[2] == _alone(rank, _PROMPT, max_tokens=5)
+    assert rank.num_held == 0
+
+
+def test_prompts_are_computed_and_shipped_beside_guests(rank: RankOfOne) -> None:
+    worker, listener, handoff, said = _worker(rank), FakeListener(), rank.handoff(18), dict[int, list[int]]()
+    guests = [Guest(rank, tokens, stream=i, max_tokens=20).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER))]
+    while len(said) < 2:
+        _step(worker, said)
+    worker.submit(rank.prompt(_THIRD), handoff, listener)
+    while not listener.tokens:
+        _step(worker, said)
+    assert rank.sender.passages[handoff.key].committed == (18, listener.tokens)
+    assert not any(guest.is_over for guest in guests)
+    worker.shipped(0, shipment(handoff))
+    for stream, tokens in _run(worker).items():
+        said[stream] += tokens
+    assert said == {1: _alone(rank, _PROMPT, max_tokens=20), 2: _alone(rank, _OTHER, max_tokens=20)}
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
+def test_a_guest_beyond_the_share_waits_and_prompts_pass_it(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank, max_guests=1), FakeListener()
+    first, second = (Guest(rank, tokens, stream=i).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER)))
+    worker.submit(rank.prompt(_THIRD), None, listener)
+    while not listener.ends:
+        worker.step()
+    assert not first.is_over and second.listener.heard == [] and worker.status().guests.waiting == 1
+    _run(worker)
+    assert first.is_over and second.is_over and rank.num_held == 0
+
+
+@pytest.mark.parametrize("refused", ["its KV is elsewhere", "too many choices", "too large"])
+def test_what_can_never_be_answered_here_is_refused_at_once(rank: RankOfOne, refused: str) -> None:
+    worker = _worker(rank)
+    guest = Guest(rank, _LARGE if refused == "too large" else _PROMPT, stream=1, n=3 if "choices" in refused else 1)
+    guest.prompt.source = KVSource.PREFILL if "elsewhere" in refused else KVSource.HERE
+    guest.submit(worker)
+    assert isinstance(guest.listener.error, CapacityError) and worker.num_requests == 0
+
+
+def test_guests_that_outgrow_their_share_go_on_one_after_another(rank: RankOfOne) -> None:
+    """Six blocks each at the end, where both have six."""
+    worker = _worker(rank)
+    for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
+        Guest(rank, tokens, stream=stream, max_tokens=28).submit(worker)
+    most, said = 0, dict[int, list[int]]()
+    while _step(worker, said):
+        most = max(most, rank.num_held)
+    assert said == {1: _alone(rank, _PROMPT, max_tokens=28), 2: _alone(rank, _OTHER, max_tokens=28)}
+    assert worker.status().totals.preemptions and most <= _BLOCKS + 2, "one more each, before that is seen"
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
+def test_guests_make_way_for_a_prompt_that_is_larger_than_what_they_leave(rank: RankOfOne) -> None:
+    worker, listener, handoff, said = _worker(rank), FakeListener(), rank.handoff(50), dict[int, list[int]]()
+    for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
+        Guest(rank, tokens, stream=stream, max_tokens=24).submit(worker)
+    while len(said) < 2:
+        _step(worker, said)
+    worker.submit(rank.prompt(_LARGE), handoff, listener)
+    while not listener.tokens:
+        assert _step(worker, said)
+    assert worker.status().totals.preemptions and max(map(len, said.values())) < 24
+    worker.shipped(0, shipment(handoff))
+    while _step(worker, said):
+        pass
+    assert said == {1: _alone(rank, _PROMPT, max_tokens=24), 2: _alone(rank, _OTHER, max_tokens=24)}
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
+    """While it waits, computes or is answered."""
+    worker = _worker(rank)
+    guest = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
+    for _ in range(steps):
+        worker.step()
+    worker.guests.cancel(guest.prompt)
+    assert not worker.step() and (worker.num_requests, rank.num_held) == (0, 0)
+    assert worker.status().totals.cancelled == 1
+
+
+def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
+    worker, moving, said = _worker(rank), FakeMoveListener(), dict[int, list[int]]()
+    guest = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
+    while 1 not in said:
+        _step(worker, said)
+    handoff = replace(rank.handoff(20), max_tokens=40)
+    worker.guests.migrate(_ROUTER, 1, handoff, moving)
+    _step(worker, said)
+    _step(worker, said)
+    assert not _step(worker, said), "it is paused, with nothing left to ship"
+    passage = rank.sender.passages[handoff.key]
+    num_tokens = len(guest.prompt.sequence.tokens)
+    assert passage.committed and passage.committed[0] == num_tokens - 1 and rank.num_held
+    worker.shipped(0, shipment(handoff))
+    assert moving.num_tokens == num_tokens and guest.is_over and worker.status().totals.migrations == 1
+    assert said[1] == _alone(rank, _PROMPT, max_tokens=20)[: len(said[1])]
+    assert (worker.num_requests, rank.num_held) == (0, 0)

@@ -1,0 +1,164 @@
+"""Answers that prefill replicas finish themselves, because decode replicas are full or gone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cluster.words.request import OFFLINE, Role
+from router.serving.replica import Replica
+from tests.router.serving import scenarios
+from tests.router.serving.fake_worker import FakeWorker
+from tests.router.serving.serving_world import Client, World
+from tests.router.serving.virtual_time import pass_time
+
+_MAX_RUNNING, _GUESTS = 6, 3
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await pass_time(0.001)
+    raise AssertionError("it never comes")
+
+
+def _seen(world: World, worker: FakeWorker) -> Replica:
+    replica = world.replicas.get(worker.name)
+    assert replica
+    return replica
+
+
+async def _deployed(world: World, *, share: float = 0.5) -> tuple[FakeWorker, FakeWorker]:
+    world.guest_share = share
+    prefill, decode = world.add(Role.PREFILL), world.add(Role.DECODE)
+    await pass_time(0.1)
+    return prefill, decode
+
+
+def _ask(world: World, number: int, *, max_tokens: int = 300, priority: int = 0) -> list[Client]:
+    return [world.ask(num_tokens=9, n=1, max_tokens=max_tokens, priority=priority) for _ in range(number)]
+
+
+@asynccontextmanager
+async def _full(world: World, *, share: float = 0.5) -> AsyncIterator[tuple[FakeWorker, FakeWorker]]:
+    """Others have all places of the decode replica until the block ends."""
+    prefill, decode = await _deployed(world, share=share)
+    booked = (0, _MAX_RUNNING, 0, _MAX_RUNNING)
+    _seen(world, decode).book(*booked)
+    yield prefill, decode
+    _seen(world, decode).book(*(-amount for amount in booked))
+
+
+def _waiting(world: World) -> int:
+    return world.core.dispatch.num_waiting
+
+
+def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_room() -> None:
+    async def play(world: World) -> None:
+        async with _full(world) as (prefill, _):
+            guests = _ask(world, _GUESTS + 1)
+            await _until(lambda: sum(bool(client.received) for client in guests) == _GUESTS)
+            assert len(prefill.running()) <= _GUESTS and _seen(world, prefill).promised_streams == _GUESTS
+            assert _waiting(world) == 1, "beyond its share it computes prompts only"
+            assert b"\nprefill_answers_total 3.0" in world.metrics.render()
+
+    scenarios.play(play, 0)
+
+
+def test_why_is_told_with_what_waiting_would_have_cost() -> None:
+    async def play(world: World) -> None:
+        async with _full(world) as (prefill, decode):
+            [guest] = _ask(world, 1)
+            await _until(lambda: guest.received)
+        [attempt] = world.core.dispatch.decisions.explain(guest.request.id)[guest.request.id]
+        taken, *others = attempt["options"]
+        assert (taken["prefill"], taken["decode"], taken["wait_s"]) == (None, prefill.name, 0.0)
+        assert {(option["decode"], option["wait_s"] > 0) for option in others} == {(decode.name, True)}
+        assert taken["cost_s"] < others[0]["cost_s"] and attempt["replicas"].keys() == {prefill.name, decode.name}
+
+    scenarios.play(play, 0)
+
+
+def test_where_waiting_is_cheaper_it_waits() -> None:
+    async def play(world: World) -> None:
+        async with _full(world) as (prefill, _):
+            _seen(world, prefill).book(0, 20, 0, 0)  # prompts, each of which it would delay
+            _ask(world, 1)
+            await pass_time(0.05)
+            assert _waiting(world) == 1 and not prefill.running()
+            _seen(world, prefill).book(0, -20, 0, 0)
+
+    scenarios.play(play, 0)
+
+
+@pytest.mark.parametrize("why", ["no share", "nobody waits for it"])
+def test_who_is_no_guest_waits_for_a_decode_replica(why: str) -> None:
+    async def play(world: World) -> None:
+        async with _full(world, share=0.0 if why == "no share" else 0.5) as (prefill, _):
+            clients = _ask(world, 2, priority=0 if why == "no share" else OFFLINE)
+            await pass_time(0.1)
+            assert not prefill.running() and not any(client.received for client in clients)
+
+    scenarios.play(play, 0)
+
+
+def test_answers_come_where_there_is_no_decode_replica() -> None:
+    async def play(world: World) -> None:
+        world.guest_share = 0.5
+        prefill = world.add(Role.PREFILL)
+        await pass_time(0.1)
+        assert world.core.dispatch.may_answer()
+        clients = _ask(world, 2 * _GUESTS)
+        await _until(lambda: len(prefill.running()) == _GUESTS)
+        await _until(lambda: all(client.is_over for client in clients))
+        assert not any(client.error for client in clients)
+
+    scenarios.play(play, 0)
+
+
+def test_what_ran_on_the_last_decode_replica_goes_on_where_its_prompts_were_computed() -> None:
+    async def play(world: World) -> None:
+        prefill, decode = await _deployed(world)
+        clients = _ask(world, _GUESTS)
+        await _until(lambda: all(len(client.received.get(0, [])) > 2 for client in clients))
+        decode.kill()
+        await _until(lambda: len(prefill.running()) == _GUESTS)
+        await _until(lambda: all(client.is_over for client in clients))
+        assert not any(client.error for client in clients)
+
+    scenarios.play(play, 0)
+
+
+def test_a_guest_whose_prefill_replica_dies_goes_on_elsewhere() -> None:
+    async def play(world: World) -> None:
+        async with _full(world) as (prefill, _):
+            [guest] = _ask(world, 1)
+            await _until(lambda: len(guest.received.get(0, [])) > 2)
+            other = world.add(Role.PREFILL)
+            await _until(lambda: _seen(world, other).is_usable)
+            prefill.kill()
+            await _until(lambda: guest.is_over)
+        assert guest.error is None and guest.generation and guest.generation.route.migrations == 1
+
+    scenarios.play(play, 0)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_guest_moves_to_a_decode_replica_that_has_room(drains: bool) -> None:
+    """Because its own one drains, or just because there is room."""
+
+    async def play(world: World) -> None:
+        async with _full(world) as (prefill, _):
+            guests = _ask(world, _GUESTS, max_tokens=900)
+            await _until(lambda: all(guest.received for guest in guests))
+            routes = [guest.generation.route for guest in guests if guest.generation]
+            if drains:
+                prefill.drain()
+            fresh = world.add(Role.DECODE)
+            await _until(lambda: fresh.name in {route.decode_replica for route in routes})
+        assert {route.attempts for route in routes} == {1}, "one went on without"
+
+    scenarios.play(play, 0)
