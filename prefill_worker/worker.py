@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.rpc import worker_pb2 as pb
+from cluster.words.checking import check
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SampledToken
@@ -66,6 +67,9 @@ class PrefillWorker:
     ) -> None:
         """Queue a prompt, of which `holder` may hold more than is here. An error goes to the listener."""
         try:
+            if handoff:  # else it would be known at the link, which others share
+                fits = handoff.num_tokens <= len(prompt.sequence.tokens) <= handoff.max_tokens
+                check(fits, "handoff.num_tokens", f"must be those of a prompt of {len(prompt.sequence.tokens)}")
             waiting = (job.handoff.key for job in self._jobs.values() if job.handoff)
             if handoff and (handoff.key in waiting or self._departures.knows(handoff.key)):
                 raise HandoffExpired(f"{prompt.id}: its handoff is under way already, or was")

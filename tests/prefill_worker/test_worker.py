@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cluster.words.errors import ClusterError, HandoffExpired, LinkClosed, LogitsNotFinite
+from cluster.words.errors import ClusterError, HandoffExpired, LinkClosed, LogitsNotFinite, RequestError
 from cluster.words.request import SampledToken
 from engine.batch.batch import Batch
 from kvtransfer.protocol.passage import Shipment
@@ -133,6 +133,17 @@ def test_a_handoff_serves_one_prompt(rank: RankOfOne) -> None:
     assert [type(error) for _, error in second.ends] == [HandoffExpired]
     _run(worker)
     assert len(first.tokens) == 1 and not second.tokens
+
+
+@pytest.mark.parametrize("num_tokens", [8, 24, 1 << 20])
+def test_a_handoff_that_is_not_of_this_prompt_never_comes_to_the_link(rank: RankOfOne, num_tokens: int) -> None:
+    """There it would end what others have on that link."""
+    worker, listener = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(_PROMPT), rank.handoff(num_tokens), listener)
+    [(_, error)] = listener.ends
+    assert isinstance(error, RequestError) and error.param == "handoff.num_tokens"
+    _run(worker)
+    assert (listener.tokens, rank.sender.passages, rank.num_held) == ([], {}, 0)
 
 
 def test_a_prompt_that_nobody_waits_for_is_given_up_and_its_blocks_wait_for_the_sender(rank: RankOfOne) -> None:
