@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.words.spec import AutoscaleSpec
 from router.autoscale.demand import Demand
-from router.autoscale.observation import Observation, Saturation
+from router.autoscale.observation import HOT, Observation, Saturation
 from router.autoscale.outlook import Outlook
 from router.autoscale.pool_sizes import PoolSizes, ScaleLimits, ScaleMoves
 from router.autoscale.scaling_decision import Mode, Prediction, ScalingDecision
@@ -34,7 +34,7 @@ _HOPELESS = 0.5  # of the requests: where fewer are good there is more to do tha
 _HORIZON = 10  # decisions: for so long a change is made, as far as anybody knows
 _WORSE, _BETTER, _MOST_CORRECTION = 1.1, 0.98, 1.5  # of the load that the simulator is asked with
 _LEAST_MEASURED = 20  # requests
-_HOT, _COLD = 0.9, 0.5  # of what a pool has, as measured
+_COLD = 0.5  # of what a pool has, as measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +220,16 @@ class Autoscaler:
         """One replica at a time, by what is measured."""
         x, y = seen.sizes
         why = (
-            f"the simulator is off by more than {BAND:g} ({state.trust}), so by what is measured: "
+            f"the simulator was off by more than {BAND:g} (now {state.trust}), so by what is measured: "
             f"prefill {use.prefill:.0%} full, decode {use.decode:.0%}"
         )
         more: list[PoolSizes] = []
-        if use.prefill > _HOT:
-            more += [PoolSizes(x + 1, y)] + ([PoolSizes(x + 1, y - 1)] if use.decode < _COLD else [])
-        if use.decode > _HOT:
-            more += [PoolSizes(x, y + 1)] + ([PoolSizes(x - 1, y + 1)] if use.prefill < _COLD else [])
+        if use.prefill > HOT:
+            more += [PoolSizes(x + 1, y)]
+        if use.decode > HOT:
+            more += [PoolSizes(x, y + 1)]
+        others = (PoolSizes(x + 1, y - 1), PoolSizes(x - 1, y + 1))
+        more += [sizes for sizes in others if use.relieved(seen.sizes, sizes)]
         if allowed := [sizes for sizes in more if self.limits.allow(sizes)]:
             state = replace(state, calm=0, calm_sizes=None)
             return state, _Choice(after=allowed[0], mode="saturation", reason=why)

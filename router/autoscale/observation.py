@@ -9,6 +9,9 @@ from statistics import fmean, median
 from cluster.words.traffic import SeenRequest
 from router.autoscale.pool_sizes import PoolSizes, ScaleMoves
 
+HOT = 0.9  # a pool has too little from here on
+_RELIEF = 0.8
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChangePrice:
@@ -38,6 +41,14 @@ class Saturation:
 
     prefill: float  # seconds of prompts that wait, of those that the limit leaves
     decode: float  # the largest of: KV in use, streams of those that it takes, mean ITL of the limit
+
+    def relieved(self, now: PoolSizes, then: PoolSizes) -> bool:
+        """Whether a pool that has too little would get it from the other: what is busier then is clearly less so than
+        what is busier now. Going back would be no relief."""
+        if max(self.prefill, self.decode) <= HOT or not (then.prefill and then.decode):
+            return False
+        busier = max(self.prefill * now.prefill / then.prefill, self.decode * now.decode / then.decode)
+        return busier <= _RELIEF * max(self.prefill, self.decode)
 
 
 @dataclass(frozen=True, kw_only=True)

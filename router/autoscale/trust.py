@@ -11,7 +11,7 @@ from router.autoscale.scaling_decision import Prediction
 BAND = 2.0  # predicted and measured differ by less than this factor, in TTFT's median and in mean ITL
 _NEW = 0.4  # weight of one comparison
 _PATIENCE = 3  # comparisons in a row beyond the band, or within it
-_LEAST = 10  # requests that were measured
+_ENOUGH = 10  # requests that were measured; fewer prove nothing against it, and count for less in its favour
 _SMALL = 0.25  # of the limit: differences below that change no decision
 
 
@@ -28,14 +28,15 @@ class Trust:
         self, predicted: Prediction, measured: Mapping[str, float], *, slo_ttft_s: float, slo_itl_s: float
     ) -> Trust:
         """measured: num, ttft_p50_s, itl_s, as in ScalingDecision, under the sizes that were predicted."""
-        if measured["num"] < _LEAST:
+        if measured["num"] < (_ENOUGH if self.is_trusted else 1):
             return self
+        weight = _NEW * min(1.0, measured["num"] / _ENOUGH)
         ttft_log = _log_ratio(measured["ttft_p50_s"], predicted.ttft_p50_s, at_least=_SMALL * slo_ttft_s)
         itl_log = _log_ratio(measured["itl_s"], predicted.itl_s, at_least=_SMALL * slo_itl_s)
         new = replace(
             self,
-            ttft_log=self.ttft_log + _NEW * (ttft_log - self.ttft_log),
-            itl_log=self.itl_log + _NEW * (itl_log - self.itl_log),
+            ttft_log=self.ttft_log + weight * (ttft_log - self.ttft_log),
+            itl_log=self.itl_log + weight * (itl_log - self.itl_log),
         )
         is_within = max(abs(new.ttft_log), abs(new.itl_log)) <= math.log(BAND)
         if is_within is self.is_trusted:

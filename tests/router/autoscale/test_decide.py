@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,6 +154,34 @@ def test_a_simulator_that_reality_contradicts_is_not_asked_until_it_is_right_aga
             assert "off by more than" in decision.reason
         sizes = decision.after if decision.mode != "simulator" else sizes
     assert modes[0] == "simulator" and "saturation" in modes and modes[-1] == "simulator"
+
+
+@pytest.mark.parametrize(
+    ("before", "prefill", "decode", "after"),
+    [
+        (PoolSizes(1, 3), 1.93, 0.58, PoolSizes(2, 2)),  # seen live: there is no device more, and decode is not cold
+        (PoolSizes(3, 1), 0.4, 1.5, PoolSizes(2, 2)),
+        (PoolSizes(2, 2), 1.0, 0.8, PoolSizes(2, 2)),  # decode would have too little then
+        (PoolSizes(2, 2), 1.9, 1.7, PoolSizes(2, 2)),
+        (PoolSizes(3, 1), 1.2, 0.1, PoolSizes(3, 1)),  # the last one stays
+    ],
+)
+def test_a_pool_that_has_too_little_gets_it_from_the_other(
+    before: PoolSizes, prefill: float, decode: float, after: PoolSizes
+) -> None:
+    state = AutoscaleState(trust=Trust(itl_log=2.0, is_trusted=False))
+    seen = _seen(30.0, before, saturation=Saturation(prefill=prefill, decode=decode))
+    _, decision = _autoscaler(max_devices=4).decide(state, seen, lambda: FakeOutlook(1, 1))
+    assert (decision.mode, decision.after) == ("saturation", after)
+
+
+def test_a_simulator_that_is_right_again_is_asked_again_by_few_requests_an_interval() -> None:
+    predicted = FakeOutlook(1, 1).predict(PoolSizes(2, 2))
+    measured = {"num": 4.0, "good_share": 1.0, "ttft_p50_s": predicted.ttft_p50_s, "itl_s": predicted.itl_s}
+    trust = Trust(itl_log=1.0, is_trusted=False)
+    for _ in range(12):
+        trust = trust.after(predicted, measured, slo_ttft_s=1.0, slo_itl_s=0.1)
+    assert trust.is_trusted
 
 
 def test_a_few_requests_prove_nothing_against_the_simulator() -> None:
