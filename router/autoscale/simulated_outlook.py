@@ -125,9 +125,7 @@ class SimulatedOutlook:
         recent = [request for request in requests if request.arrival_s >= now_s - window_s]
         if len(recent) < _LEAST_REQUESTS:
             return None
-        all_answers = answer_lengths(
-            requests, now_s=now_s
-        )  # what answers a kind of prompt has may have been seen long ago
+        all_answers = answer_lengths(requests, now_s=now_s)  # those of a kind of prompt may be from long ago
         answers = all_answers[len(requests) - len(recent) :]
         first = begin_of_the_same(recent, now_s=now_s)
         forecast = forecast_load(
