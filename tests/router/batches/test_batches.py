@@ -19,6 +19,7 @@ from router.access.access import Access
 from router.access.keyring import Keyring
 from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
+from router.batches import job
 from router.batches.bounds import ENTRY_BYTES, MAX_LINE_BYTES, PART_BYTES, BatchBounds
 from router.doors import files_api
 from router.doors.http_app import create_app
@@ -108,6 +109,20 @@ async def test_each_line_is_answered_by_the_model_that_it_names(completions: Mak
         assert done.errors and done.errors.data
         said = "body.model: 'tiny', 'big' and 'bigger' are served here, not 'other'"
         assert (done.errors.data[0].code, done.errors.data[0].message) == ("model_not_found", said)
+
+
+async def test_a_line_waits_for_a_model_that_is_away(
+    completions: MakeCompletions, empty_redis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_MAX_LOST", 0)  # nothing has failed
+    async with batch_router(completions, empty_redis) as router:
+        router.models.say_away("late", "it is just being taken up")
+        batch = await sent(router.client, jsonl([chat_line("a", model="late")]))
+        await becomes(lambda: 'requests_total{outcome="model_unavailable"} 2.0' in router.metrics)
+        router.models.add(completions(FakeTokenService(), name="late"))
+        done = await ended(router.client, batch)
+        [answer] = await read(router.client, done.output_file_id)
+        assert answer["response"]["body"]["model"] == "late"
 
 
 async def test_a_line_that_is_refused_is_in_the_error_file_with_the_answer_that_it_got(router: BatchRouter) -> None:
