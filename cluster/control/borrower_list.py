@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 
 from ray.exceptions import RayError
 
 from cluster.control import claims, desired
-from cluster.words.errors import DeployError
+from cluster.words.errors import ClusterError, DeployError
 from cluster.words.launch import Launch
+
+logger = logging.getLogger(__name__)
 
 
 class BorrowerList:
@@ -32,8 +35,12 @@ class BorrowerList:
         known = self._read.get(name)
         if known and known[0] == text:
             return known
-        names = json.loads(text)["spec"].get("router", {}).get("doors")
-        return text, desired.Desired.from_json(text).launch if names == self._doors else None
+        try:
+            names = json.loads(text)["spec"].get("router", {}).get("doors")
+            return text, desired.Desired.from_json(text).launch if names == self._doors else None
+        except (ClusterError, ValueError, LookupError, TypeError) as error:  # another version's, and its own trouble
+            logger.error("deployment %s: what is stored of it cannot be read, and does not count: %r", name, error)
+            return text, known[1] if known else None
 
 
 def borrowers_of(doors: str) -> list[str]:
