@@ -92,6 +92,7 @@ class Borrowers:
         self._has_many_tenants = has_many_tenants
         self._tracing = tracing
         self._kept: dict[str, _Kept] = {}  # by the deployment's name
+        self._refused: set[str] = set()  # while another's model is called as theirs is
         self._is_closing = False
         self._changing = asyncio.Lock()  # while some are opened or closed: who closes all waits for that
         self._is_missing = False  # who they are could not be asked, the last time
@@ -137,24 +138,25 @@ class Borrowers:
         self._is_missing = False
         async with self._changing:
             for name, kept in list(self._kept.items()):
-                is_failing = kept.served is not None and kept.served.is_failing
-                if name not in found or found[name].life != kept.borrower.life or is_failing:
-                    await self._end(name)
+                is_failing, now = kept.served is not None and kept.served.is_failing, found.get(name)
+                if now is None or now.life != kept.borrower.life or is_failing:
+                    await self._end(name, successor=now)
+            self._refused &= found.keys()
             for name, borrower in sorted(found.items()):
                 if not self._is_closing and name not in self._kept:
                     self._begin(borrower)
 
     def _begin(self, borrower: Borrower) -> None:
         name, model = borrower.spec.name, borrower.spec.model.name
-        kept = self._kept[name] = _Kept(borrower)
-        if any(other.borrower.spec.model.name == model for other in self._kept.values() if other is not kept) or (
-            model == self._models.default.model.id
-        ):
-            logger.error(
-                "borrower %s: its model is called %s, as another is: `model.served_name` says another", name, model
-            )
-            kept.was_tried.set()
+        taken = [self._models.default.model.id, *(kept.borrower.spec.model.name for kept in self._kept.values())]
+        if model in taken:
+            if name not in self._refused:
+                text = "borrower %s: its model is called %s, as another is: `model.served_name` says another"
+                logger.error(text, name, model)
+            self._refused.add(name)
             return
+        self._refused.discard(name)
+        kept = self._kept[name] = _Kept(borrower)
         self._models.say_away(model, _OPENING)
         kept.opening = asyncio.create_task(self._open(kept), name=f"borrower {name}")
 
@@ -199,8 +201,8 @@ class Borrowers:
             served.tell_traffic(entered.tell)
         self._models.add(served.completions)
 
-    async def _end(self, name: str) -> None:
-        """Nobody is sent there any more; what runs there is cut off."""
+    async def _end(self, name: str, *, successor: Borrower | None = None) -> None:
+        """Nobody is sent there any more; what runs there is cut off. successor: who is opened next."""
         if (kept := self._kept.pop(name, None)) is None:
             return
         if kept.opening:
@@ -209,6 +211,12 @@ class Borrowers:
         self._models.forget_away(kept.borrower.spec.model.name)
         if kept.served:
             self._models.remove(kept.served.completions)
-            await kept.served.close()
+        if successor:
+            self._models.say_away(successor.spec.model.name, _OPENING)
+        try:
+            if kept.served:
+                await kept.served.close()
+        except Exception:  # an edge: the others go on
+            logger.exception("borrower %s: not all of it could be closed", name)
         await asyncio.to_thread(kept.leave)
         logger.info("borrower %s: gone", name)

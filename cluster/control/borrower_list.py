@@ -36,11 +36,17 @@ class BorrowerList:
         if known and known[0] == text:
             return known
         try:
-            doors = json.loads(text)["spec"]["router"].get("doors")
-            return text, desired.Desired.from_json(text).launch if doors == self._doors else None
-        except (ClusterError, ValueError, KeyError, TypeError, AttributeError) as error:  # of another version, perhaps
-            logger.warning("%s is not served here: what Ray's store has of it cannot be read: %s", name, error)
-            return text, None
+            names = json.loads(text)["spec"].get("router", {}).get("doors")
+            return text, desired.Desired.from_json(text).launch if names == self._doors else None
+        except (
+            ClusterError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:  # of another version, perhaps
+            logger.warning("deployment %s: what is stored of it cannot be read, and does not count: %r", name, error)
+            return text, known[1] if known else None
 
 
 def borrowers_of(doors: str) -> list[str]:

@@ -23,7 +23,7 @@ class LineAnswer:
     status: int  # HTTP's
     request_id: str
     body: bytes  # JSON
-    retry_after_s: float | None = None  # where it was refused for now
+    retry_after_s: float | None = None  # where it was refused for now: full, or its model is away
     is_lost: bool = False  # what serves it has failed, and another try may do better
 
 
@@ -32,7 +32,7 @@ class LineDoor(Protocol):
 
     @property
     def models(self) -> Sequence[str]:
-        """Those that are served now; the first is meant where a line names none."""
+        """Those that are served, or are to be; the first is meant where a line names none."""
         ...
 
     @property

@@ -186,8 +186,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         async with _statuses(context), self._counted(), self._traced(context) as trace:
             visit = self._visits[context]
-            asked = await self._asked(request, context, visit)
-            completion = await self._models.find(asked.model).open(asked, trace=trace)
+            served, asked = await self._asked(request, context, visit)
+            completion = await served.open(asked, trace=trace)
             if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
             is_first, tokenizer = True, completion.service.tokenizer
@@ -272,7 +272,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     def _client(self, context: _Context) -> Client:
         return self._access.identify(authorization_of(context.invocation_metadata()))
 
-    async def _asked(self, request: pb.GenerateRequest, context: _Context, visit: Visit) -> CompletionRequest:
+    async def _asked(
+        self, request: pb.GenerateRequest, context: _Context, visit: Visit
+    ) -> tuple[Completions, CompletionRequest]:
+        """Of which model, and what."""
         peer, deadline_s = context.peer(), context.time_remaining()
         client = self._client(context)
         with self._noted(request.request_id[:128], context, client):
@@ -281,7 +284,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             making = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
             asked = client.bound(await self._made(making, request, client))
             visit.check(served.prompts.least_tokens(asked))
-        return asked
+        return served, asked
 
     async def _made(
         self, making: Callable[[], CompletionRequest], message: pb.GenerateRequest | pb.TokenizeRequest, client: Client

@@ -13,14 +13,15 @@ from router.access.client import Client
 from router.batches.answering import LineAnswer
 from router.doors.openai_errors import OpenAIErrors
 
-_BUSY, _LOST = 429, 503
+_LOST = 503
+_RETRY_AFTER = b"retry-after"  # full, or its model is away: another time it is answered
 
 
 class InnerCalls:
     """Implements router.batches.answering.LineDoor."""
 
     def __init__(self, app: ASGIApp, *, models: Callable[[], Sequence[str]], endpoints: Collection[str]) -> None:
-        """app: behind the door's gate, for who asks is known. models: that are served now."""
+        """app: behind the door's gate, for who asks is known. models: that are served, or are to be."""
         self._app = app
         self._models = models
         self.endpoints = endpoints
@@ -42,12 +43,13 @@ class InnerCalls:
         }
         call = _Call(body)
         await self._app(scope, call.receive, call.send)
+        is_for_now = _RETRY_AFTER in call.headers
         return LineAnswer(
             status=call.status,
             request_id=request_id,
             body=bytes(call.answer),
-            retry_after_s=_retry_after_s(call.headers) if call.status == _BUSY else None,
-            is_lost=call.status == _LOST,
+            retry_after_s=_retry_after_s(call.headers) if is_for_now else None,
+            is_lost=call.status == _LOST and not is_for_now,
         )
 
 
@@ -74,5 +76,5 @@ class _Call:
 
 
 def _retry_after_s(headers: Mapping[bytes, bytes]) -> float:
-    told = headers.get(b"retry-after", b"")
+    told = headers[_RETRY_AFTER]
     return float(told) if told.isdigit() and math.isfinite(float(told)) else 1.0

@@ -6,24 +6,23 @@ import math
 from collections.abc import Callable
 
 from cluster.words.errors import ModelAway
-from cluster.words.request import Role
-from router.serving.replicas import Replicas
 
 
 class Absence:
     """As far as it was looked at. Lives on the router's event loop."""
 
-    def __init__(self, replicas: Replicas, *, name: str, now: Callable[[], float]) -> None:
-        """name: what clients call the model."""
-        self._replicas = replicas
+    def __init__(self, may_answer: Callable[[], bool], *, name: str, now: Callable[[], float]) -> None:
+        """may_answer: whether there is a decode replica, or whoever takes guests. name: what clients call the
+        model."""
+        self._may_answer = may_answer
         self._name = name
         self._now = now
         self._since: float | None = None
         self._is_for_good = False
 
     def look(self) -> float | None:
-        """Seconds since a look first found no decode replica; None: there is one."""
-        if any(replica.member.role is Role.DECODE and replica.is_usable for replica in self._replicas):
+        """Seconds since a look first found nobody who answers; None: there is somebody."""
+        if self._may_answer():
             self._since = None
             return None
         now = self._now()
@@ -41,4 +40,5 @@ class Absence:
 
     def error(self) -> ModelAway:
         called = f"model {self._name!r}" if self._name else "this model"
-        return ModelAway(f"{called} cannot be served at present: it has no decode replica", retry_after_s=1.0)
+        why = "this router leaves it" if self._is_for_good else "it has no decode replica"
+        return ModelAway(f"{called} cannot be served at present: {why}", retry_after_s=1.0)

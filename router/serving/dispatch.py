@@ -92,7 +92,7 @@ class Dispatch:
             share=tenant_share, free=self._free_places, max_waiting=max_waiting, queue_s=queue_s
         )
         self._now = asyncio.get_running_loop().time
-        self.absence = Absence(replicas, name=name, now=self._now)
+        self.absence = Absence(self.may_answer, name=name, now=self._now)
         replicas.on_change = self._room_changed
         metrics.requests_waiting.set_function(lambda: self.num_waiting)
         metrics.tenants_at_share.set_function(lambda: self._shares.num_lines)
@@ -113,8 +113,8 @@ class Dispatch:
         booked for it, `give_back` takes back. only: of this revision.
 
         Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
-        could ever hold the request. ModelAway where no decode replica has come in time; at once where there has been
-        none for so long.
+        could ever hold the request. ModelAway where nobody who answers has come in time; at once where there has been
+        nobody for so long.
         """
         self.absence.check(within_s=self._queue_s)
         began_at, is_in = self._now(), False
@@ -209,7 +209,7 @@ class Dispatch:
         return may_retry(error)
 
     def may_answer(self) -> bool:
-        """Whether there is anybody who decodes."""
+        """Whether there is anybody who finishes answers."""
         return any(True for _ in self._answerers())
 
     def finished(self, num_tokens: Iterable[int]) -> None:

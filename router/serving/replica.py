@@ -124,8 +124,11 @@ class Replica:
         self._lost("it has left")
 
     async def close(self) -> None:
+        """Nobody follows it any more. Who still waits for it hears so, for a channel that closes cancels its calls, and
+        nothing else would end them."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._lost("this router has left it")
         await self.worker.close()
 
     async def _follow(self) -> None:
@@ -140,6 +143,8 @@ class Replica:
             except Exception as error:  # a frame that cannot be read: whoever sends it is not to be relied upon
                 logger.exception("replica=%s sent a frame that cannot be read", self.id)
                 reason = f"a frame cannot be read: {error!r}"
+            if self.is_alive:
+                logger.warning("replica lost replica=%s: %s", self.id, reason)
             self._lost(reason)
             await asyncio.sleep(_RECONNECT_S)
 
@@ -199,8 +204,6 @@ class Replica:
             sink(ReplicaLost(f"{self.id}: its tokens cannot be read: {error!r}"))
 
     def _lost(self, reason: str) -> None:
-        if self.is_alive:
-            logger.warning("replica lost replica=%s: %s", self.id, reason)
         self.is_alive = False
         if not self._loss.done():
             self._loss.set_result(reason)

@@ -58,8 +58,9 @@ class Replicas:
         logger.info("replica gone replica=%s", replica)
 
     async def close(self) -> None:
+        """Whoever waits for one, or for what it says, hears that there is none."""
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
-        self._wake()  # whoever waits for one
+        self._wake()  # also where there was none
 
     def _wake(self) -> None:
         self._changed.set()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from cluster.words.errors import CapacityError
+from cluster.words.errors import CapacityError, ModelAway
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,13 +32,16 @@ class TextThreads:
         self._pending: Counter[str] = Counter()  # by key, as the next two
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # whose turn is next, first
+        self._is_closed = False
 
     async def run(self, key_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns or raises. Raises CapacityError where too much waits already.
+        """What `work` returns or raises. Raises CapacityError where too much waits already, and ModelAway once closed.
 
         key_id: of the API key for which it is; empty: nobody's, and of these there may be as many as there is room for.
         Whoever is cancelled does not wait; work that has begun goes on to its end, other work is not done.
         """
+        if self._is_closed:
+            raise _closed()
         num_pending, of_key = self._pending.total(), self._pending[key_id] if key_id else 0
         if num_pending >= self._max_pending or 4 * of_key >= 3 * self._max_pending:
             raise CapacityError(f"{num_pending} large requests are being read already", retry_after_s=1.0)
@@ -50,10 +53,15 @@ class TextThreads:
         return await future
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for waiting in self._waiting.values():
-            for future in waiting:
-                future.cancel()
+        """What has begun goes on to its end, and what has not is not done: who waits for that hears so."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False)  # none waits there: see _start_some
+        waiting, self._waiting = self._waiting, OrderedDict()
+        for key_id, works in waiting.items():
+            for future in works:
+                _less(self._pending, key_id)
+                if not future.done():
+                    future.set_exception(_closed())
 
     def _start_some(self) -> None:
         """As many as there are threads for."""
@@ -97,6 +105,10 @@ class TextThreads:
             future.set_result(running.result())
         if not running.cancelled():  # it is open
             self._start_some()
+
+
+def _closed() -> ModelAway:
+    return ModelAway("this router leaves the model that was asked for: ask again")
 
 
 def _less(counts: Counter[str], key_id: str) -> None:

@@ -182,6 +182,29 @@ def test_a_guest_that_has_made_way_does_not_come_back_before_the_prompt_has_its_
     assert said == {1: _alone(rank, long, max_tokens=26)} and rank.num_held == 0
 
 
+@pytest.mark.parametrize("why", ["it is larger than the share", "the prompt is scored"])
+def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: RankOfOne, why: str) -> None:
+    """Alone it may have more than its share; and whoever is scored finds no room in the blocks of its prefix."""
+    is_scored = "scored" in why
+    worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
+    max_tokens = 30 if is_scored else 60
+    guest = Guest(rank, _PROMPT, stream=1, max_tokens=max_tokens).submit(worker)
+    while rank.num_held < (6 if is_scored else 8):
+        assert _step(worker, said)
+    prompt = rank.prompt(_PROMPT[:16] + _LARGE[16:] if is_scored else _LARGE[:40])
+    if is_scored:
+        prompt.sequence.request = replace(prompt.sequence.request, num_prompt_logprobs=0)
+        prompt.sequence.is_scored = True
+    worker.submit(prompt, None, listener)
+    while not listener.tokens:
+        assert _step(worker, said)
+    assert not guest.is_over and worker.status().totals.preemptions == 1
+    for stream, tokens in _run(worker).items():
+        said[stream] += tokens
+    assert said == {1: _alone(rank, _PROMPT, max_tokens=max_tokens)}
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
     """While it waits, computes or is answered."""

@@ -15,6 +15,7 @@ from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError, ModelAway, UnknownModel
 from cluster.words.spec_file import parse_spec
 from router.borrowers import Borrower, Borrowers, Pass
+from router.served_model import ServedModel
 from router.text.models import Models
 from tests.engine.tiny_models import tiny_config
 from tests.identities import in_clear, router
@@ -114,6 +115,42 @@ async def test_one_that_was_taken_down_and_deployed_anew_is_another(
         assert ray.left == ["g"]
 
 
+async def test_one_that_is_refused_for_its_name_takes_nothing_along_when_it_goes(
+    completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
+) -> None:
+    ray = Ray()
+    first = ray.borrower("a", checkpoint_dir, redis_url, served_name="same", fails=True)
+    ray.borrowers = [first, ray.borrower("b", checkpoint_dir, redis_url, served_name="same")]
+    async with following(ray, completions) as (models, _):
+        ray.borrowers = [first]
+        await ray.has_been_asked()
+        with pytest.raises(ModelAway):
+            models.find("same")
+
+
+async def test_until_one_is_opened_anew_it_is_away_and_no_unknown_model(
+    completions: MakeCompletions, checkpoint_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long closing takes, and if that fails."""
+    ray, found = Ray(), list[str]()
+    ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]
+    async with following(ray, completions) as (models, _):
+        first, close = models.find("g"), ServedModel.close
+
+        async def close_in_vain(served: ServedModel) -> None:
+            with pytest.raises(ModelAway, match="it is just being taken up"):
+                models.find("g")
+            found.append("away")
+            await close(served)
+            raise RuntimeError("in vain")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedModel, "close", close_in_vain)
+            ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]
+            await becomes(lambda: "g" in models.names and models.find("g") is not first)
+        assert found == ["away"]
+
+
 async def test_one_that_cannot_be_opened_is_away_and_the_others_go_on(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
@@ -157,3 +194,7 @@ async def test_of_two_with_one_name_the_first_is_served(
         await ray.has_been_asked()
         assert models.names == ["own", "same"] and models.find("same") is found
         assert models.find("own") is models.default
+        second = ray.borrowers[0]
+        ray.borrowers = [second]  # the first is gone
+        await becomes(lambda: ray.left == ["a"] and "same" in models.names)
+        assert models.find("same") is not found

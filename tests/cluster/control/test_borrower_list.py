@@ -82,3 +82,23 @@ def test_what_is_the_doors_is_taken_from_their_spec(names: list[str]) -> None:
         borrow(spec_of(b, model="x", doors=main))
     with pytest.raises(SpecError, match=rf"router\.doors: {a} has none of its own; name {main}, whose it uses"):
         borrow(spec_of(b, model="y", doors=a))
+
+
+def test_what_is_stored_of_one_and_cannot_be_read_is_its_own_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    def text_of(name: str) -> bytes:
+        credentials = Credentials.new(index_url="redis://127.0.0.1:1")
+        launch = Launch(spec=spec_of(name, model=name, doors="main"), log_dir="/nowhere", credentials=credentials)
+        return Desired(launch=launch).to_json().encode()
+
+    def newer(text: bytes) -> bytes:
+        tree = json.loads(text)
+        tree["spec"]["router"]["what_came_later"] = 1
+        return json.dumps(tree).encode()
+
+    store = {"a": text_of("a"), "b": newer(text_of("b")), "c": b"[]", "d": text_of("d")}
+    monkeypatch.setattr(claims, "claimed", lambda: list(store))
+    monkeypatch.setattr(desired, "stored", store.get)
+    borrowers = BorrowerList("main")
+    assert [launch.spec.name for launch in borrowers.launches()] == ["a", "d"]
+    store["d"] = newer(store["d"])
+    assert [launch.spec.name for launch in borrowers.launches()] == ["a", "d"], "as it was when it could be read"

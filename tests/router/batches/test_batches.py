@@ -110,6 +110,18 @@ async def test_each_line_is_answered_by_the_model_that_it_names(completions: Mak
         assert (done.errors.data[0].code, done.errors.data[0].message) == ("model_not_found", said)
 
 
+async def test_a_line_waits_for_a_model_that_is_away(completions: MakeCompletions, empty_redis: str) -> None:
+    """As long as that takes: as after a failure it would be tried at once, a few times, and be over."""
+    async with batch_router(completions, empty_redis, again_s=0.0) as router:
+        router.models.say_away("late", "it is just being taken up")
+        batch = await sent(router.client, jsonl([chat_line("a", model="late")]))
+        await becomes(lambda: 'requests_total{outcome="model_unavailable"} 2.0' in router.metrics)
+        router.models.add(completions(FakeTokenService(), name="late"))
+        done = await ended(router.client, batch)
+        [answer] = await read(router.client, done.output_file_id)
+        assert answer["response"]["body"]["model"] == "late"
+
+
 async def test_a_line_that_is_refused_is_in_the_error_file_with_the_answer_that_it_got(router: BatchRouter) -> None:
     lines = [chat_line("good"), chat_line("hot", temperature=1000), chat_line("too long", max_tokens=100_000)]
     done = await ended(router.client, await sent(router.client, jsonl(lines)))

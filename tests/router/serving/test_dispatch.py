@@ -96,6 +96,28 @@ def test_a_model_without_a_decode_replica_is_away_after_a_while_and_then_at_once
     scenarios.play(play, 0)
 
 
+def test_what_runs_and_what_waits_hears_it_when_a_router_leaves_a_model() -> None:
+    async def play(world: World) -> None:
+        for role in Role:
+            world.add(role)
+        await pass_time(0.1)
+        running = world.ask(num_tokens=9, n=1, max_tokens=900)
+        await _until(lambda: running.received)
+        waiting = world.ask(num_tokens=9, n=6, max_tokens=900)
+        await _until(lambda: world.core.dispatch.num_waiting)
+        world.core.dispatch.absence.end()
+        await world.replicas.close()
+        await pass_time(2)
+        for client in (running, waiting):
+            assert client.is_over and isinstance(client.error, ModelAway)
+            assert str(client.error) == "this model cannot be served at present: this router leaves it"
+        client = world.ask(num_tokens=9, n=1, max_tokens=3)
+        await pass_time(0.1)
+        assert isinstance(client.error, ModelAway)
+
+    scenarios.play(play, 0)
+
+
 def test_a_prompt_that_a_decode_replica_computes_is_in_its_queue_until_it_is_computed() -> None:
     async def play(world: World) -> None:
         decode = _seen(world, world.add(Role.DECODE).name)

@@ -11,7 +11,7 @@ from cluster.words.request import OFFLINE, Role
 from router.serving.replica import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import FakeWorker
-from tests.router.serving.serving_world import Client, World
+from tests.router.serving.serving_world import QUEUE_S, Client, World
 from tests.router.serving.virtual_time import pass_time
 
 _MAX_RUNNING, _GUESTS = 6, 3
@@ -90,6 +90,21 @@ def test_where_waiting_is_cheaper_it_waits() -> None:
             await pass_time(0.05)
             assert _waiting(world) == 1 and not prefill.running()
             _seen(world, prefill).book(0, -20, 0, 0)
+
+    scenarios.play(play, 0)
+
+
+def test_answers_come_however_long_there_has_been_no_decode_replica() -> None:
+    async def play(world: World) -> None:
+        world.guest_share = 0.5
+        world.add(Role.PREFILL)
+        await pass_time(0.1)
+        absence = world.core.dispatch.absence
+        assert absence.look() is None, "somebody answers"
+        await pass_time(QUEUE_S + 1)
+        [client] = _ask(world, 1)
+        await _until(lambda: client.is_over)
+        assert client.error is None
 
     scenarios.play(play, 0)
 

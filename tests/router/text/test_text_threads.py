@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cluster.words.errors import CapacityError
+from cluster.words.errors import CapacityError, ModelAway
 from router.text.text_threads import TextThreads
 
 
@@ -86,3 +86,18 @@ async def test_what_nobody_waits_for_is_not_done(make: Callable[..., TextThreads
 async def test_what_fails_fails_for_who_asked(make: Callable[..., TextThreads]) -> None:
     with pytest.raises(ZeroDivisionError):
         await make().run("key", lambda: 1 / 0)
+
+
+async def test_once_closed_what_has_begun_ends_and_nothing_else_begins(
+    make: Callable[..., TextThreads], go_on: threading.Event
+) -> None:
+    threads = make(num_threads=1)
+    begun, waiting = (asyncio.ensure_future(threads.run("a", go_on.wait, 60)) for _ in range(2))
+    await asyncio.sleep(0)
+    threads.close()
+    with pytest.raises(ModelAway, match="ask again"):
+        await waiting
+    with pytest.raises(ModelAway):
+        await threads.run("a", lambda: "too late")
+    go_on.set()
+    assert await begun
