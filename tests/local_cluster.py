@@ -187,8 +187,8 @@ class LocalCluster:
         However slow the machine is, 30 s are less than the time after which a handoff expires: what is free by then was
         given back, and not only given up.
         """
-        living = [replica for pool in self.pools.values() for replica in pool if replica.is_alive]
-        await becomes(lambda: all(map(_is_idle, living)), within_s=timeout_s)
+        every = [replica for pool in self.pools.values() for replica in pool]
+        await becomes(lambda: all(_is_idle(one) for one in every if one.is_alive), within_s=timeout_s)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Wait until a condition holds that only what is heard of the replicas can bring about. Raises TimeoutError."""
@@ -244,7 +244,10 @@ def _identity(spec: Spec, authority: Authority, name: ProcessName) -> Identity:
 
 
 def _is_idle(replica: LocalReplica) -> bool:
-    status = replica.ranks[0].status()
+    try:
+        status = replica.ranks[0].status()
+    except (OSError, EOFError):  # killed just now, and looked at again when it does not live any more
+        return False
     blocks = status["blocks"]
     return not status["running"] + status["waiting"] and blocks["free"] + blocks["cached"] == blocks["total"]
 
