@@ -51,7 +51,8 @@ def status(
     if report["problem"]:
         print(f"at present nothing can be decided: {report['problem']}")
     decisions = [ScalingDecision.of(tree) for tree in report["decisions"]]
-    for decision in [*[d for d in decisions if d.is_change][-5:], *decisions[-1:]]:
+    changes = [decision for decision in decisions[:-1] if decision.is_change]
+    for decision in [*changes[-5:], *decisions[-1:]]:
         print(_line(decision))
 
 
@@ -64,11 +65,12 @@ def explain(
     """Show one decision whole: the load, what was tried, and what each would have come to."""
     from router.autoscale.scaling_decision import ScalingDecision
 
-    decisions = ask_deployed(name, "autoscaling")["decisions"]
+    report = ask_deployed(name, "autoscaling")
+    decisions = report["decisions"]
     found = [tree for tree in decisions if number in (None, tree["number"])]
     if not found:
-        known = f"it remembers {decisions[0]['number']} to {decisions[-1]['number']}" if decisions else _NOT_ON
-        raise SpecError(f"no decision {number or ''}: {known}")
+        what = "no decision yet" if number is None else f"no decision {number}"
+        raise SpecError(f"{what}: {_what_there_is(report)}")
     print(json.dumps(found[-1], indent=1) if as_json else _whole(ScalingDecision.of(found[-1])))
 
 
@@ -119,10 +121,11 @@ def replay(
     }
     rules = rules_of(of, **{key: value for key, value in changes.items() if value is not None})
     requests = read_trace(trace, speedup=speedup, scale=scale_tokens, max_requests=max_requests)
+    simulator = Simulator(profile)
     found = replay_trace(
         of,
         rules,
-        Simulator(profile).profile,
+        simulator.profile,
         requests,
         start_s=start_s,
         switch_s=None if no_switch else switch_s,
@@ -130,7 +133,7 @@ def replay(
         decided=lambda decision: None if as_json else print(_line(decision), flush=True),
         said=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    print(json.dumps(found, indent=1) if as_json else compare_table(found))
+    print(json.dumps(found, indent=1) if as_json else f"{compare_table(found)}\n{simulator.said}")
 
 
 def compare_table(found: dict[str, Any]) -> str:
@@ -150,6 +153,17 @@ def compare_table(found: dict[str, Any]) -> str:
         f"{scaled['changes']} changes, {scaled['changes_per_hour']:.1f} an hour; {scaled['mean_replicas']:.1f} replicas"
         f" on average"
     )
+
+
+def _what_there_is(report: dict[str, Any]) -> str:
+    """Of decisions, for whoever asked for another one."""
+    if decisions := report["decisions"]:
+        return f"it remembers {decisions[0]['number']} to {decisions[-1]['number']}"
+    if (rules := report["rules"]) is None:
+        return _NOT_ON
+    if report["problem"]:
+        return str(report["problem"])
+    return f"one is made every {rules['interval_s']:g} s; ask again after that"
 
 
 def _line(decision: ScalingDecision) -> str:

@@ -75,7 +75,7 @@ def plan(
         draw(found, plot, good_share=good)
     if output and found.best:
         output.write_text(_as_spec(spec, found.best, block_size=block_size))
-    print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, origin=simulator.profile.origin))
+    print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.said))
     raise typer.Exit(0 if found.best else 1)
 
 
@@ -105,7 +105,7 @@ def _as_tree(found: CapacityPlan) -> dict[str, Any]:
     }
 
 
-def _table(found: CapacityPlan, *, origin: str) -> str:
+def _table(found: CapacityPlan, *, times: str) -> str:
     from cluster.cli.console import columns
 
     rows = [["", "TOPOLOGY", "USD/H", "WITHIN SLO", "TTFT P99 ms", "ITL P99 ms", "REUSED"]]
@@ -114,7 +114,7 @@ def _table(found: CapacityPlan, *, origin: str) -> str:
         figures = [f"{c.usd_per_hour:.2f}", f"{c.good_share:.1%}", f"{c.ttft_p99_ms:,.0f}", f"{c.itl_p99_ms:,.1f}"]
         rows.append([mark, c.topology, *figures, f"{c.reuse_share:.1%}"])
     best = f"{found.best.topology} is the cheapest" if found.best else "nothing tried is enough"
-    return f"{columns(rows)}\n{best}; timing is {origin}"
+    return f"{columns(rows)}\n{best}; {times}"
 
 
 def _memory(source: str) -> dict[str, Any]:

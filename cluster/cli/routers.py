@@ -44,5 +44,8 @@ def remembered(name: str | None, admin: str | None, path: str, request_id: str) 
     answers = ask_routers_of(name, admin, path + urllib.parse.quote(request_id, safe=""))
     found = [tree for answer in answers if answer.status == 200 and (tree := answer.json())]
     if not found:
-        raise ClusterError(f"no router remembers request {request_id}")
+        raise ClusterError(
+            f"no router remembers request {request_id}: each keeps its last 1,000, by the id of `generate --json`, of "
+            "the header X-Request-Id, or of an answer"
+        )
     return found[0]

@@ -91,6 +91,14 @@ class Simulator:
 
         self.profile = load_profile(profile or DEFAULT)
 
+    @property
+    def said(self) -> str:
+        """Whose times these are, and where they were not measured, what measures them."""
+        said = f"times are those of {self.profile.name} ({self.profile.origin})"
+        if self.profile.origin == "measured":
+            return said
+        return f"{said}: `cluster profile -o FILE.json` measures this machine, for --profile FILE.json"
+
     def run(
         self,
         setup: FleetSetup,

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT = 200  # decisions
 _SHOWN = 20
+_DRY = " (dry run)"
 _LOOK_S = 1.0  # whether the spec has an autoscaler now
 _DECIDE_S = 120.0  # a decision takes no longer
 _USUAL_START_S, _USUAL_DRAIN_S, _USUAL_SWITCH_S = 60.0, 10.0, 2.0  # until they are measured
@@ -115,7 +116,9 @@ class Autoscaling:
         return tuple(
             ShownDecision(
                 at=one.time_s,
-                text=f"{one.before} -> {one.after}" if one.is_change else str(one.after),
+                text=f"{one.before} -> {one.after}{_DRY if one.is_dry_run else ''}"
+                if one.is_change
+                else str(one.after),
                 reason=one.reason,
             )
             for one in last

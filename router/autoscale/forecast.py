@@ -37,6 +37,11 @@ class LoadForecast:
     prompt: float
     answer: float
 
+    @property
+    def pace(self) -> float:
+        """How long it takes until as many come as came in a second."""
+        return self.seen_rate / self.rate if self.rate else 1.0
+
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
 
@@ -129,14 +134,13 @@ def forecast_load(
 def upcoming(requests: Sequence[SeenRequest], answers: Sequence[int], forecast: LoadForecast) -> list[TraceRequest]:
     """These requests again, as they are forecast: so much closer together, so much longer or shorter. A prompt keeps
     its prefix; what it is longer by is nobody else's."""
-    pace = forecast.seen_rate / forecast.rate if forecast.rate else 1.0
     longer, wordier = forecast.prompt / forecast.seen_prompt, forecast.answer / forecast.seen_answer
     begin_s = requests[0].arrival_s
     return [
         trace_request(
             seen,
             number=number,
-            arrival_s=(seen.arrival_s - begin_s) * pace,
+            arrival_s=(seen.arrival_s - begin_s) * forecast.pace,
             num_tokens=max(1, round(seen.num_tokens * longer)),
             num_output=max(1, round(answer * wordier)),
         )

@@ -105,11 +105,13 @@ class _Present:
 class SimulatedOutlook:
     """Implements Outlook. Each pair of sizes is simulated once, whoever asks."""
 
-    def __init__(self, fleets: Fleets, trace: list[TraceRequest], forecast: LoadForecast, now: _Present) -> None:
-        """trace: what is replayed, as what comes next."""
+    def __init__(
+        self, fleets: Fleets, trace: list[TraceRequest], trace_s: float, forecast: LoadForecast, now: _Present
+    ) -> None:
+        """trace: what is replayed, as what comes next in trace_s."""
         self.forecast = forecast
         self._fleets = fleets
-        self._trace = trace
+        self._trace, self._trace_s = trace, trace_s
         self._now = now
         self._hashes = PrefixHashes(fleets.setup.block_size, trace[0].tokens_per_id)
         self._predicted: dict[tuple[PoolSizes, float], Prediction] = {}
@@ -137,9 +139,11 @@ class SimulatedOutlook:
             ahead_s=ahead_s,
         )
         first = max(first, _affordable(answers))
-        trace = _again(upcoming(recent[first:], answers[first:], forecast), answers[first:])
+        trace = upcoming(recent[first:], answers[first:], forecast)
+        seconds = (now_s - recent[first].arrival_s) * forecast.pace
         present = _Present.of(requests, all_answers, now_s, first=len(requests) - len(recent) + first)
-        return cls(fleets, trace, forecast, present)
+        times = _times(seconds, answers[first:])
+        return cls(fleets, _again(trace, seconds, times), times * seconds, forecast, present)
 
     def demand(self, *, reuse_share: float) -> Demand:
         fleets = self._fleets
@@ -167,7 +171,8 @@ class SimulatedOutlook:
         itl = np.array([flight.mean_itl_s for flight in judged])
         in_ttft, in_itl = ttft <= fleets.slo_ttft_s, itl <= fleets.slo_itl_s
         work_s = np.array([flight.compute_s for flight in judged if flight.option.prefill])
-        growth = _growth(work_s, sizes.prefill * max(coming[-1].arrival_s, 1e-3))
+        simulated_s = max(self._trace_s / load, 1e-3)
+        growth = _growth(work_s, sizes.prefill * simulated_s)
         if not self._now.waiting:
             growth = max(0.0, growth)  # nothing to make up for
         arrivals = np.array([flight.request.arrival_s for flight in judged])
@@ -177,7 +182,9 @@ class SimulatedOutlook:
             load=load,
             num=len(judged),
             good_share=float(np.mean(in_ttft & in_itl)),
-            lasting_share=_lasting(arrivals, ttft, in_itl, growth=growth, slo_ttft_s=fleets.slo_ttft_s),
+            lasting_share=_lasting(
+                arrivals, ttft, in_itl, simulated_s=simulated_s, growth=growth, slo_ttft_s=fleets.slo_ttft_s
+            ),
             ttft_share=float(np.mean(in_ttft)),
             itl_share=float(np.mean(in_itl)),
             ttft_p50_s=float(np.percentile(ttft, 50)),
@@ -195,15 +202,18 @@ def _growth(work_s: Floats, capacity_s: float) -> float:
     return growth if growth < 0 else max(0.0, growth - math.sqrt(float((work_s**2).sum())) / capacity_s)
 
 
-def _lasting(arrivals: Floats, ttft: Floats, in_itl: Bools, *, growth: float, slo_ttft_s: float) -> float:
+def _lasting(
+    arrivals: Floats, ttft: Floats, in_itl: Bools, *, simulated_s: float, growth: float, slo_ttft_s: float
+) -> float:
     """The share of requests that keep both limits for as long as a decision is made, if it goes on like this: those
     that were simulated, and behind them more like the last third, whose queue grows by so many seconds a second. A
     minute alone would not show a queue that grows slowly, nor one that is on its way to an end."""
-    simulated_s = float(arrivals[-1] if len(arrivals) else 0.0)
     good = float(np.mean((ttft <= slo_ttft_s) & in_itl))
     if (left_s := _LASTING_S - simulated_s) <= 0:
         return good
     is_last = arrivals >= simulated_s * 2 / 3
+    if not is_last.any():  # nothing came any more: all of it is what may come again
+        is_last[:] = True
     later_s = np.linspace(0.0, left_s, 16)[:, None]
     later = float(np.mean((ttft[is_last] + growth * later_s <= slo_ttft_s) & in_itl[is_last]))
     return (simulated_s * good + left_s * later) / _LASTING_S
@@ -217,12 +227,17 @@ def _affordable(answers: Sequence[int]) -> int:
     return min(first, max(0, len(answers) - _LEAST_REQUESTS))
 
 
-def _again(trace: list[TraceRequest], answers: Sequence[int]) -> list[TraceRequest]:
-    """The same requests over and over until they are long enough, each time with prompts that nobody has seen."""
-    seconds = trace[-1].arrival_s * len(trace) / max(1, len(trace) - 1)
-    times = min(_HORIZON_S / max(seconds, 1e-3), _MOST_OUTPUT / sum(answers))
+def _times(seconds: float, answers: Sequence[int]) -> int:
+    """How often so many seconds are replayed until they are long enough."""
+    return max(1, round(min(_HORIZON_S / max(seconds, 1e-3), _MOST_OUTPUT / sum(answers))))
+
+
+def _again(trace: list[TraceRequest], seconds: float, times: int) -> list[TraceRequest]:
+    """The same requests so many times, each time with prompts that nobody has seen.
+
+    seconds: that the trace is of, also those in which nothing came any more: a burst that is over does not go on."""
     found = list(trace)
-    for turn in range(1, round(times)):
+    for turn in range(1, times):
         found += [
             replace(
                 request,

@@ -48,3 +48,17 @@ def test_a_queue_that_comes_to_its_end_is_worth_more_than_one_that_does_not() ->
     outlook = _outlook(num_tokens=6000, every_s=3.35, num_waiting=30)
     one, two = outlook.predict(PoolSizes(1, 1)), outlook.predict(PoolSizes(2, 1))
     assert one.expected_share < 0.1 < 0.5 < two.expected_share
+
+
+def test_a_burst_that_is_over_does_not_go_on() -> None:
+    """Twelve prompts of 3.6 s in eleven seconds, and then nothing for a minute and a half: half of what one replica can
+    do, however crowded those seconds were."""
+    requests = [
+        SeenRequest(arrival_s=10.0 + i, num_tokens=6000, ids=None, num_output=5, ttft_s=4.0, itl_s=0.035)
+        for i in range(12)
+    ]
+    outlook = SimulatedOutlook.of(_FLEETS, requests, now_s=111.0, window_s=180.0, ahead_s=60.0)
+    assert outlook
+    now = outlook.predict(PoolSizes(1, 1))
+    assert now.num == 12 and now.expected_share == now.good_share > 0.5
+    assert outlook.predict(PoolSizes(1, 1), load=1.5).num == 12
