@@ -55,16 +55,15 @@ class Guests:
 
     def may_go_on(self, sequence: Sequence) -> bool:
         """Whether one that was preempted may have blocks again: it may be larger than the share, if it is alone."""
-        if self._too_large():
+        num_choices, num_blocks = self.num_choices, self.num_blocks + _num_wanted(sequence)
+        if self._too_large(beside=num_blocks):
             return False
-        num_choices = self.num_choices
-        has_room = self.num_blocks + _num_wanted(sequence) <= self._max_blocks
-        return not num_choices or (has_room and num_choices < self._max_choices)
+        return not num_choices or (num_blocks <= self._max_blocks and num_choices < self._max_choices)
 
     def give_way(self) -> None:
-        """To the first prompt that waits, where it could never have its blocks beside their share. Before the rows of
-        a step are chosen."""
-        if not self._decoding.running or not (prompt := self._too_large()):
+        """To the first prompt that waits, where it could never have its blocks beside their share, or beside one that
+        has outgrown that. Before the rows of a step are chosen."""
+        if not self._decoding.running or not (prompt := self._too_large(beside=self.num_blocks)):
             return
         sequence = prompt.sequence
         num_blocks = sequence.num_blocks_for(len(sequence.tokens))
@@ -72,10 +71,11 @@ class Guests:
         if missing > 0:
             self._decoding.give_way(missing)
 
-    def _too_large(self) -> Prompt | None:
-        """The first prompt that waits, if it is larger than what their share leaves."""
+    def _too_large(self, *, beside: int) -> Prompt | None:
+        """The first prompt that waits, if it is larger than what is left by their share, or by so many blocks of
+        theirs."""
         first = next((prompt for prompt in self._prompts.waiting if not prompt.is_guest), None)
-        left = self._blocks.num_blocks - self._max_blocks
+        left = self._blocks.num_blocks - max(self._max_blocks, beside)
         return first if first and first.sequence.num_blocks_for(len(first.sequence.tokens)) > left else None
 
     def _admitted(self) -> Iterator[Prompt]:
