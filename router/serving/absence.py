@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from cluster.words.errors import ModelAway
 from cluster.words.request import Role
+from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 
 
@@ -22,8 +23,8 @@ class Absence:
         self._is_for_good = False
 
     def look(self) -> float | None:
-        """Seconds since a look first found no decode replica; None: there is one."""
-        if any(replica.member.role is Role.DECODE and replica.is_usable for replica in self._replicas):
+        """Seconds since a look first found nobody who answers; None: there is somebody."""
+        if any(replica.is_usable and _answers(replica) for replica in self._replicas):
             self._since = None
             return None
         now = self._now()
@@ -42,3 +43,7 @@ class Absence:
     def error(self) -> ModelAway:
         called = f"model {self._name!r}" if self._name else "this model"
         return ModelAway(f"{called} cannot be served at present: it has no decode replica", retry_after_s=1.0)
+
+
+def _answers(replica: Replica) -> bool:
+    return replica.member.role is Role.DECODE or replica.member.max_guests > 0

@@ -113,8 +113,8 @@ class Dispatch:
         booked for it, `give_back` takes back. only: of this revision.
 
         Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
-        could ever hold the request. ModelAway where no decode replica has come in time; at once where there has been
-        none for so long.
+        could ever hold the request. ModelAway where nobody who answers has come in time; at once where there has been
+        nobody for so long.
         """
         self.absence.check(within_s=self._queue_s)
         began_at, is_in = self._now(), False

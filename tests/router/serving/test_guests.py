@@ -11,7 +11,7 @@ from cluster.words.request import OFFLINE, Role
 from router.serving.replica import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import FakeWorker
-from tests.router.serving.serving_world import Client, World
+from tests.router.serving.serving_world import QUEUE_S, Client, World
 from tests.router.serving.virtual_time import pass_time
 
 _MAX_RUNNING, _GUESTS = 6, 3
@@ -115,6 +115,22 @@ def test_answers_come_where_there_is_no_decode_replica() -> None:
         await _until(lambda: len(prefill.running()) == _GUESTS)
         await _until(lambda: all(client.is_over for client in clients))
         assert not any(client.error for client in clients)
+
+    scenarios.play(play, 0)
+
+
+def test_the_model_is_not_away_while_prefill_replicas_answer() -> None:
+    async def play(world: World) -> None:
+        world.guest_share = 0.5
+        prefill = world.add(Role.PREFILL)
+        await _until(lambda: world.replicas.usable(Role.PREFILL))
+        assert world.core.dispatch.absence.look() is None
+        await pass_time(2 * QUEUE_S)
+        [client] = _ask(world, 1)
+        await _until(lambda: client.is_over)
+        assert client.error is None
+        prefill.drain()
+        await _until(lambda: world.core.dispatch.absence.look() is not None)
 
     scenarios.play(play, 0)
 
