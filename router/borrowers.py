@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _AGAIN_S = 5.0  # until what could not be opened is tried again
 _SETTLE_S = 10.0
+_CLOSE_S = 20.0
 _OPENING = "it is just being taken up"
 
 
@@ -67,7 +68,7 @@ class _Kept:
     """A borrower that is known here."""
 
     borrower: Borrower
-    opening: asyncio.Task[None] | None = None
+    opening: asyncio.Task[None] | None = None  # None: another has its model's name
     was_tried: asyncio.Event = field(default_factory=asyncio.Event)
     served: ServedModel | None = None
     leave: Callable[[], None] = field(default=lambda: None)
@@ -141,22 +142,25 @@ class Borrowers:
                 if name not in found or found[name].life != kept.borrower.life or is_failing:
                     await self._end(name)
             for name, borrower in sorted(found.items()):
-                if not self._is_closing and name not in self._kept:
+                if not self._is_closing and (name not in self._kept or not self._kept[name].opening):
                     self._begin(borrower)
 
     def _begin(self, borrower: Borrower) -> None:
         name, model = borrower.spec.name, borrower.spec.model.name
-        kept = self._kept[name] = _Kept(borrower)
-        if any(other.borrower.spec.model.name == model for other in self._kept.values() if other is not kept) or (
-            model == self._models.default.model.id
-        ):
-            logger.error(
-                "borrower %s: its model is called %s, as another is: `model.served_name` says another", name, model
-            )
+        kept = self._kept.setdefault(name, _Kept(borrower))
+        if model == self._models.default.model.id or model in self._taken():
+            if not kept.was_tried.is_set():
+                logger.error(
+                    "borrower %s: its model is called %s, as another is: `model.served_name` says another", name, model
+                )
             kept.was_tried.set()
             return
         self._models.say_away(model, _OPENING)
         kept.opening = asyncio.create_task(self._open(kept), name=f"borrower {name}")
+
+    def _taken(self) -> set[str]:
+        """Names of models, by borrowers that have them until they go."""
+        return {kept.borrower.spec.model.name for kept in self._kept.values() if kept.opening}
 
     async def _open(self, kept: _Kept) -> None:
         spec, said = kept.borrower.spec, ""
@@ -177,7 +181,7 @@ class Borrowers:
 
     async def _try_to_open(self, kept: _Kept) -> None:
         borrower, metrics = kept.borrower, Metrics()
-        entered = await borrower.enter()
+        entered = await _entered(borrower)
         try:
             served = await ServedModel.open(
                 borrower.spec,
@@ -206,9 +210,29 @@ class Borrowers:
         if kept.opening:
             kept.opening.cancel()
             await asyncio.gather(kept.opening, return_exceptions=True)
-        self._models.forget_away(kept.borrower.spec.model.name)
-        if kept.served:
-            self._models.remove(kept.served.completions)
-            await kept.served.close()
-        await asyncio.to_thread(kept.leave)
+            self._models.forget_away(kept.borrower.spec.model.name)
+        try:
+            if kept.served:
+                self._models.remove(kept.served.completions)
+                async with asyncio.timeout(_CLOSE_S):
+                    await kept.served.close()
+        except Exception:  # an edge: whatever it is, it is this borrower's
+            logger.exception("borrower %s: not closed to its end", name)
+        finally:
+            await asyncio.to_thread(kept.leave)
         logger.info("borrower %s: gone", name)
+
+
+async def _entered(borrower: Borrower) -> Pass:
+    """Whoever is cancelled meanwhile leaves again as soon as it is in: a thread goes on to its end."""
+    entering = asyncio.ensure_future(borrower.enter())
+    try:
+        return await asyncio.shield(entering)
+    except asyncio.CancelledError:
+        entering.add_done_callback(_leave)
+        raise
+
+
+def _leave(entered: asyncio.Future[Pass]) -> None:
+    if not entered.cancelled() and not entered.exception():
+        asyncio.get_running_loop().run_in_executor(None, entered.result().leave)

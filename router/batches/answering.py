@@ -32,7 +32,8 @@ class LineDoor(Protocol):
 
     @property
     def models(self) -> Sequence[str]:
-        """Those that are served now; the first is meant where a line names none."""
+        """Those that are served here, or should be: one that is away for a moment may be back for its lines. The first
+        is meant where a line names none."""
         ...
 
     @property

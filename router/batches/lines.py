@@ -65,7 +65,7 @@ class LineCheck:
     """Of one file, line by line in its order."""
 
     endpoint: str
-    models: Sequence[str]  # that are served; the first is meant where a line names none
+    models: Sequence[str]  # that are served, or should be; the first is meant where a line names none
     max_lines: int
     num_lines: int = 0
     model: str = ""  # of the first line that is right

@@ -84,7 +84,7 @@ def create_app(
     answering = {**batched, **anthropic.endpoints}
     if batches:
         straight = _Straight(app, batched)
-        batches.answered_by(InnerCalls(straight, models=lambda: models.names, endpoints=batched.keys()))
+        batches.answered_by(InnerCalls(straight, models=lambda: models.known, endpoints=batched.keys()))
     app.add_middleware(_Straight, endpoints=answering)
     app.add_middleware(_Gate, access=access)
     streams = HeldStreams(max_resume_s)

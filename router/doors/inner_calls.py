@@ -20,7 +20,7 @@ class InnerCalls:
     """Implements router.batches.answering.LineDoor."""
 
     def __init__(self, app: ASGIApp, *, models: Callable[[], Sequence[str]], endpoints: Collection[str]) -> None:
-        """app: behind the door's gate, for who asks is known. models: that are served now."""
+        """app: behind the door's gate, for who asks is known. models: that are served, or should be."""
         self._app = app
         self._models = models
         self.endpoints = endpoints

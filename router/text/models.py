@@ -75,6 +75,11 @@ class Models:
         return [card.id for card in self.cards]
 
     @property
+    def known(self) -> Sequence[str]:
+        """Of those that are here, or should be."""
+        return [*self.names, *sorted(self._away)]
+
+    @property
     def max_context(self) -> int:
         """Tokens, of the model that takes most."""
         return max(card.max_context for card in self.cards)

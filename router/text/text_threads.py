@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from cluster.words.errors import CapacityError
+from cluster.words.errors import CapacityError, ModelAway
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,13 +32,17 @@ class TextThreads:
         self._pending: Counter[str] = Counter()  # by key, as the next two
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # whose turn is next, first
+        self._is_closed = False
 
     async def run(self, key_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns or raises. Raises CapacityError where too much waits already.
+        """What `work` returns or raises. Raises CapacityError where too much waits already, and ModelAway where these
+        threads are closed before it begins.
 
         key_id: of the API key for which it is; empty: nobody's, and of these there may be as many as there is room for.
         Whoever is cancelled does not wait; work that has begun goes on to its end, other work is not done.
         """
+        if self._is_closed:
+            raise _away()
         num_pending, of_key = self._pending.total(), self._pending[key_id] if key_id else 0
         if num_pending >= self._max_pending or 4 * of_key >= 3 * self._max_pending:
             raise CapacityError(f"{num_pending} large requests are being read already", retry_after_s=1.0)
@@ -50,10 +54,12 @@ class TextThreads:
         return await future
 
     def close(self) -> None:
+        """Nobody's task is cancelled by it: the router may go on with its other models."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for waiting in self._waiting.values():
-            for future in waiting:
-                future.cancel()
+        waiting, self._waiting = self._waiting, OrderedDict()
+        for future in (future for some in waiting.values() for future in some if not future.done()):
+            future.set_exception(_away())
 
     def _start_some(self) -> None:
         """As many as there are threads for."""
@@ -90,13 +96,17 @@ class TextThreads:
         if future.done():
             pass  # nobody waits for it any more, and nobody need hear of it
         elif running.cancelled():
-            future.cancel()
+            future.set_exception(_away())
         elif error:
             future.set_exception(error)
         else:
             future.set_result(running.result())
-        if not running.cancelled():  # it is open
+        if not self._is_closed:
             self._start_some()
+
+
+def _away() -> ModelAway:
+    return ModelAway("this router has just left the model", retry_after_s=1.0)
 
 
 def _less(counts: Counter[str], key_id: str) -> None:

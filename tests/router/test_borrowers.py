@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,9 @@ import pytest
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError, ModelAway, UnknownModel
 from cluster.words.spec_file import parse_spec
+from router import borrowers as borrowers_module
 from router.borrowers import Borrower, Borrowers, Pass
+from router.served_model import ServedModel
 from router.text.models import Models
 from tests.engine.tiny_models import tiny_config
 from tests.identities import in_clear, router
@@ -157,3 +159,64 @@ async def test_of_two_with_one_name_the_first_is_served(
         await ray.has_been_asked()
         assert models.names == ["own", "same"] and models.find("same") is found
         assert models.find("own") is models.default
+
+
+async def test_of_two_with_one_name_the_second_is_served_once_the_first_has_gone(
+    completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
+) -> None:
+    ray = Ray()
+    a, b = (ray.borrower(name, checkpoint_dir, redis_url, served_name="same", fails=name == "a") for name in ("a", "b"))
+    ray.borrowers = [a, b]
+    async with following(ray, completions) as (models, _):
+        ray.borrowers = [a]
+        await ray.has_been_asked()
+        assert models.is_known("same"), "it goes on being the first one's"
+        ray.borrowers = [a, b]
+        await ray.has_been_asked()
+        ray.borrowers = [b]
+        await becomes(lambda: models.names == ["own", "same"])
+    assert ray.left == ["b"]
+
+
+async def test_one_that_goes_while_it_is_taken_up_is_left(
+    completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
+) -> None:
+    """Its controller answers in the end, to nobody."""
+    ray, hangs, answers = Ray(), asyncio.Event(), asyncio.Event()
+    made = ray.borrower("g", checkpoint_dir, redis_url)
+
+    async def enter() -> Pass:
+        hangs.set()
+        await answers.wait()
+        return await made.enter()
+
+    async with following(ray, completions) as (models, _):
+        ray.borrowers = [replace(made, enter=enter)]
+        await asyncio.wait_for(hangs.wait(), 10)
+        ray.borrowers = []
+        await becomes(lambda: not models.is_known("g"))
+        answers.set()
+        await becomes(lambda: ray.left == ["g"])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_one_that_cannot_be_closed_holds_up_nobody(
+    completions: MakeCompletions, checkpoint_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    ray, close = Ray(), ServedModel.close
+
+    async def fails(self: ServedModel) -> None:
+        await close(self)
+        if hangs:
+            await asyncio.Event().wait()
+        raise RuntimeError("of its own")
+
+    monkeypatch.setattr(borrowers_module, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(ServedModel, "close", fails)
+    early, late = (ray.borrower(name, checkpoint_dir, redis_url) for name in ("early", "late"))
+    ray.borrowers = [early]
+    async with following(ray, completions) as (models, _):
+        ray.borrowers = [late]
+        await becomes(lambda: models.names == ["own", "late"])
+        await becomes(lambda: ray.left == ["early"])
+    assert ray.left == ["early", "late"]

@@ -32,8 +32,11 @@ _KEY = bytes(range(32))
 class BatchRouter:
     """A door, and clients of it."""
 
-    def __init__(self, fake: FakeTokenService, batches: Batches, address: str, metrics: Metrics) -> None:
+    def __init__(
+        self, fake: FakeTokenService, models: Models, batches: Batches, address: str, metrics: Metrics
+    ) -> None:
         self.fake = fake
+        self.models = models
         self.address = address
         self._batches = batches
         self._metrics = metrics
@@ -88,7 +91,7 @@ async def batch_router(
     tasks = Supervisor()
     app = create_app(models, access=access, is_healthy=lambda: True, batches=batches)
     async with serve_http(app) as (host, port):
-        router = BatchRouter(fake, batches, f"http://{host}:{port}", service.metrics)
+        router = BatchRouter(fake, models, batches, f"http://{host}:{port}", service.metrics)
         batches.start(tasks)
         try:
             yield router

@@ -110,6 +110,16 @@ async def test_each_line_is_answered_by_the_model_that_it_names(completions: Mak
         assert (done.errors.data[0].code, done.errors.data[0].message) == ("model_not_found", said)
 
 
+async def test_a_line_of_a_model_that_is_away_waits_for_it(completions: MakeCompletions, empty_redis: str) -> None:
+    async with batch_router(completions, empty_redis) as router:
+        router.models.say_away("big", "it is just being taken up")
+        batch = await sent(router.client, jsonl([chat_line("a", model="big"), chat_line("b")]))
+        await becomes(lambda: re.search(r'outcome="model_unavailable"} [1-9]', router.metrics))
+        router.models.add(completions(FakeTokenService(), name="big"))
+        done = await ended(router.client, batch)
+        assert done.request_counts and (done.request_counts.completed, done.request_counts.failed) == (2, 0)
+
+
 async def test_a_line_that_is_refused_is_in_the_error_file_with_the_answer_that_it_got(router: BatchRouter) -> None:
     lines = [chat_line("good"), chat_line("hot", temperature=1000), chat_line("too long", max_tokens=100_000)]
     done = await ended(router.client, await sent(router.client, jsonl(lines)))

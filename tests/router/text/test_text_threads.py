@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cluster.words.errors import CapacityError
+from cluster.words.errors import CapacityError, ModelAway
 from router.text.text_threads import TextThreads
 
 
@@ -86,3 +86,19 @@ async def test_what_nobody_waits_for_is_not_done(make: Callable[..., TextThreads
 async def test_what_fails_fails_for_who_asked(make: Callable[..., TextThreads]) -> None:
     with pytest.raises(ZeroDivisionError):
         await make().run("key", lambda: 1 / 0)
+
+
+async def test_who_waits_when_they_are_closed_hears_so(
+    make: Callable[..., TextThreads], go_on: threading.Event
+) -> None:
+    """And is not cancelled: its door goes on, with other models."""
+    threads = make(num_threads=1)
+    held, waits = (asyncio.ensure_future(threads.run("", go_on.wait, 60)) for _ in range(2))
+    await asyncio.sleep(0)
+    threads.close()
+    with pytest.raises(ModelAway):
+        await waits
+    with pytest.raises(ModelAway):
+        await threads.run("", str)
+    go_on.set()
+    assert await held, "what has begun goes on to its end"
