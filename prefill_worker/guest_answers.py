@@ -6,13 +6,13 @@ is not there is a way in for KV: nothing is shipped to a guest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import CapacityError, ClusterError
-from cluster.words.handoff import Handoff, Holder
+from cluster.words.handoff import Handoff, HandoffKey, Holder
 from cluster.words.timing import PromptSpent
 from cluster.worker.answers import Answers, RequestListener
 from cluster.worker.moves import MoveListener, Moves
@@ -27,8 +27,10 @@ class GuestAnswers:
     """Implements cluster.worker.answer_server.AnsweringWorker. Everything but the constructor runs on the step
     thread."""
 
-    def __init__(self, replica: ReplicaEngine, parts: EngineParts) -> None:
+    def __init__(self, replica: ReplicaEngine, parts: EngineParts, *, is_taken: Callable[[HandoffKey], bool]) -> None:
+        """is_taken: whether a handoff serves, or has served, for something else."""
         self._replica = replica
+        self._is_taken = is_taken
         engine, rate = replica.engine, replica.link_rate
         self._moves = Moves(parts.gang, parts.blocks, engine, rate, leave=lambda sequence: self._answers.end(sequence))
         self._answers = Answers(replica, self._moves)
@@ -64,7 +66,14 @@ class GuestAnswers:
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
         """Ship a choice to the decode replica that has made this handoff, if it is worth it."""
-        self._answers.migrate(router, stream, handoff, listener)
+        if self._is_taken(handoff.key):
+            listener.stays("its handoff is under way already, or was")
+        else:
+            self._answers.migrate(router, stream, handoff, listener)
+
+    def knows(self, key: HandoffKey) -> bool:
+        """Whether a handoff serves, or has served, to move a choice."""
+        return self._moves.knows(key)
 
     def keep(self, router: str, stream: int) -> None:
         """Nobody waits any more for this choice to be moved."""

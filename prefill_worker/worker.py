@@ -11,7 +11,7 @@ from typing import Protocol
 from cluster.rpc import worker_pb2 as pb
 from cluster.words.checking import check
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
-from cluster.words.handoff import Handoff, Holder
+from cluster.words.handoff import Handoff, HandoffKey, Holder
 from cluster.words.request import SampledToken
 from cluster.worker.replica_engine import EngineParts, ReplicaEngine
 from engine.orders import BeginOrder, Orders
@@ -57,7 +57,7 @@ class PrefillWorker:
         self._gang = parts.gang
         self._jobs: dict[Prompt, _Job] = {}
         self._departures: Departures[Prompt] = Departures(parts.blocks)
-        self.guests = GuestAnswers(self.replica, parts)
+        self.guests = GuestAnswers(self.replica, parts, is_taken=self._ships)
         self._orders = Orders()  # of the next step
 
     # What the world asks for.
@@ -70,8 +70,7 @@ class PrefillWorker:
             if handoff:  # else it would be known at the link, which others share
                 fits = handoff.num_tokens <= len(prompt.sequence.tokens) <= handoff.max_tokens
                 check(fits, "handoff.num_tokens", f"must be those of a prompt of {len(prompt.sequence.tokens)}")
-            waiting = (job.handoff.key for job in self._jobs.values() if job.handoff)
-            if handoff and (handoff.key in waiting or self._departures.knows(handoff.key)):
+            if handoff and (self._ships(handoff.key) or self.guests.knows(handoff.key)):
                 raise HandoffExpired(f"{prompt.id}: its handoff is under way already, or was")
             self.replica.add(prompt, holder)
         except ClusterError as error:
@@ -166,6 +165,11 @@ class PrefillWorker:
         return status
 
     # Below: one prompt from its first step to its end.
+
+    def _ships(self, key: HandoffKey) -> bool:
+        """Whether a handoff serves a prompt, or has served one."""
+        waiting = (job.handoff.key for job in self._jobs.values() if job.handoff)
+        return key in waiting or self._departures.knows(key)
 
     def _begin(self, prompt: Prompt, job: _Job) -> BeginOrder:
         assert job.handoff

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _AGAIN_S = 5.0  # until what could not be opened is tried again
+_CLOSE_S = 20.0
 _SETTLE_S = 10.0
 _OPENING = "it is just being taken up"
 
@@ -179,7 +180,7 @@ class Borrowers:
 
     async def _try_to_open(self, kept: _Kept) -> None:
         borrower, metrics = kept.borrower, Metrics()
-        entered = await borrower.enter()
+        entered = await _entered(borrower)
         try:
             served = await ServedModel.open(
                 borrower.spec,
@@ -215,8 +216,25 @@ class Borrowers:
             self._models.say_away(successor.spec.model.name, _OPENING)
         try:
             if kept.served:
-                await kept.served.close()
+                async with asyncio.timeout(_CLOSE_S):
+                    await kept.served.close()
         except Exception:  # an edge: the others go on
             logger.exception("borrower %s: not all of it could be closed", name)
-        await asyncio.to_thread(kept.leave)
+        finally:
+            await asyncio.to_thread(kept.leave)
         logger.info("borrower %s: gone", name)
+
+
+async def _entered(borrower: Borrower) -> Pass:
+    """Whoever is cancelled meanwhile leaves again as soon as it is in: a thread goes on to its end."""
+    entering = asyncio.ensure_future(borrower.enter())
+    try:
+        return await asyncio.shield(entering)
+    except asyncio.CancelledError:
+        entering.add_done_callback(_leave)
+        raise
+
+
+def _leave(entered: asyncio.Future[Pass]) -> None:
+    if not entered.cancelled() and not entered.exception():
+        asyncio.get_running_loop().run_in_executor(None, entered.result().leave)

@@ -97,9 +97,13 @@ class Moves:
     def num_paused(self) -> int:
         return sum(move.state is MoveState.PAUSED for move in self._under_way.values())
 
+    def knows(self, key: HandoffKey) -> bool:
+        """Whether a handoff serves a move, or has served one."""
+        return self._departures.knows(key) or any(move.handoff.key == key for move in self._under_way.values())
+
     def begin(self, sequence: Sequence, handoff: Handoff, listener: MoveListener, *, step_s: float) -> None:
         """Begin to ship a choice that decodes here, a token every `step_s`; unless it is gone sooner by itself."""
-        if sequence in self._under_way or self._departures.knows((handoff.id, handoff.epoch)):
+        if sequence in self._under_way or self.knows(handoff.key):
             listener.stays("it is being moved already, or was")
         elif handoff.num_tokens >= len(sequence.tokens):
             listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff is for more")
@@ -142,15 +146,21 @@ class Moves:
     def add_to(self, orders: Orders) -> None:
         """What the ranks must do for the moves in the next step."""
         for move in list(self._under_way.values()):
-            if move.departure is None:
-                self._start(move, orders)
-            elif move.sequence.blocks[: len(move.departure.blocks)] != move.departure.blocks:
+            if self._was_preempted(move):
                 self._fail(move, HandoffExpired("it was preempted"))
+            elif move.departure is None:
+                self._start(move, orders)
             elif move.state is MoveState.COPYING:
                 has_room = move.sequence.num_computed < move.handoff.max_tokens
                 if not has_room or self._is_sent(move.departure.key):
                     self._stop_and_commit(move, orders)
         orders.aborts += self._departures.take_aborts()
+
+    def _was_preempted(self, move: Move) -> bool:
+        """It may have blocks again, but others."""
+        if move.departure is None:
+            return move.sequence not in self._engine.decoding.running
+        return move.sequence.blocks[: len(move.departure.blocks)] != move.departure.blocks
 
     def _start(self, move: Move, orders: Orders) -> None:
         sequence = move.sequence

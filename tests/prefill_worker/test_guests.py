@@ -235,3 +235,63 @@ def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.
     assert moving.num_tokens == num_tokens and guest.is_over and worker.status().totals.migrations == 1
     assert said[1] == _alone(rank, _PROMPT, max_tokens=20)[: len(said[1])]
     assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
+def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are another's by the time of the step that would ship them."""
+    monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
+    worker, moving, listener, said = _worker(rank), FakeMoveListener(), FakeListener(), dict[int, list[int]]()
+    long, larger = prompts(36, 62)
+    Guest(rank, long, stream=1, max_tokens=26).submit(worker)
+    while 1 not in said:
+        _step(worker, said)
+    worker.submit(rank.prompt(larger), None, listener)
+    worker.guests.migrate(_ROUTER, 1, replace(rank.handoff(36), max_tokens=64), moving)
+    while _step(worker, said):
+        pass
+    assert moving.stayed == ["it was preempted"] and not rank.sender.passages
+    assert listener.tokens and said == {1: _alone(rank, long, max_tokens=26)}
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
+def test_prompts_do_not_wait_for_the_end_of_a_guest_that_has_outgrown_the_share(rank: RankOfOne) -> None:
+    """It is alone, and has eight of the twelve blocks in the end; the prompt would fit beside six."""
+    worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
+    guest = Guest(rank, _PROMPT, stream=1, max_tokens=40).submit(worker)
+    while worker.status().guests.blocks <= _BLOCKS:
+        _step(worker, said)
+    _, asked = prompts(20, 46)  # with no beginning in common
+    worker.submit(rank.prompt(asked), None, listener)
+    for _ in range(5):
+        _step(worker, said)
+    assert listener.tokens and not guest.is_over
+    while _step(worker, said):
+        pass
+    assert said == {1: _alone(rank, _PROMPT, max_tokens=40)} and rank.num_held == 0
+
+
+def test_a_ticket_serves_once_whoever_is_to_use_it(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two moves, and a prompt: by one key the ranks know one passage."""
+    monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
+    worker, said, handoff = _worker(rank), dict[int, list[int]](), replace(rank.handoff(18), max_tokens=60)
+    for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
+        Guest(rank, tokens, stream=stream, max_tokens=20).submit(worker)
+    while len(said) < 2:
+        _step(worker, said)
+    first, second, prompt, late = FakeMoveListener(), FakeMoveListener(), FakeListener(), FakeMoveListener()
+    other = rank.handoff(18, id="other")
+    worker.submit(rank.prompt(_THIRD), other, FakeListener())
+    worker.guests.migrate(_ROUTER, 1, handoff, first)
+    worker.guests.migrate(_ROUTER, 2, handoff, second)
+    worker.guests.migrate(_ROUTER, 2, replace(other, max_tokens=60), late)
+    worker.submit(rank.prompt(_THIRD), replace(handoff, max_tokens=18), prompt)
+    assert second.stayed == ["it is being moved already, or was"]
+    assert late.stayed == ["its handoff is under way already, or was"]
+    assert len(prompt.ends) == 1 and "under way already" in str(prompt.ends[0])
+    while _step(worker, said):
+        pass
+    worker.shipped(0, shipment(handoff))
+    worker.shipped(0, shipment(other))
+    while _step(worker, said):
+        pass
+    assert first.num_tokens and (worker.num_requests, rank.num_held) == (0, 0)

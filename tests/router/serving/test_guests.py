@@ -134,6 +134,22 @@ def test_answers_come_where_there_is_no_decode_replica() -> None:
     scenarios.play(play, 0)
 
 
+def test_the_model_is_not_away_while_prefill_replicas_answer() -> None:
+    async def play(world: World) -> None:
+        world.guest_share = 0.5
+        prefill = world.add(Role.PREFILL)
+        await _until(lambda: world.replicas.usable(Role.PREFILL))
+        assert world.core.dispatch.absence.look() is None
+        await pass_time(2 * QUEUE_S)
+        [client] = _ask(world, 1)
+        await _until(lambda: client.is_over)
+        assert client.error is None
+        prefill.drain()
+        await _until(lambda: world.core.dispatch.absence.look() is not None)
+
+    scenarios.play(play, 0)
+
+
 def test_what_ran_on_the_last_decode_replica_goes_on_where_its_prompts_were_computed() -> None:
     async def play(world: World) -> None:
         prefill, decode = await _deployed(world)
