@@ -316,12 +316,9 @@ class Dispatch:
         prefill_needs_room: bool = False,
     ) -> Pair | None:
         """The pair that is decided on, booked; None where there is none. revision: both are of it; None: all are."""
-        prefills = self._loads(Role.PREFILL, asked)
-        if revision:
-            prefills = [load for load in prefills if load.replica in revision.replicas]
-            decodes = [load for load in decodes if load.replica in revision.replicas]
-        if not decodes:
+        if not (decodes := _of_revision(revision, decodes)):
             return None
+        prefills = _of_revision(revision, self._loads(Role.PREFILL, asked))
         depths = self._depths(asked)
         decision = self._chooser.choose(
             asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
@@ -339,13 +336,11 @@ class Dispatch:
     ) -> Pair | None:
         """The same with a prefill replica that answers all by itself, if none of these decode replicas has room and
         waiting for it is dearer. What nobody waits for does not take such a place, but where there is no other."""
-        prefills = self._loads(Role.PREFILL, asked)
-        if revision:
-            prefills = [load for load in prefills if load.replica in revision.replicas]
-            decodes = [load for load in decodes if load.replica in revision.replicas]
+        decodes = _of_revision(revision, decodes)
         is_urgent = asked.only is None and asked.request.priority < OFFLINE
         if (decodes and not is_urgent) or with_room(decodes, asked.need):
             return None
+        prefills = _of_revision(revision, self._loads(Role.PREFILL, asked))
         hosts = [
             load
             for load in with_room_for_guest(prefills, asked.need)
@@ -439,3 +434,8 @@ class Dispatch:
 def may_retry(error: ClusterError) -> bool:
     """Whether another replica may succeed where this error came from one."""
     return isinstance(error, ReplicaLost | CapacityError | TransferError) and not isinstance(error, LayoutMismatch)
+
+
+def _of_revision(revision: Revision | None, loads: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
+    """Those of its replicas; None: all."""
+    return [load for load in loads if load.replica in revision.replicas] if revision else loads

@@ -10,6 +10,7 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.words.probe import Milestone
@@ -216,28 +217,12 @@ async def _client_gone(stage: Stage) -> None:
     stage.outcome.seen = "nothing"
 
 
-async def _killed_sender(stage: Stage) -> None:
-    await _struck_sender(stage, signal.SIGKILL)
-
-
-async def _frozen_sender(stage: Stage) -> None:
-    await _struck_sender(stage, signal.SIGSTOP)
-
-
 async def _struck_sender(stage: Stage, number: signal.Signals) -> None:
     doomed = await stage.doomed(Role.PREFILL, Fault(Milestone.SENDING, number=number))
     prompt = await stage.prompt(PROMPT + 22)
     stage.direct(prompt, (doomed, stage.decode), (stage.prefill, stage.decode))
     await stage.ask(prompt)
     await _after_the_stroke(stage, doomed, number)
-
-
-async def _killed_receiver(stage: Stage) -> None:
-    await _struck_receiver(stage, signal.SIGKILL)
-
-
-async def _frozen_receiver(stage: Stage) -> None:
-    await _struck_receiver(stage, signal.SIGSTOP)
 
 
 async def _struck_receiver(stage: Stage, number: signal.Signals) -> None:
@@ -299,9 +284,9 @@ STRIKES: dict[str, Strike] = {
     "foreign-prefix": _foreign_prefix,
     "evicted": _evicted,
     "client-gone": _client_gone,
-    "sender-killed": _killed_sender,
-    "sender-frozen": _frozen_sender,
-    "receiver-killed": _killed_receiver,
-    "receiver-frozen": _frozen_receiver,
+    "sender-killed": partial(_struck_sender, number=signal.SIGKILL),
+    "sender-frozen": partial(_struck_sender, number=signal.SIGSTOP),
+    "receiver-killed": partial(_struck_receiver, number=signal.SIGKILL),
+    "receiver-frozen": partial(_struck_receiver, number=signal.SIGSTOP),
     "restarted": _restarted,
 }

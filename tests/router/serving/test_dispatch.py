@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -14,15 +13,7 @@ from router.serving.replica import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import MAX_CONTEXT
 from tests.router.serving.serving_world import QUEUE_S, Client, World
-from tests.router.serving.virtual_time import pass_time
-
-
-async def _until(condition: Callable[[], object]) -> None:
-    for _ in range(10_000):
-        if condition():
-            return
-        await pass_time(0.001)
-    raise AssertionError("it never comes")
+from tests.router.serving.virtual_time import pass_time, until
 
 
 def _seen(world: World, name: str) -> Replica:
@@ -44,7 +35,7 @@ def test_a_request_that_came_before_any_decode_replica_is_weighed_like_others() 
         client = world.ask(num_tokens=9, n=1, max_tokens=300)
         await pass_time(0.1)
         decode = world.add(Role.DECODE)
-        await _until(lambda: _seen(world, decode.name).promised_streams)
+        await until(lambda: _seen(world, decode.name).promised_streams)
         assert _seen(world, decode.name).promised_blocks == -(-(9 + 64) // 4), "64: what is assumed of a first answer"
         assert _expecting(world, client) == {prefill.name}
 
@@ -102,9 +93,9 @@ def test_what_runs_and_what_waits_hears_it_when_a_router_leaves_a_model() -> Non
             world.add(role)
         await pass_time(0.1)
         running = world.ask(num_tokens=9, n=1, max_tokens=900)
-        await _until(lambda: running.received)
+        await until(lambda: running.received)
         waiting = world.ask(num_tokens=9, n=6, max_tokens=900)
-        await _until(lambda: world.core.dispatch.num_waiting)
+        await until(lambda: world.core.dispatch.num_waiting)
         world.core.dispatch.absence.end()
         await world.replicas.close()
         await pass_time(2)
@@ -123,10 +114,10 @@ def test_a_prompt_that_a_decode_replica_computes_is_in_its_queue_until_it_is_com
         decode = _seen(world, world.add(Role.DECODE).name)
         await pass_time(0.1)
         client = world.ask(num_tokens=9, n=1, max_tokens=300)
-        await _until(lambda: decode.promised_streams)
+        await until(lambda: decode.promised_streams)
         assert (decode.pending_tokens, decode.load().queued_tokens) == (9, 9)
         assert _expecting(world, client) == {decode.id}
-        await _until(lambda: client.received)
+        await until(lambda: client.received)
         assert decode.pending_tokens == 0 and decode.promised_streams == 1
         await pass_time(1.5)
         assert not client.is_over and not _expecting(world, client), "the replica itself would have told by now"
@@ -140,11 +131,11 @@ def test_nothing_is_expected_of_a_prefill_replica_that_has_failed() -> None:
         world.add(Role.DECODE)
         await pass_time(0.1)
         client = world.ask(num_tokens=9, n=1, max_tokens=300)
-        await _until(lambda: any(worker.num_held() for worker in prefills))
+        await until(lambda: any(worker.num_held() for worker in prefills))
         failed, other = sorted(prefills, key=lambda worker: worker.num_held(), reverse=True)
         assert _expecting(world, client) == {failed.name}
         failed.kill()
-        await _until(lambda: other.num_held())
+        await until(lambda: other.num_held())
         assert _expecting(world, client) == {other.name}
 
     scenarios.play(play, 0)
@@ -155,17 +146,17 @@ def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> 
         source = world.add(Role.DECODE)
         await pass_time(0.1)
         client = world.ask(num_tokens=9, n=1, max_tokens=900)
-        await _until(lambda: client.received)
+        await until(lambda: client.received)
         full, free = (_seen(world, world.add(Role.DECODE).name) for _ in range(2))
         await pass_time(0.1)
         full.book(0, 0, 990, 1)
         free.book(1000, 0, 0, 0)  # the policy likes it less, for its queue
         source.drain()
-        await _until(lambda: free.promised_streams or full.promised_streams > 1)
+        await until(lambda: free.promised_streams or full.promised_streams > 1)
         assert (free.promised_streams, full.promised_streams) == (1, 1)
         num_blocks = free.promised_blocks
         assert num_blocks * 4 > len(client.request.token_ids) + len(client.received[0])
-        await _until(lambda: _seen(world, source.name).promised_streams == 0)
+        await until(lambda: _seen(world, source.name).promised_streams == 0)
         assert free.promised_streams == 1 and free.promised_blocks >= num_blocks
         full.book(0, 0, -990, -1)
         free.book(-1000, 0, 0, 0)
@@ -181,9 +172,9 @@ def test_what_the_replica_that_computes_a_prompt_has_of_it_is_not_in_its_queue()
         world.replicas.index.store(decode.id, block_hashes(root_hash("model"), tokens, block_size=4))
         request = SequenceRequest(id="r", token_ids=tokens, num_prompt_tokens=9, sampling=Sampling(max_tokens=30))
         async with world.core.start(request):
-            await _until(lambda: decode.promised_streams)
+            await until(lambda: decode.promised_streams)
             assert decode.pending_tokens == 1
-        await _until(lambda: not decode.promised_streams)
+        await until(lambda: not decode.promised_streams)
         world.replicas.index.drop(decode.id)
 
     scenarios.play(play, 0)
@@ -197,7 +188,7 @@ def test_who_needs_no_more_does_not_wait_for_a_transfer_that_nobody_needs() -> N
         prefill, decode = world.add(Role.PREFILL), world.add(Role.DECODE)
         await pass_time(0.1)
         client = world.ask(num_tokens=9, n=1, max_tokens=300)
-        await _until(lambda: client.received)
+        await until(lambda: client.received)
         if not decode.leases[0].has_landed:
             num_under_way += 1
             prefill.fall_silent()
@@ -215,7 +206,7 @@ def test_more_choices_than_a_replica_runs_are_refused_and_hold_up_nobody() -> No
         world.add(Role.DECODE)
         await pass_time(0.1)
         running = [world.ask(num_tokens=9, n=1, max_tokens=300) for _ in range(2)]
-        await _until(lambda: all(client.received for client in running))
+        await until(lambda: all(client.received for client in running))
         request = SequenceRequest(id="r", token_ids=(1, 2), num_prompt_tokens=2, choices=tuple(range(7)))
         with pytest.raises(RequestError, match="at most 6 choices") as refused:
             async with world.core.start(request) as generation:
@@ -223,7 +214,7 @@ def test_more_choices_than_a_replica_runs_are_refused_and_hold_up_nobody() -> No
                     pass
         assert refused.value.param == "n"
         small = world.ask(num_tokens=9, n=1, max_tokens=3)
-        await _until(lambda: small.is_over)
+        await until(lambda: small.is_over)
         assert not any(client.is_over for client in running)
 
     scenarios.play(play, 0)
@@ -235,7 +226,7 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
         decode = _seen(world, world.add(Role.DECODE).name)  # which runs six choices
         await pass_time(0.1)
         greedy = [world.ask(num_tokens=9, n=n, max_tokens=300, tenant="greedy") for n in (4, 1, 4, 1)]
-        await _until(lambda: greedy[0].received)
+        await until(lambda: greedy[0].received)
         assert world.core.dispatch.held["greedy"].num_streams == decode.promised_streams == 4
         for _ in range(3):
             modest = world.ask(num_tokens=9, n=1, max_tokens=3, tenant="modest")
@@ -291,7 +282,7 @@ def test_what_waits_while_a_replica_leaves_is_not_refused_for_that() -> None:
         replicas = [world.add(Role.DECODE) for _ in range(2)]
         await pass_time(0.1)
         busy = [world.ask(num_tokens=9, n=3, max_tokens=300, tenant=tenant) for tenant in "bc"]
-        await _until(lambda: all(client.received for client in busy))
+        await until(lambda: all(client.received for client in busy))
         large = world.ask(num_tokens=9, n=6, max_tokens=3, tenant="a")
         await pass_time(0.1)
         replicas[0].kill()
@@ -313,7 +304,7 @@ def test_a_tenant_that_asks_for_little_is_not_refused_for_what_another_waits_for
         await pass_time(60)
         assert sum(client.is_over for client in greedy) >= 4, "nothing has been measured"
         modest = world.ask(num_tokens=9, n=1, max_tokens=900, deadline_s=30.0, tenant="modest")
-        await _until(lambda: modest.received)
+        await until(lambda: modest.received)
         for client in greedy:
             world.cancel(client)
 
@@ -341,7 +332,7 @@ def test_a_call_that_ends_before_its_choices_have_is_a_loss_and_others_go_on_wit
         decode = world.add(Role.DECODE)
         await pass_time(0.1)
         client = world.ask(num_tokens=9, n=2, max_tokens=600)
-        await _until(lambda: len(client.received) == 2)
+        await until(lambda: len(client.received) == 2)
         other = world.add(Role.DECODE)
         await pass_time(0.1)
         (lease,) = decode.leases
@@ -350,8 +341,8 @@ def test_a_call_that_ends_before_its_choices_have_is_a_loss_and_others_go_on_wit
         await pass_time(2)
         assert not other.running(), "the last frames may still be on their way"
         decode.hits.append(client.request.id)
-        await _until(lambda: other.running())
-        await _until(lambda: client.is_over)
+        await until(lambda: other.running())
+        await until(lambda: client.is_over)
         assert client.error is None and client.finished == {0, 1}
 
     scenarios.play(play, 0)
@@ -367,8 +358,8 @@ def test_what_is_left_unread_is_bounded() -> None:
         request = SequenceRequest(id="r", token_ids=(1, 2), num_prompt_tokens=2, sampling=sampling)
         num_tokens = 0
         async with world.core.start(request) as generation:
-            await _until(lambda: world.core.num_running)
-            await _until(lambda: not world.core.num_running)
+            await until(lambda: world.core.num_running)
+            await until(lambda: not world.core.num_running)
             with pytest.raises(ClientTooSlow):
                 async for arrived in generation:
                     num_tokens += len(arrived[0])
@@ -390,9 +381,9 @@ def test_a_prompt_of_which_is_told_counts_on_no_cache_and_waits_for_a_replica_th
         world.tells_prompt_logprobs = True
         decode = _seen(world, world.add(Role.DECODE).name)
         world.replicas.index.store(decode.id, block_hashes(root_hash("model"), tokens, block_size=4))
-        await _until(lambda: decode.promised_streams)
+        await until(lambda: decode.promised_streams)
         assert decode.pending_tokens == 9
-        await _until(lambda: client.is_over)
+        await until(lambda: client.is_over)
         assert client.error is None
         for replica in (older, decode):
             world.replicas.index.drop(replica.id)
@@ -409,6 +400,6 @@ def test_a_request_of_the_last_priority_is_not_among_those_who_wait() -> None:
         await pass_time(0.1)
         assert b"\nrequests_waiting 1.0" in world.metrics.render()
         world.add(Role.DECODE)
-        await _until(lambda: offline.is_over and other.is_over)
+        await until(lambda: offline.is_over and other.is_over)
 
     scenarios.play(play, 0)

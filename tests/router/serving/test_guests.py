@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,17 +12,9 @@ from router.serving.replica import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.serving_world import QUEUE_S, Client, World
-from tests.router.serving.virtual_time import pass_time
+from tests.router.serving.virtual_time import pass_time, until
 
 _MAX_RUNNING, _GUESTS = 6, 3
-
-
-async def _until(condition: Callable[[], object]) -> None:
-    for _ in range(10_000):
-        if condition():
-            return
-        await pass_time(0.001)
-    raise AssertionError("it never comes")
 
 
 def _seen(world: World, worker: FakeWorker) -> Replica:
@@ -60,7 +52,7 @@ def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
             guests = _ask(world, _GUESTS + 1)
-            await _until(lambda: sum(bool(client.received) for client in guests) == _GUESTS)
+            await until(lambda: sum(bool(client.received) for client in guests) == _GUESTS)
             assert len(prefill.running()) <= _GUESTS and _seen(world, prefill).promised_streams == _GUESTS
             assert _waiting(world) == 1, "beyond its share it computes prompts only"
             assert b"\nprefill_answers_total 3.0" in world.metrics.render()
@@ -72,7 +64,7 @@ def test_why_is_told_with_what_waiting_would_have_cost() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, decode):
             [guest] = _ask(world, 1)
-            await _until(lambda: guest.received)
+            await until(lambda: guest.received)
         [attempt] = world.core.dispatch.decisions.explain(guest.request.id)[guest.request.id]
         taken, *others = attempt["options"]
         assert (taken["prefill"], taken["decode"], taken["wait_s"]) == (None, prefill.name, 0.0)
@@ -103,7 +95,7 @@ def test_answers_come_however_long_there_has_been_no_decode_replica() -> None:
         assert absence.look() is None, "somebody answers"
         await pass_time(QUEUE_S + 1)
         [client] = _ask(world, 1)
-        await _until(lambda: client.is_over)
+        await until(lambda: client.is_over)
         assert client.error is None
 
     scenarios.play(play, 0)
@@ -127,8 +119,8 @@ def test_answers_come_where_there_is_no_decode_replica() -> None:
         await pass_time(0.1)
         assert world.core.dispatch.may_answer()
         clients = _ask(world, 2 * _GUESTS)
-        await _until(lambda: len(prefill.running()) == _GUESTS)
-        await _until(lambda: all(client.is_over for client in clients))
+        await until(lambda: len(prefill.running()) == _GUESTS)
+        await until(lambda: all(client.is_over for client in clients))
         assert not any(client.error for client in clients)
 
     scenarios.play(play, 0)
@@ -138,14 +130,14 @@ def test_the_model_is_not_away_while_prefill_replicas_answer() -> None:
     async def play(world: World) -> None:
         world.guest_share = 0.5
         prefill = world.add(Role.PREFILL)
-        await _until(lambda: world.replicas.usable(Role.PREFILL))
+        await until(lambda: world.replicas.usable(Role.PREFILL))
         assert world.core.dispatch.absence.look() is None
         await pass_time(2 * QUEUE_S)
         [client] = _ask(world, 1)
-        await _until(lambda: client.is_over)
+        await until(lambda: client.is_over)
         assert client.error is None
         prefill.drain()
-        await _until(lambda: world.core.dispatch.absence.look() is not None)
+        await until(lambda: world.core.dispatch.absence.look() is not None)
 
     scenarios.play(play, 0)
 
@@ -154,10 +146,10 @@ def test_what_ran_on_the_last_decode_replica_goes_on_where_its_prompts_were_comp
     async def play(world: World) -> None:
         prefill, decode = await _deployed(world)
         clients = _ask(world, _GUESTS)
-        await _until(lambda: all(len(client.received.get(0, [])) > 2 for client in clients))
+        await until(lambda: all(len(client.received.get(0, [])) > 2 for client in clients))
         decode.kill()
-        await _until(lambda: len(prefill.running()) == _GUESTS)
-        await _until(lambda: all(client.is_over for client in clients))
+        await until(lambda: len(prefill.running()) == _GUESTS)
+        await until(lambda: all(client.is_over for client in clients))
         assert not any(client.error for client in clients)
 
     scenarios.play(play, 0)
@@ -167,11 +159,11 @@ def test_a_guest_whose_prefill_replica_dies_goes_on_elsewhere() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
             [guest] = _ask(world, 1)
-            await _until(lambda: len(guest.received.get(0, [])) > 2)
+            await until(lambda: len(guest.received.get(0, [])) > 2)
             other = world.add(Role.PREFILL)
-            await _until(lambda: _seen(world, other).is_usable)
+            await until(lambda: _seen(world, other).is_usable)
             prefill.kill()
-            await _until(lambda: guest.is_over)
+            await until(lambda: guest.is_over)
         assert guest.error is None and guest.generation and guest.generation.route.migrations == 1
 
     scenarios.play(play, 0)
@@ -184,12 +176,12 @@ def test_a_guest_moves_to_a_decode_replica_that_has_room(drains: bool) -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
             guests = _ask(world, _GUESTS, max_tokens=900)
-            await _until(lambda: all(guest.received for guest in guests))
+            await until(lambda: all(guest.received for guest in guests))
             routes = [guest.generation.route for guest in guests if guest.generation]
             if drains:
                 prefill.drain()
             fresh = world.add(Role.DECODE)
-            await _until(lambda: fresh.name in {route.decode_replica for route in routes})
+            await until(lambda: fresh.name in {route.decode_replica for route in routes})
         assert {route.attempts for route in routes} == {1}, "one went on without"
 
     scenarios.play(play, 0)

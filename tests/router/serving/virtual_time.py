@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+from collections.abc import Callable
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -33,3 +34,12 @@ async def pass_time(seconds: float) -> None:
     """A sleep in virtual time, which says nothing of how quick a machine is."""
     assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop)
     await asyncio.sleep(seconds)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let time pass until this holds."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await pass_time(0.001)
+    raise AssertionError("it never comes")
