@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from engine.sequence import Sequence
 from engine.speculation.histories import Histories
 from engine.speculation.proposer import NOTHING, Proposal
@@ -15,7 +17,13 @@ class Ngram:
     def __init__(self, histories: Histories) -> None:
         self._histories = histories
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        return [self._propose(sequence, max_tokens) for sequence in sequences]
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+    def _propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
         index = self._histories.of(sequence)
         matches = index.matches_of_end()
         if not matches or max_tokens < 1:
@@ -26,6 +34,3 @@ class Ngram:
         while len(tokens) < max_tokens:  # a place that reaches to the end goes on as it began
             tokens.append(tokens[-period])
         return Proposal(tokens, [min(best.num_tokens + i, MOST_MATCH) - 1 for i in range(len(tokens))])
-
-    def finished(self, sequence: Sequence) -> None:
-        pass

@@ -26,9 +26,9 @@ NOTHING = Proposal((), ())
 class Proposer(Protocol):
     """One way to guess. Owned by the step thread. Whatever it says, no answer changes: what is wrong costs time."""
 
-    def propose(self, sequence: Sequence, max_tokens: int, /) -> Proposal:
-        """What may follow its tokens, the next one first: at most so many. It may be nothing. A function of the
-        sequence's tokens and of what was finished before; only looks at the sequence."""
+    def propose(self, sequences: Seq[Sequence], max_tokens: int, /) -> list[Proposal]:
+        """What may follow the tokens of each, the next one first: at most so many. It may be nothing. A function of the
+        sequences' tokens and of what was finished before; only looks at the sequences."""
         ...
 
     def finished(self, sequence: Sequence, /) -> None:

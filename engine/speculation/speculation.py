@@ -19,7 +19,7 @@ from engine.speculation.draft import Draft, take_room
 from engine.speculation.draft_plan import StepPrice, plan_drafts
 from engine.speculation.histories import Histories
 from engine.speculation.ngram import Ngram
-from engine.speculation.proposer import Proposer
+from engine.speculation.proposer import Proposal, Proposer
 from engine.speculation.suffix import Suffix
 
 Method = Literal["ngram", "suffix", "auto"]
@@ -87,7 +87,7 @@ class Speculation:
         for them are taken."""
         if self._passes_over(rows):
             return {}
-        best = [self._best(row) for row in rows]
+        best = self._best(rows)
         chances = [
             guess.chances[: self._most(row)] if guess else () for row, (_, guess) in zip(rows, best, strict=True)
         ]
@@ -107,7 +107,7 @@ class Speculation:
         """Whether something would be drafted for them as they are now."""
         if self._passes_over(rows):
             return False
-        chances = [guess.chances if guess else () for _, guess in map(self._best, rows)]
+        chances = [guess.chances if guess else () for _, guess in self._best(rows)]
         is_worth_it = any(plan_drafts(chances, len(rows), price, max_tokens))
         self._num_in_vain = 0 if is_worth_it else self._num_in_vain + 1
         return is_worth_it
@@ -135,21 +135,31 @@ class Speculation:
         """Tokens that may be drafted for a row: the step chooses one more, and it gets none beyond its end."""
         return max(0, min(self._max_tokens, row.most_tokens - len(row.tokens), row.last_token - len(row.tokens) - 1))
 
-    def _best(self, sequence: Sequence) -> tuple[str, _Guess | None]:
-        """The guess that promises most tokens, and whose it is."""
+    def _best(self, sequences: Seq[Sequence]) -> list[tuple[str, _Guess | None]]:
+        """For each the guess that promises most tokens, and whose it is."""
+        rows = [self._row(sequence) for sequence in sequences]
+        for method in self._methods:
+            self._guess(method, sequences, rows)
+        return [max(row.guesses.items(), key=_promise, default=("", None)) for row in rows]
+
+    def _row(self, sequence: Sequence) -> _Row:
         row = self._rows.get(sequence)
         if row is None:
             row = self._rows[sequence] = _Row()
-        best: tuple[str, _Guess | None] = "", None
-        most = 0.0
-        for method, proposer in self._methods.items():
+        return row
+
+    def _guess(self, method: str, sequences: Seq[Sequence], rows: Seq[_Row]) -> None:
+        """See to it that the method's guesses are of the tokens that sequences have now."""
+        asked = []
+        for sequence, row in zip(sequences, rows, strict=True):
             guess = row.guesses.get(method)
             if guess is None or guess.start < len(sequence.tokens):
                 self._learn(method, row, sequence)
-                guess = self._ask(method, proposer, row, sequence)
-            if guess and (promise := sum(guess.chances)) > most:
-                best, most = (method, guess), promise
-        return best
+                asked.append((sequence, row))
+        if asked:
+            proposals = self._methods[method].propose([sequence for sequence, _ in asked], self._max_tokens)
+            for (sequence, row), proposal in zip(asked, proposals, strict=True):
+                self._note(method, proposal, row, sequence)
 
     def _learn(self, method: str, row: _Row, sequence: Sequence) -> None:
         """From what has become of the last guess, as far as the row has come since then."""
@@ -163,18 +173,16 @@ class Speculation:
         acceptance.saw(sum(self._acceptance[method].chance(kind) for kind in guess.kinds[:num_reached]), num_right)
         self._acceptance[method].saw(guess.kinds, num_right, num_reached)
 
-    def _ask(self, method: str, proposer: Proposer, row: _Row, sequence: Sequence) -> _Guess | None:
-        proposal = proposer.propose(sequence, self._max_tokens)
+    def _note(self, method: str, proposal: Proposal, row: _Row, sequence: Sequence) -> None:
         tokens = proposal.tokens[: self._max_tokens]
         end = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))
         if not end:
-            return None
+            return
         factor = row.acceptance[method].factor if method in row.acceptance else 1.0
         chance = self._acceptance[method].chance
         each = [min(1.0, chance(kind) * factor) for kind in proposal.kinds[:end]]
-        guess = _Guess(len(sequence.tokens), tokens[:end], proposal.kinds[:end], list(accumulate(each, mul)))
-        row.guesses[method] = guess
-        return guess
+        chances = list(accumulate(each, mul))
+        row.guesses[method] = _Guess(len(sequence.tokens), tokens[:end], proposal.kinds[:end], chances)
 
     def _try_one(self, chances: Seq[Seq[float]], max_tokens: int) -> list[int]:
         """Now and then a short draft of the likeliest row, though it does not seem to pay."""
@@ -186,3 +194,8 @@ class Speculation:
                 lengths[i] = min(_TRIED, len(chances[i]), max_tokens)
                 self._num_without = 0
         return lengths
+
+
+def _promise(guess: tuple[str, _Guess]) -> float:
+    """Of a method's guess: how many of its tokens are right, in the mean."""
+    return sum(guess[1].chances)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from engine.sequence import Sequence
 from engine.speculation.corpus import Answer, Corpus, Scope
 from engine.speculation.histories import Histories
@@ -24,7 +26,16 @@ class Suffix:
         self._histories = histories
         self._corpus = corpus
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        return [self._propose(sequence, max_tokens) for sequence in sequences]
+
+    def finished(self, sequence: Sequence) -> None:
+        request = sequence.request
+        answer = tuple(sequence.tokens[request.num_prompt_tokens :])
+        if len(answer) > 2:
+            self._corpus.add(Answer(Scope.of(request), answer))
+
+    def _propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
         index = self._histories.of(sequence)
         places = [
             (match.num_tokens, index.tokens[match.next : match.next + max_tokens]) for match in index.matches_of_end()
@@ -52,9 +63,3 @@ class Suffix:
             if len(votes) > 1:
                 places = [place for place in places if len(place[1]) <= i or place[1][i] == token]
         return Proposal(tokens, kinds)
-
-    def finished(self, sequence: Sequence) -> None:
-        request = sequence.request
-        answer = tuple(sequence.tokens[request.num_prompt_tokens :])
-        if len(answer) > 2:
-            self._corpus.add(Answer(Scope.of(request), answer))

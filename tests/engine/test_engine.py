@@ -4,6 +4,7 @@ its own tokens, and every block is in one state."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import chain, product
 
@@ -617,7 +618,10 @@ class HostileProposer:
 
     temper = 0
 
-    def propose(self, sequence: TokenSequence, max_tokens: int) -> Proposal:
+    def propose(self, sequences: Seq[TokenSequence], max_tokens: int) -> list[Proposal]:
+        return [self._propose(sequence, max_tokens) for sequence in sequences]
+
+    def _propose(self, sequence: TokenSequence, max_tokens: int) -> Proposal:
         tokens = list(sequence.tokens)
         for _ in range(max_tokens + 2):  # more than was asked for, and beyond any end
             tokens.append(_next(tokens, sequence.sampling_row.seed))

@@ -35,10 +35,16 @@ class FakeProposer:
         self.finished_with: list[list[int]] = []
         self.num_asked = 0
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
-        self.num_asked += 1
-        tokens = self._guess(sequence.tokens, max_tokens)
-        return Proposal(tokens, [0] * len(tokens))
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        self.num_asked += len(sequences)
+        guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]
+        return [Proposal(tokens, [0] * len(tokens)) for tokens in guesses]
 
     def finished(self, sequence: Sequence) -> None:
         self.finished_with.append(list(sequence.tokens))
+
+
+def propose(proposer: Proposer, sequence: Sequence, max_tokens: int) -> Proposal:
+    """What it says of one sequence alone."""
+    (proposal,) = proposer.propose([sequence], max_tokens)
+    return proposal

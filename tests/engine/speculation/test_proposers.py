@@ -13,7 +13,7 @@ from engine.speculation.ngram import Ngram
 from engine.speculation.proposer import NUM_KINDS, Proposer
 from engine.speculation.suffix import Suffix
 from engine.speculation.token_index import MOST_MATCH, TokenIndex
-from tests.engine.speculation.proposers import OURS, sequence_of
+from tests.engine.speculation.proposers import OURS, propose, sequence_of
 
 _TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 _SCOPE = Scope("", "", "")
@@ -28,44 +28,44 @@ class TestConformance:
             sequence = sequence_of([generator.randrange(4) for _ in range(length)])
             for most in (1, 3, 8):
                 before = list(sequence.tokens)
-                proposal = proposer.propose(sequence, most)
+                proposal = propose(proposer, sequence, most)
                 assert sequence.tokens == before and not sequence.blocks
                 assert len(proposal.tokens) == len(proposal.kinds) <= most
                 assert set(proposal.tokens) <= set(before)
                 assert all(0 <= kind < NUM_KINDS for kind in proposal.kinds)
-                assert again.propose(sequence, most) == proposal
+                assert propose(again, sequence, most) == proposal
 
     def test_it_says_nothing_of_what_was_never_there(self, make: Callable[[], Proposer]) -> None:
-        assert not make().propose(sequence_of(range(40)), 8).tokens
-        assert not make().propose(sequence_of([3]), 8).tokens
+        assert not propose(make(), sequence_of(range(40)), 8).tokens
+        assert not propose(make(), sequence_of([3]), 8).tokens
 
     def test_it_goes_on_with_what_was_there_as_the_sequence_grows(self, make: Callable[[], Proposer]) -> None:
         proposer, sequence = make(), sequence_of([*_TEXT, 1, 2, *_TEXT[:3]])
-        assert list(proposer.propose(sequence, 5).tokens) == _TEXT[3:8]
-        kinds = proposer.propose(sequence, 2).kinds
+        assert list(propose(proposer, sequence, 5).tokens) == _TEXT[3:8]
+        kinds = propose(proposer, sequence, 2).kinds
         sequence.tokens += _TEXT[3:5]
-        assert list(proposer.propose(sequence, 3).tokens) == _TEXT[5:8]
-        assert proposer.propose(sequence, 2).kinds[0] > kinds[0], "a longer match is no surer"
+        assert list(propose(proposer, sequence, 3).tokens) == _TEXT[5:8]
+        assert propose(proposer, sequence, 2).kinds[0] > kinds[0], "a longer match is no surer"
         sequence.tokens += [77, 78]
-        assert not proposer.propose(sequence, 3).tokens
+        assert not propose(proposer, sequence, 3).tokens
 
     def test_a_sequence_that_is_finished_and_gone_leaves_no_trouble(self, make: Callable[[], Proposer]) -> None:
         proposer = make()
         for number in range(3):
             sequence = sequence_of([*_TEXT, number], num_prompt_tokens=2)
-            proposer.propose(sequence, 4)
+            propose(proposer, sequence, 4)
             proposer.finished(sequence)
-        assert proposer.propose(sequence_of([40, 41]), 4).tokens in ((), [])
+        assert propose(proposer, sequence_of([40, 41]), 4).tokens in ((), [])
 
 
 def test_the_longest_match_counts_and_of_these_the_latest() -> None:
     ngram = Ngram(Histories())
-    assert list(ngram.propose(sequence_of([1, 2, 3, 50, 9, 2, 3, 60, 8, 2, 3, 70, 1, 2, 3]), 1).tokens) == [50]
-    assert list(ngram.propose(sequence_of([9, 2, 3, 60, 8, 2, 3, 70, 1, 2, 3]), 1).tokens) == [70]
+    assert list(propose(ngram, sequence_of([1, 2, 3, 50, 9, 2, 3, 60, 8, 2, 3, 70, 1, 2, 3]), 1).tokens) == [50]
+    assert list(propose(ngram, sequence_of([9, 2, 3, 60, 8, 2, 3, 70, 1, 2, 3]), 1).tokens) == [70]
 
 
 def test_a_period_goes_on() -> None:
-    assert list(Ngram(Histories()).propose(sequence_of([1, 2, 3, 1, 2]), 8).tokens) == [3, 1, 2, 3, 1, 2, 3, 1]
+    assert list(propose(Ngram(Histories()), sequence_of([1, 2, 3, 1, 2]), 8).tokens) == [3, 1, 2, 3, 1, 2, 3, 1]
 
 
 def test_matches_are_those_of_a_search() -> None:
@@ -87,19 +87,19 @@ def test_matches_are_those_of_a_search() -> None:
 def test_most_places_decide_and_where_they_are_of_several_minds_nothing_is_said() -> None:
     suffix = Suffix(Histories(), Corpus())
     tokens = [1, 2, 3, 4, 8, 1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2]
-    assert list(suffix.propose(sequence_of(tokens), 3).tokens) == [3, 4, 9]
+    assert list(propose(suffix, sequence_of(tokens), 3).tokens) == [3, 4, 9]
     many = [token for other in range(20, 25) for token in (1, 2, other)]
-    assert not suffix.propose(sequence_of([*many, 1, 2]), 3).tokens
+    assert not propose(suffix, sequence_of([*many, 1, 2]), 3).tokens
 
 
 def test_answers_are_drafted_for_others_like_them_of_the_same_tenant_and_salt_alone() -> None:
     suffix = Suffix(Histories(), Corpus())
     suffix.finished(sequence_of([*range(20), *_TEXT], num_prompt_tokens=20, tenant="acme", salt="s"))
-    assert list(suffix.propose(sequence_of([40, 5, 6], tenant="acme", salt="s"), 3).tokens) == [7, 8, 9]
+    assert list(propose(suffix, sequence_of([40, 5, 6], tenant="acme", salt="s"), 3).tokens) == [7, 8, 9]
     for tenant, salt in (("", ""), ("acme", ""), ("", "s"), ("other", "s")):
-        assert not suffix.propose(sequence_of([40, 5, 6], tenant=tenant, salt=salt), 3).tokens
+        assert not propose(suffix, sequence_of([40, 5, 6], tenant=tenant, salt=salt), 3).tokens
     # Nobody has answered with what was asked.
-    assert not suffix.propose(sequence_of([40, 15, 16], tenant="acme", salt="s"), 3).tokens
+    assert not propose(suffix, sequence_of([40, 15, 16], tenant="acme", salt="s"), 3).tokens
 
 
 def test_nothing_is_drafted_beyond_the_end_of_an_answer() -> None:
