@@ -116,7 +116,7 @@ class GangRunner:
             assert self.tiers, "orders for tiers that this rank does not have"
             self.tiers.carry_out(order)
         for source, target in orders.copies:
-            self.runner.pool.copy_block(source, target)
+            self.runner.copy_block(source, target)
         for grant in orders.grants:
             self._grant(grant)
         for begin in orders.begins:
