@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -96,7 +96,7 @@ class GangRunner:
         """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other
         ranks see by themselves that it is whole."""
         if passage := self.sender.find(key):
-            passage.commit(passage.handoff.num_tokens, first_tokens)
+            self._commit(passage, passage.handoff.num_tokens, first_tokens)
 
     def _compute(
         self, batch: Batch, shipped: list[tuple[Passage, int, int]], on_logits: Callable[[Tensor], None] | None = None
@@ -128,7 +128,7 @@ class GangRunner:
                 passage.layer_ready(0, ship.start, ship.end, num_layers=self.runner.layout.num_layers)
         for commit in orders.commits:
             if passage := self.sender.find(commit.key):
-                passage.commit(commit.num_tokens, commit.next_tokens)
+                self._commit(passage, commit.num_tokens, commit.next_tokens)
         for key in orders.aborts:
             if passage := self.sender.find(key):
                 passage.abort()
@@ -137,7 +137,12 @@ class GangRunner:
         if passage := self.sender.begin(grant.handoff, grant.blocks):
             for layer in range(self.runner.layout.num_layers):  # so that no payload grows with the prompt and the model
                 passage.layer_ready(layer, 0, grant.num_tokens)
-            passage.commit(grant.num_tokens)
+            self._commit(passage, grant.num_tokens)
+
+    def _commit(self, passage: Passage, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
+        drafter = self.runner.drafter
+        features = drafter.features.of(passage.blocks, num_tokens) if drafter else b""
+        passage.commit(num_tokens, next_tokens, features=features)
 
     def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[Passage, int, int]]:
         """The rows of the batch that are shipped: passage, and the positions [start, end) that the row computes."""
