@@ -167,6 +167,10 @@ class ModelRunner:
         assert self.drafter, "nothing drafts here"
         return self.drafter.draft(rows, max_tokens)
 
+    def knows(self, row: HeadRow) -> bool:
+        """Whether the heads have seen what this row goes on from."""
+        return self.drafter is not None and self.drafter.features.knows(row)
+
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """For a sequence that forks inside a block."""

@@ -14,6 +14,7 @@ from engine.batch.batch import Batch, KeptRows
 from engine.orders import BeginOrder, Orders
 from engine.runner import ModelRunner
 from engine.scorer import Scorer
+from engine.speculation.head_proposer import HeadDraft, HeadRow
 from engine.step import ScheduledStep
 from engine.tiers.rank_tiers import RankTiers
 from kvtransfer.movers.sender import Sender
@@ -91,6 +92,13 @@ class GangRunner:
         for passage, _, end in shipped:
             if end == passage.handoff.num_tokens:
                 passage.commit(end)
+
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
+        """Implements DraftHeads, as does `knows`. On rank 0, which has no others: nobody is told."""
+        return self.runner.draft(rows, max_tokens)
+
+    def knows(self, row: HeadRow) -> bool:
+        return self.runner.knows(row)
 
     def commit(self, key: HandoffKey, first_tokens: list[int]) -> None:
         """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other

@@ -75,6 +75,13 @@ class Features:
         slots = [row.blocks[at // size] * size + at % size for row, at in zip(rows, before, strict=True)]
         return self.find(np.array(slots))
 
+    def knows(self, row: HeadRow) -> bool:
+        """Whether anything is known of the position before a row's last token."""
+        slot = row.blocks[(row.position - 1) // self._size] * self._size + (row.position - 1) % self._size
+        place = self._place_of[slot]
+        is_end = self._of_blocks is not None and slot % self._size == self._size - 1
+        return bool(is_end or (place >= 0 and self._slot_of_C[place] == slot))
+
     def read(self, places_N: Ints) -> Tensor:
         """(N, E); zeros where nothing is known."""
         x_NE = torch.zeros(len(places_N), self._ring_CE.shape[1], dtype=self._ring_CE.dtype, device=self._pool.device)

@@ -30,33 +30,52 @@ class HeadDraft(NamedTuple):
 class DraftHeads(Protocol):
     """Heads, and what they remember."""
 
+    def knows(self, row: HeadRow, /) -> bool:
+        """Whether they can say anything of it."""
+        ...
+
     def draft(self, rows: Seq[HeadRow], max_tokens: int, /) -> list[HeadDraft]: ...
 
 
 class HeadProposer:
-    """Implements Proposer. Its kinds: how sure the heads are of the token, early in the draft or late."""
+    """Implements Computing. Its kinds: how sure the heads are of the token, early in the draft or late. Nothing is ever
+    to be caught up with: what heads need of a sequence, its steps have left."""
 
     def __init__(self, heads: DraftHeads) -> None:
         self._heads = heads
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         proposals = [NOTHING] * len(sequences)
-        asked = [
-            i
-            for i, sequence in enumerate(sequences)
-            # One that decodes lacks its last token's KV alone, and what is coming has not come.
-            if sequence.num_computed == len(sequence.tokens) - 1 > 0 and sequence.blocks and not sequence.num_coming
-        ]
+        asked = [i for i, sequence in enumerate(sequences) if _decodes(sequence)]
         if not asked or max_tokens < 1:
             return proposals
-        rows = [HeadRow(sequences[i].tokens[-1], len(sequences[i].tokens) - 1, sequences[i].blocks) for i in asked]
-        for i, draft in zip(asked, self._heads.draft(rows, max_tokens), strict=True):
+        drafts = self._heads.draft([_row(sequences[i]) for i in asked], max_tokens)
+        for i, draft in zip(asked, drafts, strict=True):
             if draft.tokens:
                 proposals[i] = Proposal(draft.tokens, [_kind(place, share) for place, share in enumerate(draft.shares)])
         return proposals
 
+    def num_behind(self, sequence: Sequence) -> int | None:
+        return 0 if _decodes(sequence) and self._heads.knows(_row(sequence)) else None
+
+    def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
     def finished(self, sequence: Sequence) -> None:
         pass
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """It lacks its last token's KV alone, and nothing of it is coming."""
+    is_next_to_last = sequence.num_computed == len(sequence.tokens) - 1 > 0
+    return is_next_to_last and bool(sequence.blocks) and not sequence.num_coming
+
+
+def _row(sequence: Sequence) -> HeadRow:
+    return HeadRow(sequence.tokens[-1], len(sequence.tokens) - 1, sequence.blocks)
 
 
 def _kind(place: int, share: float) -> int:

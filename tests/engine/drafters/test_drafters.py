@@ -58,7 +58,7 @@ def _eagle(model: PreTrainedModel, directory: Path) -> Reference:
 
 
 class Checked:
-    """Implements Proposer: what the heads say, and whether it is what they are to say."""
+    """Implements Proposer: asked for every row of every step, it looks whether heads say what they are to say."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._heads = case, HeadProposer(case.runner)
