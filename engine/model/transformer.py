@@ -7,7 +7,8 @@ The families differ in their configs only: biases, a norm on queries and keys, s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Protocol, TypeVar
 
 import torch
@@ -147,6 +148,14 @@ class Transformer:
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
         return self._logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
+
+    def without(self, layers: Collection[int]) -> Transformer:
+        """The same weights, but for some layers: their KV is neither read nor written."""
+        part = copy(self)
+        part._layers = [layer for layer in self._layers if layer.index not in layers]
+        part._latent_layers = [layer for layer in self._latent_layers if layer.index not in layers]
+        part._compiled = None
+        return part
 
     @property
     def hindrance(self) -> str | None:
