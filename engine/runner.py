@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -177,6 +177,18 @@ class ModelRunner:
         self.pool.copy_block(source, target)
         if self.drafter:
             self.drafter.features.take_copy(source, target)
+
+    def without(self, layers: Collection[int]) -> Callable[[Batch], Tensor]:
+        """Computes batches as `forward` does, without some layers, whose part of the pool stays as it is. The rank must
+        be alone."""
+        assert self.parallel.size == 1, "the other ranks would have to leave them out, too"
+        part = self._model.without(layers)
+
+        @torch.inference_mode()
+        def forward(batch: Batch) -> Tensor:
+            return part(batch, self.pool, None)
+
+        return forward
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.step.Runner for an engine whose only rank this is, or in which each rank leads itself."""

@@ -7,7 +7,8 @@ The families differ in their configs only: biases, a norm on queries and keys, s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Protocol, TypeVar
 
 import torch
@@ -175,6 +176,14 @@ class Transformer:
     def logits(self, x_RE: Tensor) -> Tensor:
         """Of what the last layer leaves, not normed: (R, V) in fp32, on every rank."""
         return self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size).float()
+
+    def without(self, layers: Collection[int]) -> Transformer:
+        """The same weights, but for some layers: their KV is neither read nor written."""
+        part = copy(self)
+        part._layers = [layer for layer in self._layers if layer.index not in layers]
+        part._latent_layers = [layer for layer in self._latent_layers if layer.index not in layers]
+        part._compiled = None
+        return part
 
     @property
     def hindrance(self) -> str | None:
