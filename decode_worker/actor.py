@@ -14,7 +14,7 @@ from cluster.worker.role_parts import LeaderParts, RoleParts
 from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.speculation.head_proposer import HeadProposer
+from engine.drafters.head_proposer import HeadProposer
 from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 
@@ -47,7 +47,7 @@ def _speculation(parts: LeaderParts) -> Speculation | None:
     spec, vocab_size = parts.setup.spec.speculation, parts.engine.gang.runner.config.vocab_size
     if spec.method == "off":
         return None
-    computing: dict[str, Computing] = {spec.heads[0]: HeadProposer(parts.engine.gang)} if spec.heads else {}
+    computing: dict[str, Computing] = {spec.heads[0]: HeadProposer(parts.engine.gang.runner)} if spec.heads else {}
     return Speculation.of(spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing)
 
 

@@ -40,7 +40,7 @@ cluster.words:
 cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine kv orders
     pace parallel prompts rate runner sampler scorer sequence speculation step tiers) kvtransfer(links movers
     protocol)
-decode_worker.actor: cluster(rpc words worker) engine(config speculation) decode_worker(server worker)
+decode_worker.actor: cluster(rpc words worker) engine(config drafters speculation) decode_worker(server worker)
 decode_worker.server: cluster(worker) decode_worker(worker)
 decode_worker.ticket: cluster(words) engine(prompts)
 decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculation step) kvtransfer(protocol)
@@ -55,7 +55,8 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.drafters: cluster(model words) engine(attention batch kernels kv layers model speculation weights)
+engine.draft_heads: cluster(model words) engine(attention batch kernels kv layers model weights)
+engine.drafters: cluster(words) engine(batch config draft_heads kv runner sampler sampling sequence speculation)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
@@ -79,8 +80,8 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory drafters kernels kv layers
-    memory_trial model orders parallel scorer speculation step weights)
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory draft_heads kernels kv
+    layers memory_trial model orders parallel scorer step weights)
 engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)

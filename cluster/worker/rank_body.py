@@ -187,8 +187,8 @@ class RankBody(Generic[W]):
             max_context=spec.model.max_context,
             link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
-            drafter=heads[0] if heads else None,
-            drafter_dir=model_source.resolve_heads(heads[1]) if heads else None,
+            heads=heads[0] if heads else None,
+            heads_dir=model_source.resolve_heads(heads[1]) if heads else None,
         )
 
         def is_loaded() -> None:

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from cluster.words.request import Sampling
+from engine.drafters.drawn import DrawnTokens
+from engine.drafters.head_proposer import HeadProposer
 from engine.engine import SchedulerConfig
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
-from engine.speculation.head_proposer import HeadProposer
 from engine.speculation.speculation import Speculation
 from tests.engine.asked import Asked, answers
-from tests.engine.drafters.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.draft_heads.head_files import Choice, eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 _NUM_TOKENS = 4
 _SMALL = SchedulerConfig(max_batch_tokens=48, max_running=24, max_waiting=32)
 
-Reference = Callable[[list[int]], list[int]]
+Reference = Callable[[list[int], Choice], list[int]]
 
 
 class Case:
@@ -43,18 +45,18 @@ def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: Mak
 def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: Path, **config: Any) -> Case:
     model_dir, model = tiny_model("llama")
     reference = _medusa(model, directory) if kind == "medusa" else _eagle(model, directory)
-    runner = make_runner(model_dir, **({"num_blocks": 512} | config), drafter=kind, drafter_dir=directory)
+    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=kind, heads_dir=directory)
     return Case(runner, reference)
 
 
 def _medusa(model: PreTrainedModel, directory: Path) -> Reference:
     tensors = write_medusa(directory)
-    return lambda tokens: medusa_reference(model, tensors, tokens)
+    return lambda tokens, choose: medusa_reference(model, tensors, tokens, choose=choose)
 
 
 def _eagle(model: PreTrainedModel, directory: Path) -> Reference:
     tensors = write_eagle(directory)
-    return lambda tokens: eagle_reference(model, tensors, tokens, _NUM_TOKENS, layers=(0, 1, 2))
+    return lambda tokens, choose: eagle_reference(model, tensors, tokens, _NUM_TOKENS, layers=(0, 1, 2), choose=choose)
 
 
 class Checked:
@@ -69,7 +71,7 @@ class Checked:
         proposals = self._heads.propose(sequences, _NUM_TOKENS)
         for sequence, proposal in zip(sequences, proposals, strict=True):
             if proposal.tokens:
-                assert list(proposal.tokens) == self._case.reference(list(sequence.tokens))
+                assert list(proposal.tokens) == self._case.reference(list(sequence.tokens), _drawn(sequence))
                 self.num_checked += 1
             else:
                 self.num_empty += 1
@@ -77,6 +79,17 @@ class Checked:
 
     def finished(self, sequence: Sequence) -> None:
         pass
+
+
+def _drawn(sequence: Sequence) -> Choice:
+    """As the sequence's own tokens are drawn."""
+
+    def choose(logits_V: torch.Tensor, place: int) -> int:
+        (drawn,) = DrawnTokens().draw(logits_V[None], [sequence], place)
+        assert drawn
+        return drawn[0]
+
+    return choose
 
 
 @pytest.fixture
