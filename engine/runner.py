@@ -21,9 +21,9 @@ from engine.cpu.library import open_copies, open_kernels
 from engine.cpu.measured_ways import MeasuredWays
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.device_memory import CudaGauge, Gauge, does_not_fit
-from engine.draft_heads.head_row import Choose, HeadRow
-from engine.draft_heads.heads import DraftHeads, ModelParts
-from engine.draft_heads.open_heads import open_heads
+from engine.heads.head_row import Choose, HeadRow
+from engine.heads.heads import DraftHeads, ModelParts
+from engine.heads.open_heads import open_heads
 from engine.kernels.choice import NUM_NUMBERS, launch_choice
 from engine.kernels.log_norm import launch_log_norms
 from engine.kv.pool import KVPool

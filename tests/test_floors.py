@@ -55,8 +55,8 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.draft_heads: cluster(model words) engine(attention batch kernels kv layers model weights)
-engine.drafters: cluster(words) engine(batch config draft_heads kv runner sampler sampling sequence speculation)
+engine.heads: cluster(model words) engine(attention batch kernels kv layers model weights)
+engine.drafters: cluster(words) engine(batch config heads kv runner sampler sampling sequence speculation)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
@@ -80,7 +80,7 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory draft_heads kernels kv
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory heads kernels kv
     layers memory_trial model orders parallel scorer step weights)
 engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)

@@ -20,7 +20,7 @@ from router.routing.policy import Option
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.e2e.test_pull import FakePolicy
-from tests.engine.draft_heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, beside, local_cluster
 from tests.waiting import WITHIN_S

@@ -28,9 +28,9 @@ from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Ints, Row
-from engine.draft_heads.features import UNKNOWN, Features, begin_slots, going_on
-from engine.draft_heads.head_row import Choose, HeadRow
-from engine.draft_heads.heads import HeadsRoom
+from engine.heads.features import UNKNOWN, Features, begin_slots, going_on
+from engine.heads.head_row import Choose, HeadRow
+from engine.heads.heads import HeadsRoom
 from engine.kernels.rotary import rotate
 from engine.kv.pool import KVPool
 from engine.layers.residual import Residual

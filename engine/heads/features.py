@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
-from engine.draft_heads.head_row import HeadRow
+from engine.heads.head_row import HeadRow
 from engine.kv.pool import KVPool
 
 # N rows, E numbers of each, C places of the ring

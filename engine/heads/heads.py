@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.batch.batch import Batch
-from engine.draft_heads.features import Features
-from engine.draft_heads.head_row import Choose, HeadRow
+from engine.heads.features import Features
+from engine.heads.head_row import Choose, HeadRow
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.model.taps import Taps

@@ -18,7 +18,7 @@ from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.speculation import Speculation
 from tests.engine.asked import Asked, answers
-from tests.engine.draft_heads.head_files import Choice, eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.heads.head_files import Choice, eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 

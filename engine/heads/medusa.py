@@ -17,9 +17,9 @@ from torch import Tensor
 from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
 from engine.batch.batch import Batch
-from engine.draft_heads.features import Features, going_on
-from engine.draft_heads.head_row import Choose, HeadRow
-from engine.draft_heads.heads import HeadsRoom
+from engine.heads.features import Features, going_on
+from engine.heads.head_row import Choose, HeadRow
+from engine.heads.heads import HeadsRoom
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear
 from engine.model.taps import Taps

@@ -8,9 +8,9 @@ from dataclasses import replace
 from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
-from engine.draft_heads.eagle import Eagle
-from engine.draft_heads.heads import DraftHeads, HeadsRoom, ModelParts
-from engine.draft_heads.medusa import Medusa
+from engine.heads.eagle import Eagle
+from engine.heads.heads import DraftHeads, HeadsRoom, ModelParts
+from engine.heads.medusa import Medusa
 from engine.layers.shards import ShardReader
 from engine.weights.open_checkpoint import open_checkpoint
 
