@@ -55,7 +55,8 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.drafters: cluster(model words) engine(attention batch kernels kv layers model sequence speculation weights)
+engine.draft_models: cluster(words) engine(batch config kv runner sampler sampling sequence speculation)
+engine.drafters: cluster(model words) engine(attention batch kernels kv layers model speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.words.request import Sampling
-from engine.drafters.drawn import NUM_DEGREES, DrawnTokens
+from engine.draft_models.drawn import NUM_DEGREES, DrawnTokens
 from engine.sampler import sample
 from engine.sequence import Sequence
 from tests.engine.asked import Asked, sequence_of
