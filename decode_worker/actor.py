@@ -14,7 +14,7 @@ from cluster.worker.role_parts import LeaderParts, RoleParts
 from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.drafters.head_proposer import HeadProposer
+from engine.draft_models.head_proposer import HeadProposer
 from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 

@@ -40,7 +40,7 @@ cluster.words:
 cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine kv orders
     pace parallel prompts rate runner sampler scorer sequence speculation step tiers) kvtransfer(links movers
     protocol)
-decode_worker.actor: cluster(rpc words worker) engine(config drafters speculation) decode_worker(server worker)
+decode_worker.actor: cluster(rpc words worker) engine(config draft_models speculation) decode_worker(server worker)
 decode_worker.server: cluster(worker) decode_worker(worker)
 decode_worker.ticket: cluster(words) engine(prompts)
 decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculation step) kvtransfer(protocol)
@@ -55,12 +55,12 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.heads: cluster(model words) engine(attention batch kernels kv layers model weights)
-engine.drafters: cluster(words) engine(batch config heads kv runner sampler sampling sequence speculation)
+engine.draft_models: cluster(words) engine(batch config heads kv runner sampler sampling sequence speculation)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
 engine.guests: engine(decoding kv prompts sequence)
+engine.heads: cluster(model words) engine(attention batch kernels kv layers model weights)
 engine.kernels: engine(cpu)
 engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels streams)

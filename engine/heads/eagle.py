@@ -104,9 +104,13 @@ class Eagle:
         positions_T = torch.from_numpy(batch.positions).to(device)
         cos_T1F, sin_T1F = self._rotary(positions_T, fused_TE.dtype)
         kv_TND = torch.unflatten(self._kv(self._entry(taps.token_ids_T, before_TE)), -1, (-1, self._dim))
-        k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
-        slots_T = torch.from_numpy(batch.slots).to(device)
-        pool.write(self._index, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
+        if self._room.reader.kernels is not None:
+            heads = CompiledHeads(self._room.reader.kernels, batch, pool, cos_T1F, sin_T1F)
+            heads.store(self._index, kv_TND, q_norm=None, k_norm=None)  # no queries
+        else:
+            k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
+            slots_T = torch.from_numpy(batch.slots).to(device)
+            pool.write(self._index, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
         if on_layer is not None:
             on_layer(self._index)
         last_N = going_on(batch)

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from cluster.words.request import Sampling
-from engine.drafters.drawn import DrawnTokens
-from engine.drafters.head_proposer import HeadProposer
+from engine.draft_models.drawn import DrawnTokens
+from engine.draft_models.head_proposer import HeadProposer
 from engine.engine import SchedulerConfig
 from engine.runner import ModelRunner
 from engine.sequence import Sequence

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.drafters.drawn import DrawnTokens
+from engine.draft_models.drawn import DrawnTokens
 from engine.heads.head_row import Choose, HeadRow
 from engine.sequence import Sequence
 from engine.speculation.proposer import NOTHING, Proposal

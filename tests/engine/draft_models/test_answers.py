@@ -11,8 +11,8 @@ import torch
 from cluster.grammar.compiler import CompiledGrammar
 from cluster.words.request import Sampling
 from engine.cpu.library import open_kernels
-from engine.drafters.draft_model import DraftModel
-from engine.drafters.own_layers import OwnLayers
+from engine.draft_models.draft_model import DraftModel
+from engine.draft_models.own_layers import OwnLayers
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
@@ -22,7 +22,7 @@ from engine.sequence import Sequence
 from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 from tests.engine.asked import AMPLE, Asked, answers, compare, letters_grammar, one_of_each_kind, sequence_of
-from tests.engine.drafters.smaller_model import first_layers
+from tests.engine.draft_models.smaller_model import first_layers
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 

@@ -14,8 +14,8 @@ from cluster.words.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig
-from engine.drafters.draft_tables import DraftTables, Table
-from engine.drafters.drawn import DrawnTokens
+from engine.draft_models.draft_tables import DraftTables, Table
+from engine.draft_models.drawn import DrawnTokens
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.proposer import NOTHING, Proposal

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.words.request import Sampling
-from engine.drafters.draft_model import DraftModel
-from engine.drafters.draft_tables import DraftTables
+from engine.draft_models.draft_model import DraftModel
+from engine.draft_models.draft_tables import DraftTables
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from tests.engine.asked import Asked, answers, sequence_of

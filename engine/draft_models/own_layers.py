@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.drafters.drawn import DrawnTokens
+from engine.draft_models.drawn import DrawnTokens
 from engine.kv.block_manager import BlockManager
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
