@@ -92,8 +92,8 @@ engine.speculation: cluster(words) engine(kv least_squares pace sampling sequenc
 engine.step: cluster(words) engine(batch last_rows orders prompts sampling scoring sequence speculation)
 engine.streams: cluster(words)
 engine.tiers: cluster(process words) engine(kv rate sequence streams)
-engine.tools: cluster(model process words) engine(batch config cpu engine kernels kv layers learnt_timing model
-    orders pace parallel prompts runner sampler sampling sequence speculation step weights)
+engine.tools: cluster(model process words) engine(batch config cpu draft_models engine kernels kv layers
+    learnt_timing model orders pace parallel prompts runner sampler sampling sequence speculation step weights)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words) engine(streams)
