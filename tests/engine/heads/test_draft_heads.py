@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cluster.words.errors import SpecError
 from cluster.words.request import Sampling
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.config import EngineConfig
+from engine.cpu.library import open_kernels
 from engine.draft_models.drawn import DrawnTokens
 from engine.draft_models.head_proposer import HeadProposer
 from engine.engine import SchedulerConfig
+from engine.heads.head_row import HeadRow
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.speculation import Speculation
@@ -114,3 +122,116 @@ def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     assert found.ids == expected.ids
     assert bool(found.num_preemptions) == (num_blocks == 30)
     assert checked.num_checked > 100 and not checked.num_empty
+
+
+@pytest.mark.skipif(
+    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
+)
+def test_the_kernels_of_a_cpu_guess_as_torch_does(
+    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    """Entries of prompts and of answers, by one program and layer by layer: the head's layer of the pool is the same,
+    but for rounding."""
+    directory, model = tiny_model("llama")
+    _eagle(model, tmp_path)
+    heads = {"heads": "eagle", "heads_dir": tmp_path, "num_blocks": 12}
+    compiled, exact = make_runner(directory, dtype="bfloat16", **heads), make_runner(directory, **heads)
+    tokens = prompts(30)[0]
+    for start, end in ((0, 13), (13, 29), (29, 30)):
+        batch = Batch.of([Row(tokens[start:end], start, [3, 5, 7, 9], num_logits=1)], block_size=8)
+        for runner in (compiled, exact):
+            runner.forward(batch)
+    blocks = torch.tensor([3, 5, 7, 9])
+    for layer in range(4):
+        ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
+        assert (ours - theirs).abs().mean() < 0.03 * theirs.abs().mean(), layer
+    row = HeadRow(7, 30, [3, 5, 7, 9])
+    guessed: list[torch.Tensor] = []
+
+    def choose(logits_RV: torch.Tensor, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(logits_RV[0, logits_RV[0] > -1e29])
+        return [11 + place]
+
+    for runner in (compiled, exact):
+        runner.draft([row], 3, choose)
+    for ours, theirs in zip(guessed[:3], guessed[3:], strict=True):
+        assert (ours - theirs).abs().mean() < 0.1 * theirs.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "complaint"),
+    [
+        ("eagle", {"num_key_value_heads": 4}, "num_kv_heads is 4, and the model's is 2"),
+        ("eagle", {"head_dim": 8}, "head_dim is 8, and the model's is 16"),
+        ("eagle", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not EAGLE-3"),
+        ("eagle", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
+        ("eagle", {"draft_vocab_size": 41}, "wrong shape: lm_head.weight"),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "no three of the model"),
+        ("medusa", {"medusa_num_heads": 5}, "missing: 4.0.linear.weight"),
+        ("medusa", {"hidden_size": 64}, "hidden_size is 64, and the model's is 48"),
+        ("eagle", {"hidden_size": None}, "config.json"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_in_one_line(
+    kind: str,
+    changes: dict[str, Any],
+    complaint: str,
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
+    tmp_path: Path,
+) -> None:
+    (write_medusa if kind == "medusa" else write_eagle)(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(SpecError) as refused:
+        make_runner(tiny_model("llama")[0], heads=kind, heads_dir=tmp_path)
+    assert complaint in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_both_names_of_medusa_heads_are_read(
+    is_old: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    directory, model = tiny_model("llama")
+    tensors = write_medusa(tmp_path, is_old=is_old, num_residuals=1)
+    runner = make_runner(directory, heads="medusa", heads_dir=tmp_path)
+    tokens = prompts(12)[0]
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
+    guessed: list[int] = []
+
+    def choose(logits_RV: torch.Tensor, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(int(logits_RV.argmax()))
+        return guessed[-1:]
+
+    runner.draft([HeadRow(tokens[-1], 11, [0, 1])], 8, choose)
+    assert guessed == medusa_reference(model, tensors, tokens)
+
+
+def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_not(case: Case) -> None:
+    runner, tokens = case.runner, prompts(12)[0]
+    assert runner.heads
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
+    features, row = runner.heads.features.of([0, 1], 11), HeadRow(tokens[-1], 11, [4, 5])
+    assert len(features) == 48 * 4 and not runner.knows([row])
+    runner.heads.features.arrived([4, 5], 0, 11, b"")
+    assert not runner.knows([row]) and runner.heads.features.of([4, 5], 11) == b""
+    runner.heads.features.arrived([4, 5], 0, 11, features)
+    assert runner.knows([row]) and runner.heads.features.of([4, 5], 11) == features
+    runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
+    assert not runner.knows([row]), "of another model"
+
+
+def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:
+    directory, _ = tiny_model("llama")
+    write_eagle(tmp_path / "one")
+    write_eagle(tmp_path / "two", own_embedding=True)
+    write_medusa(tmp_path / "medusa")
+    plain = EngineConfig(model_dir=directory, dtype="float32").layout()
+    one, two, medusa = (
+        EngineConfig(model_dir=directory, dtype="float32", heads=kind, heads_dir=tmp_path / name).layout()
+        for kind, name in (("eagle", "one"), ("eagle", "two"), ("medusa", "medusa"))
+    )
+    assert len({plain.fingerprint, one.fingerprint, two.fingerprint}) == 3
+    assert medusa.fingerprint == plain.fingerprint, "its KV is the model's alone"
+    assert one.num_layers == plain.num_layers + 1
+    assert one.block_bytes == one.block_size * one.bytes_per_token() + 48 * 4
