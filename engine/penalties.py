@@ -107,7 +107,7 @@ class Penalties:
         marks = np.zeros(num_stretches * _STRETCH + 8, dtype=np.bool_)  # a kernel may read a byte too many
         marks[self._ids[:count]] = True
         bits = np.packbits(marks, bitorder="little")
-        self._bits = memoryview(bits)[:-1]
+        self._bits = bits.data[:-1]
         self._begins = self._ids[:count].searchsorted(np.arange(num_stretches + 1) * _STRETCH).astype(np.int32)
         self._row["token_ids"], self._row["taken"] = self._ids.ctypes.data, self._taken.ctypes.data
         self._row["bits"], self._row["begins"] = bits.ctypes.data, self._begins.ctypes.data
