@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.local_cluster import LocalCluster, LocalReplica, beside, local_cluster
 from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
 
@@ -68,8 +69,8 @@ async def _ask(cluster: LocalCluster) -> list[list[int]]:
     return [[token.token_id for token in tokens] for answer in found for tokens in answer.tokens.values()]
 
 
-def _num_accepted(cluster: LocalCluster) -> int:
-    seen = [cluster.seen(replica) for replica in cluster.pools[Role.DECODE] if replica.is_alive]
+def _num_accepted(cluster: LocalCluster, *replicas: LocalReplica) -> int:
+    seen = [cluster.seen(replica) for replica in replicas or cluster.pools[Role.DECODE] if replica.is_alive]
     return sum(sum(one.accepted) for replica in seen for one in replica.status.totals.drafted)
 
 
@@ -106,6 +107,39 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
         for _ in range(3):
             assert await _ask(cluster) == expected
         assert doomed.has_been_hit, "the fault never happened"
+        await cluster.idle()
+
+
+@pytest.mark.usefixtures("drafts_always")
+async def test_one_replica_drafts_from_what_only_another_has_answered(
+    model_dir: Path, redis_url: str, expected: list[list[int]]
+) -> None:
+    async with local_cluster(model_dir, redis_url, **_tree("suffix")) as cluster:
+        first = cluster.pools[Role.DECODE][0]
+        assert await _ask(cluster) == expected
+        num_alone = _num_accepted(cluster, first)
+        num_tokens = sum(map(len, expected))
+        await cluster.until(lambda: cluster.seen(first).status.totals.corpus_told_tokens >= num_tokens)
+        second = await cluster.add(Role.DECODE)
+        async with beside(cluster.drain(first)):
+            await cluster.until(lambda: cluster.seen(first).status.draining)
+            await cluster.until(lambda: cluster.seen(second).status.totals.corpus_heard_tokens >= num_tokens)
+            assert await _ask(cluster) == expected
+        await cluster.idle()
+        await cluster.until(lambda: _num_accepted(cluster, second) > num_alone + 100)
+
+
+async def test_what_a_killed_replica_has_answered_stays_known(
+    model_dir: Path, redis_url: str, expected: list[list[int]]
+) -> None:
+    async with local_cluster(model_dir, redis_url, processes=True, **_tree("suffix")) as cluster:
+        first, num_tokens = cluster.pools[Role.DECODE][0], sum(map(len, expected))
+        assert await _ask(cluster) == expected
+        await cluster.until(lambda: cluster.seen(first).status.totals.corpus_told_tokens >= num_tokens)
+        first.send(signal.SIGKILL)
+        second = await cluster.add(Role.DECODE)
+        await cluster.until(lambda: cluster.seen(second).status.corpus_tokens >= num_tokens)
+        assert await _ask(cluster) == expected
         await cluster.idle()
 
 
