@@ -43,6 +43,8 @@ _GAUGES = (
     ("host_bytes_per_s", "kv_host_bytes_per_second", "Measured, from memory to the device."),
     ("disk_bytes_per_s", "kv_disk_bytes_per_second", "Measured, from files to the device."),
     ("corpus_tokens", "corpus_tokens", "Of finished answers that the replica drafts from."),
+    ("tokens_per_row", "step_tokens_per_row", "Tokens that a choice gets in a step: more than 1 with drafts."),
+    ("drafted_per_row", "step_drafted_per_row", "Drafted tokens that a choice has computed in a step."),
     ("draining", "replica_draining", "1 while the replica finishes what it has and takes no more."),
 )
 # The rates that it has learnt of itself; absent until there are any.

@@ -348,14 +348,32 @@ class StreamTokens(_message.Message):
     def __init__(self, stream: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
 
 class SampledToken(_message.Message):
-    __slots__ = ("token_id", "logprob", "finish_reason")
+    __slots__ = ("token_id", "logprob", "finish_reason", "drafts")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: Logprob
     finish_reason: str
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[Logprob, _Mapping]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    drafts: DraftTally
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[Logprob, _Mapping]] = ..., finish_reason: _Optional[str] = ..., drafts: _Optional[_Union[DraftTally, _Mapping]] = ...) -> None: ...
+
+class DraftTally(_message.Message):
+    __slots__ = ("steps", "drafts", "unguessed", "drafted", "accepted", "floors")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    UNGUESSED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FLOORS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    drafts: int
+    unguessed: int
+    drafted: int
+    accepted: int
+    floors: float
+    def __init__(self, steps: _Optional[int] = ..., drafts: _Optional[int] = ..., unguessed: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., floors: _Optional[float] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("logprob", "top")
@@ -374,7 +392,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "guests", "corpus_tokens")
+    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "guests", "corpus_tokens", "tokens_per_row", "drafted_per_row")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -395,6 +413,8 @@ class Status(_message.Message):
     DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     GUESTS_FIELD_NUMBER: _ClassVar[int]
     CORPUS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     replica: str
     draining: bool
     running: int
@@ -415,7 +435,9 @@ class Status(_message.Message):
     disk_bytes_per_s: float
     guests: Guests
     corpus_tokens: int
-    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., guests: _Optional[_Union[Guests, _Mapping]] = ..., corpus_tokens: _Optional[int] = ...) -> None: ...
+    tokens_per_row: float
+    drafted_per_row: float
+    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., guests: _Optional[_Union[Guests, _Mapping]] = ..., corpus_tokens: _Optional[int] = ..., tokens_per_row: _Optional[float] = ..., drafted_per_row: _Optional[float] = ...) -> None: ...
 
 class Guests(_message.Message):
     __slots__ = ("running", "waiting", "blocks")

@@ -27,6 +27,7 @@ from engine.prompts import Prompt
 from engine.rate import Rate
 from engine.sampler import sample
 from engine.speculation.corpus import Answer, Corpus
+from engine.speculation.row_yield import RowYield
 from engine.speculation.speculation import Speculation
 from engine.step import KVConnector, StepResult
 from engine.tiers.tiers import Tiers
@@ -63,6 +64,7 @@ class ReplicaEngine:
         self.totals = pb.Totals()
         self.pace = Pace(DeviceMark if parts.gang.runner.device.type == "cuda" else HostMark)
         self.link_rate = Rate()  # bytes
+        self._yield = RowYield()
         self.clock = PromptClock()
         self.engine: Engine[Tensor] = Engine(
             parts.gang,
@@ -115,6 +117,8 @@ class ReplicaEngine:
         self.totals.computed_tokens += result.num_computed
         self.totals.generated_tokens += result.num_generated
         self.totals.forced_tokens += result.num_known
+        if rows := result.num_rows:
+            self._yield.add(rows, num_tokens=len(result.sampled), num_drafted=result.num_drafted)
         for sequence in result.failed:
             if not sequence.is_contradicted:
                 self._tiers.table.forget(sequence.hashes())
@@ -152,6 +156,11 @@ class ReplicaEngine:
         orders = self._tiers.table.take_orders()
         if orders or self._gang.has_others:
             self._gang.execute(None, Orders(tiers=orders))
+
+    @property
+    def token_s(self) -> float:
+        """From one token of a choice that decodes here to its next one; 0: not measured yet."""
+        return self.pace.decode_step_s / max(1.0, self._yield.tokens_per_row)
 
     @property
     def is_whole(self) -> bool:
@@ -207,6 +216,8 @@ class ReplicaEngine:
             prefill_tokens_per_s=self.pace.prompt_tokens_per_s,
             link_bytes_per_s=self.link_rate.per_s,
             timing=timing_to_proto(self.pace.timing),
+            tokens_per_row=self._yield.tokens_per_row,
+            drafted_per_row=self._yield.drafted_per_row,
         )
         self._tell_tiers(status)
         self._tell_drafts()

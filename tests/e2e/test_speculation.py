@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.words.probe import Milestone
-from cluster.words.request import Role, Sampling
+from cluster.words.request import DraftTally, Role, Sampling
 from cluster.words.token_rules import TokenRules
 from engine.config import EngineConfig
 from engine.pace import Pace
@@ -21,7 +21,7 @@ from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, LocalReplica, beside, local_cluster
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, beside, local_cluster
 from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
 
@@ -59,13 +59,20 @@ def _tree(method: str, prefill: int = 1, decode: int = 1) -> dict[str, Any]:
     return exact_tree(prefill, decode) | {"speculation": {"method": method, "max_tokens": 5}}
 
 
-async def _ask(cluster: LocalCluster) -> list[list[int]]:
+async def _answers(cluster: LocalCluster) -> list[Answer]:
     asked = [
         cluster.generate(prompt, sampling, id=str(i), n=2)
         for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        found = await asyncio.gather(*asked)
+        return await asyncio.gather(*asked)
+
+
+async def _ask(cluster: LocalCluster) -> list[list[int]]:
+    return _ids(await _answers(cluster))
+
+
+def _ids(found: list[Answer]) -> list[list[int]]:
     return [[token.token_id for token in tokens] for answer in found for tokens in answer.tokens.values()]
 
 
@@ -78,9 +85,19 @@ def _num_accepted(cluster: LocalCluster, *replicas: LocalReplica) -> int:
 @pytest.mark.parametrize("method", ["ngram", "suffix", "auto"])
 async def test_on_one_pair(model_dir: Path, redis_url: str, expected: list[list[int]], method: str) -> None:
     async with local_cluster(model_dir, redis_url, **_tree(method)) as cluster:
+        drafts = DraftTally()
         for _ in range(2):  # the second time, the first one's answers are known
-            assert await _ask(cluster) == expected
+            found = await _answers(cluster)
+            assert _ids(found) == expected
+            for answer in found:
+                drafts.add(answer.route.drafts)
         await cluster.idle()
+        replica = cluster.pools[Role.DECODE][0]
+        await cluster.until(lambda: _num_accepted(cluster) == drafts.accepted)
+        assert sum(sum(one.tokens) for one in cluster.seen(replica).status.totals.drafted) == drafts.drafted
+        assert drafts.steps >= drafts.drafts + drafts.unguessed > 0
+        status = cluster.seen(replica).status
+        assert 1 < status.tokens_per_row < 1 + status.drafted_per_row
         await cluster.until(lambda: _num_accepted(cluster) > (10 if method == "ngram" else 100))
         metrics = Metrics()
         metrics.watch(lambda: [(Role.DECODE, cluster.seen(cluster.pools[Role.DECODE][0]).status)])
