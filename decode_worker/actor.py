@@ -15,6 +15,8 @@ from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.speculation.corpus import Corpus
+from engine.speculation.head_proposer import HeadProposer
+from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 
 
@@ -49,7 +51,10 @@ def _speculation(parts: LeaderParts, corpus: Corpus) -> Speculation | None:
     spec, vocab_size = parts.setup.spec.speculation, parts.engine.gang.runner.config.vocab_size
     if spec.method == "off":
         return None
-    return Speculation.of(spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, corpus=corpus)
+    computing: dict[str, Computing] = {spec.heads[0]: HeadProposer(parts.engine.gang)} if spec.heads else {}
+    return Speculation.of(
+        spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing, corpus=corpus
+    )
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
