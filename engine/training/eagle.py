@@ -17,7 +17,8 @@ from engine.training.vocabulary import DraftVocabulary
 
 # B texts, T tokens of the longest, E hidden_size, N answer tokens, K steps, V draft vocabulary
 
-_STEPS = 4  # of a chain that are trained: what guesses of its length are made from
+_STEPS = 3  # of a chain that are trained; further ones are much like the last
+_NOISE = 0.1
 _DECAY = 0.8  # of the loss from step to step
 _KEPT = (  # of the model's config.json
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act"),
@@ -106,9 +107,23 @@ class EagleLearner:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """With the model's own last norm and head."""
-        self._head.norm.weight.copy_(self._teacher.norm.weight)
-        self._head.lm_head.weight.copy_(self._head_VE)
+        """Near the model: the highest of the hidden states goes through what was its last layer, and to its own head.
+        What it says then is of the token that is known already; how that one leads to the next is learnt. Beginning
+        with random layers takes several times as many steps to as much."""
+        teacher, head = self._teacher, self._head
+        hidden, layer = teacher.config.hidden_size, head.midlayer
+        head.fc.weight.mul_(_NOISE)
+        head.fc.weight[:, 2 * hidden :] += torch.eye(hidden)
+        last = f"model.layers.{teacher.config.num_layers - 1}"
+        for name in ("q_proj", "k_proj", "v_proj"):
+            layer.get_parameter(f"self_attn.{name}.weight")[:, hidden:] = teacher.tensor(
+                f"{last}.self_attn.{name}.weight"
+            )
+        layer.hidden_norm.weight.copy_(teacher.tensor(f"{last}.input_layernorm.weight"))
+        for name in ("self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+            layer.get_parameter(f"{name}.weight").copy_(teacher.tensor(f"{last}.{name}.weight"))
+        head.norm.weight.copy_(teacher.norm.weight)
+        head.lm_head.weight.copy_(self._head_VE)
 
 
 def _from(x_BTE: Tensor, step: int) -> Tensor:

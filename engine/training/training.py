@@ -20,7 +20,7 @@ import torch
 from cluster.words.errors import SpecError
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
-from engine.training.answers import OwnAnswer, AnswerParts, Asker
+from engine.training.answers import AnswerParts, Asker, OwnAnswer
 from engine.training.batches import BATCH_TOKENS, batch_of, batches
 from engine.training.eagle import EagleLearner
 from engine.training.features_file import CachedAnswer, bytes_per_token, cached
