@@ -14,6 +14,8 @@ from cluster.worker.role_parts import LeaderParts, RoleParts
 from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
+from engine.speculation.head_proposer import HeadProposer
+from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 
 
@@ -45,7 +47,8 @@ def _speculation(parts: LeaderParts) -> Speculation | None:
     spec, vocab_size = parts.setup.spec.speculation, parts.engine.gang.runner.config.vocab_size
     if spec.method == "off":
         return None
-    return Speculation.of(spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size)
+    computing: dict[str, Computing] = {spec.heads[0]: HeadProposer(parts.engine.gang)} if spec.heads else {}
+    return Speculation.of(spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing)
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:

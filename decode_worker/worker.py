@@ -91,6 +91,7 @@ class DecodeWorker:
             is_whole = len(next_tokens) == len(prompt.choices)
         is_whole &= all(0 <= token < vocab_size for token in next_tokens)
         if is_whole:
+            self.replica.note_arrival(sequence, prompt.num_cached, num_tokens, arrival.features)
             prefilled = self.replica.engine.landed(prompt, num_tokens, next_tokens)
             self.replica.note_whole(prompt)
             self._answers.start(prefilled, epoch=arrival.epoch)

@@ -291,6 +291,7 @@ class Engine(Generic[Logits]):
     def end(self, sequence: Sequence) -> None:
         """It gets no more tokens here. It may have ended already."""
         self.pause(sequence)
+        self._drafting.forget(sequence)
         sequence.release(self.blocks)
 
     def pause(self, sequence: Sequence) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 
 from cluster.words.timing import StepTiming
 from engine.batch.batch import Batch
+from engine.least_squares import non_negative
 
 _KEEP = 0.99  # weight of the past at each new step of the same kind: about the last hundred count
-_RIDGE = 1e-6  # of what was seen of a feature: where two of them never differ, each gets a share
 _SOLVE_EVERY = 8  # steps
 _MOST_SURPRISE = 10.0  # times what was expected: beyond that the expectation is worth nothing
 _NUM_FEATURES = 4  # as StepTiming has numbers
@@ -56,7 +56,7 @@ class LearntTiming:
         if self._num_steps and (self._timing is None or self._num_steps % _SOLVE_EVERY == 0):
             self._sum_up()
             sums = self._sums[False] + self._sums[True]
-            solved = _non_negative(sums, self._targets[False] + self._targets[True])
+            solved = non_negative(sums, self._targets[False] + self._targets[True])
             self._timing = StepTiming(**dict(zip(("base_s", "token_s", "pair_s", "context_s"), solved, strict=True)))
         return self._timing
 
@@ -77,18 +77,3 @@ class LearntTiming:
             self._sums[kind] = self._sums[kind] * kept + (relative_S4 * weights_S[:, None]).T @ relative_S4
             self._targets[kind] = self._targets[kind] * kept + (weights_S * seconds_S / expected_S) @ relative_S4
         self._steps.clear()
-
-
-def _non_negative(sums: np.ndarray, targets: np.ndarray) -> list[float]:
-    """The solution of sums · x = targets without what would have to be negative, which is left out worst first."""
-    scale = np.sqrt(np.diag(sums))
-    kept = [i for i in range(len(targets)) if scale[i] > 0]
-    solved = np.zeros(len(targets))
-    while kept:
-        scaled = sums[np.ix_(kept, kept)] / np.outer(scale[kept], scale[kept])
-        found = np.linalg.solve(scaled + _RIDGE * np.eye(len(kept)), targets[kept] / scale[kept])
-        if found.min() >= 0:
-            solved[kept] = found / scale[kept]
-            break
-        del kept[int(found.argmin())]
-    return [float(value) for value in solved]

@@ -44,6 +44,7 @@ class _Step(NamedTuple):
     has_drafts: bool | None
     begin: StepMark
     end: StepMark
+    aside_s: float  # before it, for something else than what steps take
 
 
 class Pace:
@@ -58,6 +59,7 @@ class Pace:
         self._timing = LearntTiming()
         self._beside = {False: 1.0, True: 1.0}  # what steps take beside what is learnt: with drafts, and without
         self._last: StepMark | None = None  # the end of the last step; the begin of the next one if it follows at once
+        self._aside_s = 0.0  # since the last step
         self._launched: deque[_Step] = deque()  # those that have not been seen to be over
 
     def begin(self) -> None:
@@ -69,22 +71,30 @@ class Pace:
         decodes. has_drafts: None where none ever has, and nobody wants to know what they take."""
         assert self._last is not None
         begin, self._last = self._last, self._mark()
-        self._launched.append(_Step(batch, has_prompts, has_drafts, begin, self._last))
+        self._launched.append(_Step(batch, has_prompts, has_drafts, begin, self._last, self._aside_s))
+        self._aside_s = 0.0
         while self._launched and self._launched[0].end.is_past:
             self._count(self._launched.popleft())
+
+    def set_aside(self, seconds: float) -> None:
+        """So long the next step has waited for what is no part of it: guesses of its tokens. It is part of how fast
+        steps follow each other, and not of what a token more costs."""
+        if self._last is not None:  # else the step begins after that
+            self._aside_s += seconds
 
     def rest(self) -> None:
         """There was nothing to do."""
         self._last = None
 
     def _count(self, step: _Step) -> None:
-        batch, seconds = step.batch, step.end.seconds_since(step.begin)
+        batch, whole_s = step.batch, step.end.seconds_since(step.begin)
+        seconds = max(0.0, whole_s - step.aside_s)
         only_decodes = not step.has_prompts or batch.num_tokens == len(batch.query_lens)
         if only_decodes and step.has_drafts is not None:
             self._compare(seconds, batch, has_drafts=step.has_drafts)
         self._timing.saw(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
-            self._steps.add(1, seconds)
+            self._steps.add(1, whole_s)
         else:
             self._tokens.add(batch.num_tokens, seconds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,15 +21,19 @@ from engine.cpu.library import open_copies, open_kernels
 from engine.cpu.measured_ways import MeasuredWays
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.device_memory import CudaGauge, Gauge, does_not_fit
+from engine.drafters.drafter import Drafter, ModelParts
+from engine.drafters.open_drafter import open_drafter
 from engine.kernels.choice import NUM_NUMBERS, launch_choice
 from engine.kernels.log_norm import launch_log_norms
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.memory_trial import MemoryTrial
+from engine.model.taps import Taps
 from engine.model.transformer import OnLayer, OnLogits, Transformer
 from engine.orders import Orders
 from engine.parallel import TensorParallel
 from engine.scorer import Scorer
+from engine.speculation.head_proposer import HeadDraft, HeadRow
 from engine.step import ScheduledStep
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
@@ -104,15 +108,18 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
+                self.drafter = self._open_drafter(config, reader)
         except torch.OutOfMemoryError as error:
             raise does_not_fit(self.device, "its weights", error) from error
         is_loaded()
-        make_capture = self._capture_maker(config.recorded_rows, capture)
+        make_capture = None if self.drafter else self._capture_maker(config.recorded_rows, capture)
         if num_blocks is None:
             assert gauge, "without one it is known by now"
             num_blocks = self._num_blocks(config, gauge, make_capture, weights=gauge.allocated() - before)
         # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
-        self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device)
+        self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device, num_spare=config.max_running)
+        if self.drafter:
+            self.drafter.attach(self.pool)
         self._graphs: DecodeGraphs | None = None
         if make_capture:
             begin = time.monotonic()
@@ -147,12 +154,46 @@ class ModelRunner:
             batch.fed.fill(batch.token_ids)
         if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
             return logits_RV
-        return self._model(batch, self.pool, on_layer, on_logits)
+        if self.drafter is None:
+            return self._model(batch, self.pool, on_layer, on_logits)
+        taps = Taps(self.drafter.layers)
+        logits_RV = self._model(batch, self.pool, on_layer, on_logits, taps)
+        self.drafter.follow(batch, taps, on_layer)
+        return logits_RV
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
+        """What the heads guess of sequences that decode: see DraftHeads."""
+        assert self.drafter, "nothing drafts here"
+        return self.drafter.draft(rows, max_tokens)
+
+    def knows(self, row: HeadRow) -> bool:
+        """Whether the heads have seen what this row goes on from."""
+        return self.drafter is not None and self.drafter.features.knows(row)
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        """For a sequence that forks inside a block."""
+        self.pool.copy_block(source, target)
+        if self.drafter:
+            self.drafter.features.take_copy(source, target)
+
+    def without(self, layers: Collection[int]) -> Callable[[Batch], Tensor]:
+        """Computes batches as `forward` does, without some layers, whose part of the pool stays as it is. The rank must
+        be alone."""
+        assert self.parallel.size == 1, "the other ranks would have to leave them out, too"
+        part = self._model.without(layers)
+
+        @torch.inference_mode()
+        def forward(batch: Batch) -> Tensor:
+            return part(batch, self.pool, None)
+
+        return forward
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.step.Runner for an engine whose only rank this is, or in which each rank leads itself."""
         for source, target in orders.copies:
-            self.pool.copy_block(source, target)
+            self.copy_block(source, target)
         scorer = Scorer.of(step)
         return self.forward(step.batch, on_logits=scorer.add if scorer else None) if step else None
 
@@ -179,6 +220,13 @@ class ModelRunner:
             row = Row(token_ids=[0] * count, start=0, blocks=blocks, num_logits=1)
             self._model(Batch.of([row], block_size=size), pool, lambda layer: None)
         pool.synchronize()
+
+    def _open_drafter(self, config: EngineConfig, reader: ShardReader) -> Drafter | None:
+        found, model = config.load_drafter(self.config), self._model
+        if found is None:
+            return None
+        parts = ModelParts(embed=model.embed, norm=model.normed, logits=model.logits)
+        return open_drafter(found, self.config, reader=reader, parts=parts, max_rows=config.max_running)
 
     def _capture_maker(self, recorded_rows: int, capture: Capture | None) -> Callable[[], Capture] | None:
         """What makes a recorder; None where no steps are recorded."""

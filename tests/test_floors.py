@@ -55,6 +55,8 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
+engine.draft_models: cluster(words) engine(batch config kv runner sampler sampling sequence speculation)
+engine.drafters: cluster(model words) engine(attention batch kernels kv layers model speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
@@ -64,7 +66,8 @@ engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels streams)
 engine.last_rows: engine(batch scoring sequence)
 engine.layers: cluster(words) engine(cpu kernels parallel weights)
-engine.learnt_timing: cluster(words) engine(batch)
+engine.learnt_timing: cluster(words) engine(batch least_squares)
+engine.least_squares:
 engine.likeliest: engine(batch cpu penalties)
 engine.logprobs: engine(kernels)
 engine.memory_trial: engine(batch config decode_graphs device_memory kv)
@@ -77,14 +80,14 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory kernels kv layers memory_trial
-    model orders parallel scorer step weights)
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory drafters kernels kv layers
+    memory_trial model orders parallel scorer speculation step weights)
 engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)
 engine.scoring: cluster(words)
 engine.sequence: cluster(words) engine(kv ruled_tokens sampling scoring)
-engine.speculation: cluster(words) engine(kv pace sampling sequence)
+engine.speculation: cluster(words) engine(kv least_squares pace sampling sequence)
 engine.step: cluster(words) engine(batch last_rows orders prompts sampling scoring sequence speculation)
 engine.streams: cluster(words)
 engine.tiers: cluster(process words) engine(kv rate sequence streams)

@@ -50,6 +50,7 @@ _RULES = {
     "decode.replicas": Needs.NOTHING,
     "autoscale": Needs.NOTHING,
     "speculation": Needs.DECODE,
+    "speculation.model": Needs.REPLICAS,  # heads' layers are shipped
     "engine": Needs.REPLICAS,
     "model.dtype": Needs.REPLICAS,
     "model.weights": Needs.REPLICAS,
@@ -66,7 +67,7 @@ _SAYS_TOKENS = (
     "model.source", "model.dtype", "model.weights", "kv.pool_dtype", "kv.wire_dtype", "engine.deterministic",
 )  # fmt: skip
 # And where they agree in these, too, a running answer moves from one to the other.
-_SAYS_LINKS = ("kv",)
+_SAYS_LINKS = ("kv", "speculation.model")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ SUPPORTED_ARCHITECTURES = (
 )
 QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
 
+_SINGLE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 _ROPE_PARAMETERS = (
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
@@ -29,9 +30,13 @@ _SAMPLES = 16  # places at which fingerprint() looks into each weight file
 _SAMPLE_BYTES = 16 * 1024
 
 
-def load(path: Path) -> ModelConfig:
-    """Read config.json and generation_config.json of a model directory. Raises SpecError."""
+def load(path: Path, *, architecture: str | None = None) -> ModelConfig:
+    """Read config.json and generation_config.json of a model directory. Raises SpecError.
+
+    architecture: as which it is read; None: as the one that it names."""
     raw = _read_json(path / "config.json")
+    if architecture:
+        raw["architectures"] = [architecture]
     try:
         return _parse(raw, _read_json(path / "generation_config.json", missing_ok=True))
     except SpecError as error:
@@ -49,8 +54,8 @@ def weight_files(path: Path) -> list[Path]:
         files = sorted({Path(tensor.file) for tensor in read_table(path)})
     elif index.exists():
         files = sorted({path / name for name in _read_json(index)["weight_map"].values()})
-    elif (path / "model.safetensors").exists():
-        files = [path / "model.safetensors"]
+    elif single := next((path / name for name in _SINGLE_FILES if (path / name).exists()), None):
+        files = [single]
     else:
         raise SpecError(f"{path}: no weights: expected model.safetensors, model.safetensors.index.json or a .gguf file")
     if missing := [str(file) for file in files if not file.exists()]:

@@ -71,6 +71,16 @@ def resolve(source: str, *, progress: Progress | None = None) -> Path:
     return path
 
 
+def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
+    """The directory of heads that draft: a path, or hf:ORG/NAME, which may be downloaded. Raises SpecError."""
+    kind, _, name = source.partition(":")
+    path = _from_hub(name, progress or logger.info) if kind == "hf" else Path(source).expanduser()
+    if not path.is_dir():
+        raise SpecError(f"speculation.model: {source}: no such directory; write a path or hf:ORG/NAME")
+    model_config.weight_files(path)
+    return path
+
+
 def cache_root() -> Path:
     return Path(os.environ.get("CLUSTER_CACHE") or Path.home() / ".cache" / "xpyd")
 

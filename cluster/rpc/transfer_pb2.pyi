@@ -75,20 +75,22 @@ class Segment(_message.Message):
     def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("handoff", "epoch", "num_segments", "checksum", "next_tokens", "num_tokens")
+    __slots__ = ("handoff", "epoch", "num_segments", "checksum", "next_tokens", "num_tokens", "features")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     handoff: str
     epoch: int
     num_segments: int
     checksum: int
     next_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: int
-    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_segments: _Optional[int] = ..., checksum: _Optional[int] = ..., next_tokens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    features: bytes
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_segments: _Optional[int] = ..., checksum: _Optional[int] = ..., next_tokens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("handoff", "epoch")

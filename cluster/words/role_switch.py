@@ -41,6 +41,8 @@ def unlike(loaded: Spec, role: Role, wanted: Spec) -> list[str]:
     would have that is loaded now with `wanted`."""
     has, needs = _fixed(loaded.pool(role)), _fixed(wanted.pool(other(role)))
     sections = [name for name in _OF_ALL if getattr(loaded, name) != getattr(wanted, name)]
+    if loaded.speculation.heads != wanted.speculation.heads:  # else it is read anew
+        sections.append("speculation")
     return sections + [name for name in has if has[name] != needs[name]]
 
 

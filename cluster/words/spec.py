@@ -216,14 +216,21 @@ class EngineSpec(_Section):
         return "off" if value is False else value  # YAML reads a bare off as false
 
 
+_HEADS = ("medusa", "eagle")
+
+
 class SpeculationSpec(_Section):
     """Tokens that a decode replica drafts, and computes together with those that are certain. Answers stay token for
     token what they are without."""
 
-    method: Literal["off", "ngram", "suffix", "auto"] = "off"
+    method: Literal["off", "ngram", "suffix", "medusa", "eagle", "auto"] = "off"
     """`ngram`: what followed the last tokens where they stood before, in the prompt or in the answer. `suffix`: also
-    where they stood in answers that the replica gave to the same tenant. `auto`: of both, what promises more. It pays
-    where answers repeat what is there (edits, rewriting, code); where it does not, nothing is drafted."""
+    where they stood in answers that the replica gave to the same tenant. `auto`: of both, what promises more. They pay
+    where answers repeat what is there (edits, rewriting, code); where they do not, nothing is drafted. `medusa`,
+    `eagle` (EAGLE-3): heads that were trained on the model's hidden states, see `model`; replicas of both roles load
+    them."""
+    model: str | None = None
+    """A directory with the heads' config.json and safetensors, on every host, or `hf:ORG/NAME`."""
     max_tokens: Annotated[Tokens, Field(ge=1, le=64)] = 16
     """Of a choice in one step at most: how many it is follows what has been accepted, and what tokens cost."""
 
@@ -231,6 +238,21 @@ class SpeculationSpec(_Section):
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads a bare off as false
+
+    @model_validator(mode="after")
+    def _heads_are_somewhere(self) -> SpeculationSpec:
+        if self.method in _HEADS and not self.model:
+            raise ValueError(f"model: {self.method} drafts by heads; name the directory that holds them")
+        if self.method in ("ngram", "suffix") and self.model:
+            raise ValueError(f"model: {self.method} drafts without one; leave it out")
+        return self
+
+    @property
+    def heads(self) -> tuple[Literal["medusa", "eagle"], str] | None:
+        """Which, and where they are; None: there are none."""
+        if self.method == "medusa" or self.method == "eagle":
+            return self.method, self.model or ""
+        return None
 
 
 class RouterSpec(_Section):

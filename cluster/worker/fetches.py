@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.words.handoff import Holder
 from engine.prompts import Prompt, PromptQueue
+from engine.sequence import Sequence
 from engine.tiers.orders import LoadResult
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
@@ -33,7 +35,10 @@ class Fetches:
         totals: pb.Totals,
         *,
         block_size: int,
+        on_arrival: Callable[[Sequence, int, int, bytes], None],
     ) -> None:
+        """on_arrival: told of positions [first, end) that a peer has shipped, and its features of the last."""
+        self._on_arrival = on_arrival
         self._queue = queue
         self._pulls = pulls
         self._grants = grants
@@ -81,6 +86,8 @@ class Fetches:
     def landed(self, rank: int, landing: Landing) -> None:
         """One rank has a handoff whole, perhaps that of a pull."""
         if pull := self._pulls.landed(rank, landing):
+            first_token = pull.opening.first_token
+            self._on_arrival(pull.owner.sequence, first_token, first_token + pull.num_tokens, pull.features)
             self._totals.pulls += 1
             self._totals.pulled_tokens += pull.num_tokens
             self._totals.pull_seconds += time.monotonic() - pull.begun_at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from engine.batch.batch import Batch, KeptRows
 from engine.orders import BeginOrder, Orders
 from engine.runner import ModelRunner
 from engine.scorer import Scorer
+from engine.speculation.head_proposer import HeadDraft, HeadRow
 from engine.step import ScheduledStep
 from engine.tiers.rank_tiers import RankTiers
 from kvtransfer.movers.sender import Sender
@@ -92,11 +93,18 @@ class GangRunner:
             if end == passage.handoff.num_tokens:
                 passage.commit(end)
 
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
+        """Implements DraftHeads, as does `knows`. On rank 0, which has no others: nobody is told."""
+        return self.runner.draft(rows, max_tokens)
+
+    def knows(self, row: HeadRow) -> bool:
+        return self.runner.knows(row)
+
     def commit(self, key: HandoffKey, first_tokens: list[int]) -> None:
         """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other
         ranks see by themselves that it is whole."""
         if passage := self.sender.find(key):
-            passage.commit(passage.handoff.num_tokens, first_tokens)
+            self._commit(passage, passage.handoff.num_tokens, first_tokens)
 
     def _compute(
         self, batch: Batch, shipped: list[tuple[Passage, int, int]], on_logits: Callable[[Tensor], None] | None = None
@@ -116,7 +124,7 @@ class GangRunner:
             assert self.tiers, "orders for tiers that this rank does not have"
             self.tiers.carry_out(order)
         for source, target in orders.copies:
-            self.runner.pool.copy_block(source, target)
+            self.runner.copy_block(source, target)
         for grant in orders.grants:
             self._grant(grant)
         for begin in orders.begins:
@@ -128,7 +136,7 @@ class GangRunner:
                 passage.layer_ready(0, ship.start, ship.end, num_layers=self.runner.layout.num_layers)
         for commit in orders.commits:
             if passage := self.sender.find(commit.key):
-                passage.commit(commit.num_tokens, commit.next_tokens)
+                self._commit(passage, commit.num_tokens, commit.next_tokens)
         for key in orders.aborts:
             if passage := self.sender.find(key):
                 passage.abort()
@@ -137,7 +145,12 @@ class GangRunner:
         if passage := self.sender.begin(grant.handoff, grant.blocks):
             for layer in range(self.runner.layout.num_layers):  # so that no payload grows with the prompt and the model
                 passage.layer_ready(layer, 0, grant.num_tokens)
-            passage.commit(grant.num_tokens)
+            self._commit(passage, grant.num_tokens)
+
+    def _commit(self, passage: Passage, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
+        drafter = self.runner.drafter
+        features = drafter.features.of(passage.blocks, num_tokens) if drafter else b""
+        passage.commit(num_tokens, next_tokens, features=features)
 
     def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[Passage, int, int]]:
         """The rows of the batch that are shipped: passage, and the positions [start, end) that the row computes."""

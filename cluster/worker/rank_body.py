@@ -173,6 +173,7 @@ class RankBody(Generic[W]):
         max_batch_tokens, max_running = largest_step(spec, setup.role)
         torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
+        heads = spec.speculation.heads
         config = EngineConfig(
             model_dir=model_source.resolve(spec.model.source),
             device=str(self.device),
@@ -186,6 +187,8 @@ class RankBody(Generic[W]):
             max_context=spec.model.max_context,
             link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
+            drafter=heads[0] if heads else None,
+            drafter_dir=model_source.resolve_heads(heads[1]) if heads else None,
         )
 
         def is_loaded() -> None:

@@ -24,6 +24,7 @@ from engine.pace import HostMark, Pace
 from engine.prompts import Prompt
 from engine.rate import Rate
 from engine.sampler import sample
+from engine.sequence import Sequence
 from engine.speculation.speculation import Speculation
 from engine.step import KVConnector, StepResult
 from engine.tiers.tiers import Tiers
@@ -67,7 +68,13 @@ class ReplicaEngine:
             runs_ahead=parts.gang.runs_ahead,
         )
         self.fetches = Fetches(
-            self.engine.prompts, parts.pulls, parts.grants, parts.tiers, self.totals, block_size=block_size
+            self.engine.prompts,
+            parts.pulls,
+            parts.grants,
+            parts.tiers,
+            self.totals,
+            block_size=block_size,
+            on_arrival=self.note_arrival,
         )
         self.grants = parts.grants
         self._gang = parts.gang
@@ -119,6 +126,11 @@ class ReplicaEngine:
         prompt.spent = self.clock.whole(prompt)
         self.fetches.forget(prompt)
         self.totals.prefix_hit_tokens += prompt.num_found
+
+    def note_arrival(self, sequence: Sequence, first_token: int, end_token: int, features: bytes) -> None:
+        """The KV of these positions has come from elsewhere, and with it what is known of the last of them there."""
+        if drafter := self._gang.runner.drafter:
+            drafter.features.arrived(sequence.blocks, first_token, end_token, features)
 
     def count_shipment(self, shipment: Shipment) -> None:
         """All ranks' of a handoff, or of a grant, that has landed."""

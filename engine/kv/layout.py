@@ -49,6 +49,9 @@ class KVLayout:
     weights: str = "as_stored"  # or what they are made into at load; see engine.layers.shards.WEIGHTS
     num_sides: int = 2  # keys and values; 1: one latent row for both
     exact_dim: int = 0  # numbers at the end of a row that stay in bf16 where others have 8 bits
+    draft: str = ""  # fingerprint of the heads that draft beside the model; empty: none that keep anything
+    num_draft_layers: int = 0  # of num_layers, the last: theirs
+    feature_bytes: int = 0  # per block: what heads know of its last position, see engine.drafters.features
 
     @property
     def fingerprint(self) -> str:
@@ -63,6 +66,7 @@ class KVLayout:
             self.weights,
             self.num_sides,
             self.exact_dim,
+            *((self.draft, self.num_draft_layers, self.feature_bytes) if self.draft else ()),
         )
         return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
@@ -95,5 +99,5 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """KV bytes of one block on one rank, all layers, scales included."""
-        return self.block_size * self.bytes_per_token()
+        """Bytes of one block on one rank: KV of all layers, scales included, and the features."""
+        return self.block_size * self.bytes_per_token() + self.feature_bytes

@@ -24,18 +24,23 @@ class KVPool:
 
     `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for a pool of 8 bits, else `scales` is
     empty. See KVLayout.
-    A slot is block id * S + offset.
+    A slot is block id * S + offset. `features` is (B, feature_bytes) uint8, where the layout has any.
     """
 
-    def __init__(self, layout: KVLayout, *, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, *, num_blocks: int, device: torch.device, num_spare: int = 0) -> None:
+        """num_spare: blocks more of the layers that draft, behind all others: for KV of tokens that are only guessed,
+        which no sequence has, and nobody ships."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        shape = (num_blocks, layout.num_sides, layout.heads_per_rank, layout.block_size, layout.row_dim)
-        self.codes = [_zeros(shape, layout.torch_dtype, device) for _ in range(layout.num_layers)]
+        shape = (layout.num_sides, layout.heads_per_rank, layout.block_size, layout.row_dim)
+        counts = [num_blocks] * (layout.num_layers - layout.num_draft_layers)
+        counts += [num_blocks + num_spare] * layout.num_draft_layers
+        self.codes = [_zeros((count, *shape), layout.torch_dtype, device) for count in counts]
         self.scales = [
-            _zeros(shape[:-1], torch.bfloat16, device) for _ in range(layout.num_layers if layout.has_scales else 0)
+            _zeros((count, *shape[:-1]), torch.bfloat16, device) for count in (counts if layout.has_scales else ())
         ]
+        self.features = _zeros((num_blocks, layout.feature_bytes), torch.uint8, device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Its codes, and its scales where the pool has them."""
@@ -82,7 +87,7 @@ class KVPool:
 
     def copy_out(self, blocks: Sequence[int], *, into: Tensor | None = None) -> Tensor:
         """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each
-        layer the scales. into: where to; None: to memory of their own."""
+        layer the scales, then features. into: where to; None: to memory of their own."""
         index_B, parts = streams.upload_indices(blocks, self.device), self._parts()
         chosen = [part_BN.index_select(0, index_B) for part_BN in parts]
         payloads = torch.cat(chosen, dim=1, out=None if into is None else into.view(parts[0].dtype))
@@ -96,8 +101,10 @@ class KVPool:
             part_BN.index_copy_(0, index_B, payload.to(self.device))
 
     def _parts(self) -> list[Tensor]:
-        """Codes and scales of every layer, each (num_blocks, N), as whole numbers: torch copies bytes one by one."""
+        """Codes and scales of every layer, and features, each (num_blocks, N) or longer, as whole numbers: torch copies
+        bytes one by one."""
         parts = [part.view(torch.uint8).flatten(1) for part in (*self.codes, *self.scales)]
+        parts += [self.features] if self.layout.feature_bytes else []
         is_even = all(part.shape[1] % 8 == 0 for part in parts)
         return [part.view(torch.int64) for part in parts] if is_even else parts
 
@@ -107,6 +114,7 @@ class KVPool:
             codes[target].copy_(codes[source])
         for scales in self.scales:
             scales[target].copy_(scales[source])
+        self.features[target].copy_(self.features[source])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

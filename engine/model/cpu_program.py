@@ -19,6 +19,7 @@ from engine.layers.layers import Before, GatedSiLU, Linear, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.gated_mlp import GatedMLP
+from engine.model.taps import Taps
 
 # T tokens of the step, C tokens that there is room for, I features, E hidden_size, N = H + 2 K heads, D head_dim
 
@@ -35,19 +36,33 @@ class CompiledLayers:
         self._make_room(1)
 
     def __call__(
-        self, x_TE: Tensor, batch: Batch, cos_T1F: Tensor, sin_T1F: Tensor, on_layer: Callable[[int], None] | None
+        self,
+        x_TE: Tensor,
+        batch: Batch,
+        cos_T1F: Tensor,
+        sin_T1F: Tensor,
+        on_layer: Callable[[int], None] | None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """From the embedded tokens to what leaves the last layer: (T, E), valid until the next step."""
         if len(x_TE) > len(self._x_CE):
             self._make_room(1 << (len(x_TE) - 1).bit_length())
         rows, begin = StepRows(batch, cos_T1F, sin_T1F), 0
         self._x_CE[: len(x_TE)] = x_TE
-        if on_layer is not None:
-            for layer, end in enumerate(self._ends_of_kv):
-                self._program.run(rows.step, first=begin, end=end)
-                on_layer(layer)
-                begin = end
+        if on_layer is not None or taps is not None:
+            for layer, (first, end) in enumerate(self._kv_calls):
+                if taps is not None and taps.wants(layer):
+                    if begin < first:
+                        self._program.run(rows.step, first=begin, end=first)
+                        begin = first
+                    taps.note(layer, self._x_CE[: len(x_TE)].clone())
+                if on_layer is not None:
+                    self._program.run(rows.step, first=begin, end=end)
+                    on_layer(layer)
+                    begin = end
         self._program.run(rows.step, first=begin)
+        if taps is not None:
+            taps.note(len(self._kv_calls), self._x_CE[: len(x_TE)])
         return self._x_CE[: len(x_TE)]
 
     def is_quickest(self, num_tokens: int) -> bool:
@@ -55,7 +70,7 @@ class CompiledLayers:
         return num_tokens <= self._most_tokens
 
     def _make_room(self, num_tokens: int) -> None:
-        layer, mlp = self._layers[0], _mlp(self._layers[0])
+        first, mlp = self._layers[0], _mlp(self._layers[0])
 
         def room(num_features: int) -> Tensor:
             return torch.empty(num_tokens, num_features, dtype=torch.bfloat16)
@@ -63,15 +78,18 @@ class CompiledLayers:
         def outputs(part: Linear | RowParallelLinear) -> int:
             return _packed(part).num_outputs
 
-        num_attended = _packed(layer.output).num_inputs
-        self._x_CE = room(outputs(layer.output))
-        self._heads_CND = room(outputs(layer.qkv)).view(num_tokens, -1, layer.head_dim)
-        self._attended_CHD = room(num_attended).view(num_tokens, -1, layer.head_dim)
+        num_attended = _packed(first.output).num_inputs
+        self._x_CE = room(outputs(first.output))
+        self._heads_CND = room(outputs(first.qkv)).view(num_tokens, -1, first.head_dim)
+        self._attended_CHD = room(num_attended).view(num_tokens, -1, first.head_dim)
         self._gate_up_CI = room(outputs(mlp.gate_up))
-        calls = [call for layer in self._layers for call in self._calls(layer)]
+        calls, self._kv_calls = list[Call](), list[tuple[int, int]]()
+        for layer in self._layers:
+            begin = len(calls)
+            calls += self._calls(layer)
+            rotation = next(i for i in range(begin, len(calls)) if isinstance(calls[i], RotaryCall))
+            self._kv_calls.append((begin, rotation + 1))  # then the layer's keys and values are in the pool
         self._program = Program(self._kernels, calls)
-        # After which a layer's keys and values are in the pool.
-        self._ends_of_kv = [end for end, call in enumerate(calls, 1) if isinstance(call, RotaryCall)]
 
     def _calls(self, layer: DecoderLayer) -> Iterable[Call]:
         mlp = _mlp(layer)

@@ -20,8 +20,10 @@ class GatedMLP:
     down: RowParallelLinear
 
     @classmethod
-    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> GatedMLP:
-        name, features = f"model.layers.{layer}.mlp", reader.parallel.span(config.intermediate_size)
+    def read(cls, reader: ShardReader, config: ModelConfig, layer: int | str) -> GatedMLP:
+        """layer: its number, or what it is called where it is none of the model's."""
+        name = layer if isinstance(layer, str) else f"model.layers.{layer}.mlp"
+        features = reader.parallel.span(config.intermediate_size)
         return cls(
             reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
             reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),

@@ -7,7 +7,8 @@ The families differ in their configs only: biases, a norm on queries and keys, s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Protocol, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from engine.model import decoder_layer, experts, gated_mlp, latent_layer
 from engine.model.cpu_program import CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
+from engine.model.taps import Taps
 from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of the step, R rows whose logits are wanted, E hidden_size, H query heads of this rank, D head_dim,
@@ -95,58 +97,93 @@ class Transformer:
             self._shares_heads = is_shared_quicker(reader.kernels, layout, q_end - q_first, reader.measured)
 
     def __call__(
-        self, batch: Batch, pool: KVPool, on_layer: OnLayer | None, on_logits: OnLogits | None = None
+        self,
+        batch: Batch,
+        pool: KVPool,
+        on_layer: OnLayer | None,
+        on_logits: OnLogits | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
-        """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is, and `on_logits`
-        the logits (N, V) of the positions that are scored, slice by slice.
+        """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is, `on_logits` the
+        logits (N, V) of the positions that are scored, slice by slice, and `taps` the hidden states that it wants.
 
         Returns the logits (R, V) in fp32, on every rank.
         """
         device = pool.device
         if device.type == "cuda":
-            return self.compute(DeviceBatch.of(batch, device), pool, on_layer, on_logits)
-        x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
+            return self.compute(DeviceBatch.of(batch, device), pool, on_layer, on_logits, taps)
+        token_ids_T = torch.from_numpy(batch.token_ids).to(device)
+        x_TE = self._embedding(token_ids_T)
+        if taps is not None:
+            taps.token_ids_T = token_ids_T
         cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         x = Residual(x_TE, adds_late=False)
         if latent := self._config.latent:
             rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer)
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, taps)
         elif self._kernels is not None:
             is_shared = self._shares_heads and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
-                x_TE = compiled(x_TE, batch, cos_T1F, sin_T1F, on_layer)
+                x_TE = compiled(x_TE, batch, cos_T1F, sin_T1F, on_layer, taps)
             else:
                 rows = self._kernels, batch, pool, cos_T1F, sin_T1F
                 shared = SharedHeads(*rows, self._config.sliding_windows) if is_shared else CompiledHeads(*rows)
-                x_TE = _pass(self._layers, x, shared, on_layer)
+                x_TE = _pass(self._layers, x, shared, on_layer, taps)
         else:
             heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
-            x_TE = _pass(self._layers, x, heads, on_layer)
+            x_TE = _pass(self._layers, x, heads, on_layer, taps)
         if len(batch.scored_rows):
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
-        return self._logits(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
+        return self.logits(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
 
     def compute(
-        self, batch: DeviceBatch, pool: KVPool, on_layer: OnLayer | None = None, on_logits: OnLogits | None = None
+        self,
+        batch: DeviceBatch,
+        pool: KVPool,
+        on_layer: OnLayer | None = None,
+        on_logits: OnLogits | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """The same of a batch that is on the device, by the GPU's kernels (on a CPU: their references).
 
         Where `hindrance` knows of none, nothing here waits for the device, or depends on a number that is there.
         """
         x_TE = self._embedding(batch.token_ids_T)
+        if taps is not None:
+            taps.token_ids_T = batch.token_ids_T
         cos_T1F, sin_T1F = self._rotary(batch.positions_T, x_TE.dtype)
         x = Residual(x_TE, adds_late=True)
         if latent := self._config.latent:
             rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
             latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer)
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, taps)
         else:
-            x_TE = _pass(self._layers, x, KernelHeads(batch, pool, cos_T1F, sin_T1F), on_layer)
+            x_TE = _pass(self._layers, x, KernelHeads(batch, pool, cos_T1F, sin_T1F), on_layer, taps)
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
-        return self._logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
+        return self.logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """(T, E)"""
+        return self._embedding(token_ids_T)
+
+    def normed(self, x_RE: Tensor) -> Tensor:
+        """What the last layer leaves, as the head reads it: (R, E)."""
+        return self._norm(x_RE)
+
+    def logits(self, x_RE: Tensor) -> Tensor:
+        """Of what the last layer leaves, not normed: (R, V) in fp32, on every rank."""
+        return self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size).float()
+
+    def without(self, layers: Collection[int]) -> Transformer:
+        """The same weights, but for some layers: their KV is neither read nor written."""
+        part = copy(self)
+        part._layers = [layer for layer in self._layers if layer.index not in layers]
+        part._latent_layers = [layer for layer in self._latent_layers if layer.index not in layers]
+        part._compiled = None
+        return part
 
     @property
     def hindrance(self) -> str | None:
@@ -163,12 +200,9 @@ class Transformer:
         """on_logits: None on a rank whose share of the vocabulary is all that is wanted of it."""
         num_rows = max(1, SLICE_BYTES // (4 * self._config.vocab_size))
         for scored_NE in torch.split(scored_SE, num_rows):
-            logits_NV = self._logits(scored_NE)
+            logits_NV = self.logits(scored_NE)
             if on_logits is not None:
                 on_logits(logits_NV)
-
-    def _logits(self, wanted_RE: Tensor) -> Tensor:
-        return self._parallel.all_gather(self._head(wanted_RE, before=self._norm), self._config.vocab_size).float()
 
     def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
         """All layers at once, where nothing lies between their calls that is not a CPU kernel."""
@@ -178,13 +212,19 @@ class Transformer:
         return self._compiled
 
 
-def _pass(layers: Sequence[Layer[HeadsT]], x: Residual, heads: HeadsT, on_layer: OnLayer | None) -> Tensor:
+def _pass(
+    layers: Sequence[Layer[HeadsT]], x: Residual, heads: HeadsT, on_layer: OnLayer | None, taps: Taps | None
+) -> Tensor:
     """Through all layers: (T, E)."""
     for layer in layers:
+        if taps is not None and taps.wants(layer.index):
+            taps.note(layer.index, x.total())
         q_THD = layer.store(x, heads)
         if on_layer is not None:
             on_layer(layer.index)
         layer.finish(x, q_THD, heads)
+    if taps is not None:
+        taps.note(len(layers), x.total())
     return x.total()
 
 

@@ -11,15 +11,18 @@ _MEMORY = 256.0  # tokens of a kind: then the older half counts for half
 _ROW_PRIOR = 4.0
 _ROW_KEEP = 0.9  # weight of what a request's earlier drafts were, at each new one
 _BOUNDS = 0.25, 1.25  # of what one request is beside others
+# A kind that stands for a longer match is believed more: that much is known of every text.
+_BELIEVED = [(1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
 
 
 class Acceptance:
     """Of one method, over all requests: by kind, given that all tokens before were right."""
 
-    def __init__(self) -> None:
-        # A kind that stands for a longer match is believed more: that much is known of every text.
+    def __init__(self, believed: Seq[float] = _BELIEVED, memory: float = _MEMORY) -> None:
+        """believed: of each kind, before there is anything to believe. memory: see above."""
+        self._memory = memory
         self._reached = [_PRIOR] * NUM_KINDS
-        self._right = [_PRIOR * (1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
+        self._right = [_PRIOR * chance for chance in believed]
 
     def chance(self, kind: int) -> float:
         return self._right[kind] / self._reached[kind]
@@ -30,7 +33,7 @@ class Acceptance:
             kind = kinds[place]
             self._reached[kind] += 1.0
             self._right[kind] += place < num_right
-            if self._reached[kind] > _MEMORY:
+            if self._reached[kind] > self._memory:
                 self._reached[kind] /= 2
                 self._right[kind] /= 2
 
@@ -38,7 +41,8 @@ class Acceptance:
 class RowAcceptance:
     """Of one method and one request, beside what was to be expected of the kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: tuple[float, float] = _BOUNDS) -> None:
+        self._bounds = bounds
         self._expected = _ROW_PRIOR
         self._right = _ROW_PRIOR
 
@@ -48,5 +52,5 @@ class RowAcceptance:
 
     @property
     def factor(self) -> float:
-        least, most = _BOUNDS
+        least, most = self._bounds
         return min(most, max(least, self._right / self._expected))

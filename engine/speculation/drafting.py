@@ -51,7 +51,10 @@ class Drafting:
         most = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
         if most < 1:
             return {}
-        return self._speculation.draft(rows, self._price(rows, num_tokens), max_tokens=most, blocks=self._blocks)
+        drafts = self._speculation.draft(rows, self._price(rows, num_tokens), max_tokens=most, blocks=self._blocks)
+        if self._pace and (asking_s := self._speculation.take_asking_s()):
+            self._pace.set_aside(asking_s)
+        return drafts
 
     def awaits(self, running: Collection[Sequence]) -> bool:
         """Whether it would be worth something to know the tokens of the step under way before the next is planned."""
@@ -70,6 +73,11 @@ class Drafting:
         """It has its last token."""
         if self._speculation:
             self._speculation.finished(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It gets no more tokens here, or none for now."""
+        if self._speculation:
+            self._speculation.forget(sequence)
 
     def _price(self, rows: Seq[Sequence], num_tokens: int) -> StepPrice:
         timing = self._pace.timing if self._pace else None

@@ -24,7 +24,9 @@ NOTHING = Proposal((), ())
 
 
 class Proposer(Protocol):
-    """One way to guess. Owned by the step thread. Whatever it says, no answer changes: what is wrong costs time."""
+    """One way to guess. Owned by the step thread. Whatever it says, no answer changes: what is wrong costs time.
+
+    One that looks up is asked for every row of every step. One that computes is a `Computing`."""
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int, /) -> list[Proposal]:
         """What may follow the tokens of each, the next one first: at most so many. It may be nothing. A function of the
@@ -33,4 +35,24 @@ class Proposer(Protocol):
 
     def finished(self, sequence: Sequence, /) -> None:
         """It has its last token."""
+        ...
+
+
+class Computing(Proposer, Protocol):
+    """A proposer to which asking costs time. It is asked for those rows for which that is expected to pay, and for as
+    many tokens as pay: see Asking. What it keeps of a sequence is its own affair, and bounded: it may be asked about
+    any sequence that runs, at any time, or never again."""
+
+    def num_behind(self, sequence: Sequence, /) -> int | None:
+        """Tokens that it has to compute of the sequence, as it is, before it can say what follows: 0 for one that need
+        not. None: it cannot say anything of this one. Looks only."""
+        ...
+
+    def catch_up(self, sequence: Sequence, num_tokens: int, /) -> None:
+        """Compute at most so many of these, and guess nothing."""
+        ...
+
+    def forget(self, sequence: Sequence, /) -> None:
+        """It gets no more tokens here, or none for now: what is kept for it may go. It may never have been asked
+        about."""
         ...

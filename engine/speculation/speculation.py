@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
-from operator import mul
-from typing import Literal
-from weakref import WeakKeyDictionary
+from itertools import takewhile
+from types import MappingProxyType
 
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
-from engine.speculation.acceptance import Acceptance, RowAcceptance
+from engine.speculation.asking import Asking
 from engine.speculation.corpus import Corpus
 from engine.speculation.draft import Draft, take_room
 from engine.speculation.draft_plan import StepPrice, plan_drafts
+from engine.speculation.guesses import Guesses
 from engine.speculation.histories import Histories
 from engine.speculation.ngram import Ngram
-from engine.speculation.proposer import Proposal, Proposer
+from engine.speculation.proposer import Computing, Proposer
 from engine.speculation.suffix import Suffix
-
-Method = Literal["ngram", "suffix", "auto"]
 
 _MANY = 8  # rows
 _IN_VAIN = 16  # looks
@@ -30,22 +28,6 @@ _LOOK_EVERY = 8  # steps
 _TRY_EVERY = 64  # looks of which nothing comes: prices are learnt from steps that draft
 _TRIED = 3  # tokens of one row
 _TRY_ABOVE = 0.5  # as likely as that they are right
-
-
-@dataclass(eq=False, slots=True)
-class _Guess:
-    """What a method has said of a row: until the row's own tokens have shown how much of it was right."""
-
-    start: int  # position of its first token
-    tokens: Seq[int]
-    kinds: Seq[int]
-    chances: Seq[float]  # of each, that it and those before it are right
-
-
-@dataclass(eq=False, slots=True)
-class _Row:
-    guesses: dict[str, _Guess] = field(default_factory=dict)  # by method
-    acceptance: dict[str, RowAcceptance] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -57,28 +39,52 @@ class DraftCounts:
 
 
 class Speculation:
-    """Owned by the step thread. Methods guess for every row, also where nothing is drafted: what becomes of the row
-    says how good they are, and costs no step."""
+    """Owned by the step thread. Methods that look up guess for every row, also where nothing is drafted: what becomes
+    of the row says how good they are, and costs no step. Those that compute are asked where it pays (`Asking`)."""
 
-    def __init__(self, methods: Mapping[str, Proposer], *, max_tokens: int, vocab_size: int) -> None:
-        """max_tokens: of a draft. Where there are several methods, for each row the one that promises most drafts."""
-        self.counts = {method: DraftCounts() for method in methods}
+    def __init__(
+        self,
+        methods: Mapping[str, Proposer],
+        *,
+        computing: Mapping[str, Computing] = MappingProxyType({}),
+        max_tokens: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """max_tokens: of a draft. Where there are several methods, for each row the one that promises most drafts.
+        clock: see Asking."""
+        every = [*methods, *computing]
+        self.counts = {method: DraftCounts() for method in every}
         self._methods = methods
+        self._computing = computing
         self._max_tokens = max_tokens
-        self._vocab_size = vocab_size
-        self._acceptance = {method: Acceptance() for method in methods}
-        self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
+        self._guesses = Guesses(every, computing, max_tokens=max_tokens, vocab_size=vocab_size)
+        self._asking = Asking(computing, self._guesses, clock=clock)
         self._num_without = 0  # steps without a draft since the last trial
         self._num_in_vain = 0  # looks since something was worth drafting
         self._num_passed_over = 0  # steps since the last look
 
     @classmethod
-    def of(cls, method: Method, *, max_tokens: int, vocab_size: int, corpus: Corpus | None = None) -> Speculation:
-        """corpus: None, one of its own."""
+    def of(
+        cls,
+        method: str,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+        computing: Mapping[str, Computing] = MappingProxyType({}),
+        corpus: Corpus | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Speculation:
+        """method: `ngram`, `suffix`, one of `computing`, or `auto`: all of them. corpus: None, one of its own."""
         histories = Histories()
         known: dict[str, Proposer] = {"ngram": Ngram(histories), "suffix": Suffix(histories, corpus or Corpus())}
-        names = list(known) if method == "auto" else [str(method)]
-        return cls({name: known[name] for name in names}, max_tokens=max_tokens, vocab_size=vocab_size)
+        return cls(
+            {name: proposer for name, proposer in known.items() if method in (name, "auto")},
+            computing={name: proposer for name, proposer in computing.items() if method in (name, "auto")},
+            max_tokens=max_tokens,
+            vocab_size=vocab_size,
+            clock=clock,
+        )
 
     def draft(
         self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int, blocks: BlockManager
@@ -87,16 +93,20 @@ class Speculation:
         for them are taken."""
         if self._passes_over(rows):
             return {}
-        best = self._best(rows)
-        chances = [
-            guess.chances[: self._most(row)] if guess else () for row, (_, guess) in zip(rows, best, strict=True)
-        ]
+        self._look_up(rows)
+        most = [self._most(row) for row in rows]
+        if self._computing:
+            if ask := self._asking.plan(rows, most, self._chances(rows, most), price, max_tokens):
+                self._asking.carry_out(ask, rows)
+            self._asking.looked(price)
+        chances = self._chances(rows, most)
         lengths = plan_drafts(chances, len(rows), price, max_tokens)
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if not any(lengths):
             lengths = self._try_one(chances, max_tokens)
         drafts: dict[Sequence, Draft] = {}
-        for row, (method, guess), length in zip(rows, best, lengths, strict=True):
+        for row, length in zip(rows, lengths, strict=True):
+            method, guess = self._guesses.best(row)
             if guess and length:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
@@ -104,13 +114,20 @@ class Speculation:
         return drafts
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:
-        """Whether something would be drafted for them as they are now."""
+        """Whether something would be drafted for them, or asked, as they are now. Asks nobody who computes."""
         if self._passes_over(rows):
             return False
-        chances = [guess.chances if guess else () for _, guess in self._best(rows)]
+        self._look_up(rows)
+        most = [self._most(row) for row in rows]
+        chances = self._chances(rows, most)
         is_worth_it = any(plan_drafts(chances, len(rows), price, max_tokens))
         self._num_in_vain = 0 if is_worth_it else self._num_in_vain + 1
-        return is_worth_it
+        if is_worth_it or not self._computing:
+            return is_worth_it
+        if self._asking.plan(rows, most, chances, price, max_tokens):
+            return True
+        self._asking.looked(price)
+        return False
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""
@@ -121,8 +138,17 @@ class Speculation:
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
-        for proposer in self._methods.values():
+        for proposer in (*self._methods.values(), *self._computing.values()):
             proposer.finished(sequence)
+        self._asking.finished(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It gets no more tokens here, or none for now."""
+        self._asking.forget(sequence)
+
+    def take_asking_s(self) -> float:
+        """How long the step thread has waited since the last call for methods that compute."""
+        return self._asking.take_spent_s()
 
     def _passes_over(self, rows: Seq[Sequence]) -> bool:
         """Beside many rows, where nothing has been worth it for a while: a look takes up to 30 us a row."""
@@ -135,54 +161,20 @@ class Speculation:
         """Tokens that may be drafted for a row: the step chooses one more, and it gets none beyond its end."""
         return max(0, min(self._max_tokens, row.most_tokens - len(row.tokens), row.last_token - len(row.tokens) - 1))
 
-    def _best(self, sequences: Seq[Sequence]) -> list[tuple[str, _Guess | None]]:
-        """For each the guess that promises most tokens, and whose it is."""
-        rows = [self._row(sequence) for sequence in sequences]
-        for method in self._methods:
-            self._guess(method, sequences, rows)
-        return [max(row.guesses.items(), key=_promise, default=("", None)) for row in rows]
+    def _look_up(self, rows: Seq[Sequence]) -> None:
+        """See to it that there are guesses of the tokens that sequences have now, by those who look up."""
+        for method, proposer in self._methods.items():
+            if asked := [row for row in rows if self._guesses.is_missing(method, row)]:
+                for row, proposal in zip(asked, proposer.propose(asked, self._max_tokens), strict=True):
+                    self._guesses.note(method, row, proposal)
+        for method in self._computing:
+            for row in rows:
+                self._guesses.is_missing(method, row)  # what was said of fewer tokens is learnt from
 
-    def _row(self, sequence: Sequence) -> _Row:
-        row = self._rows.get(sequence)
-        if row is None:
-            row = self._rows[sequence] = _Row()
-        return row
-
-    def _guess(self, method: str, sequences: Seq[Sequence], rows: Seq[_Row]) -> None:
-        """See to it that the method's guesses are of the tokens that sequences have now."""
-        asked = []
-        for sequence, row in zip(sequences, rows, strict=True):
-            guess = row.guesses.get(method)
-            if guess is None or guess.start < len(sequence.tokens):
-                self._learn(method, row, sequence)
-                asked.append((sequence, row))
-        if asked:
-            proposals = self._methods[method].propose([sequence for sequence, _ in asked], self._max_tokens)
-            for (sequence, row), proposal in zip(asked, proposals, strict=True):
-                self._note(method, proposal, row, sequence)
-
-    def _learn(self, method: str, row: _Row, sequence: Sequence) -> None:
-        """From what has become of the last guess, as far as the row has come since then."""
-        guess = row.guesses.pop(method, None)
-        if guess is None:
-            return
-        known = sequence.tokens[guess.start : guess.start + len(guess.tokens)]
-        num_right = next((i for i, token in enumerate(known) if token != guess.tokens[i]), len(known))
-        num_reached = min(num_right + 1, len(known))
-        acceptance = row.acceptance.setdefault(method, RowAcceptance())
-        acceptance.saw(sum(self._acceptance[method].chance(kind) for kind in guess.kinds[:num_reached]), num_right)
-        self._acceptance[method].saw(guess.kinds, num_right, num_reached)
-
-    def _note(self, method: str, proposal: Proposal, row: _Row, sequence: Sequence) -> None:
-        tokens = proposal.tokens[: self._max_tokens]
-        end = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))
-        if not end:
-            return
-        factor = row.acceptance[method].factor if method in row.acceptance else 1.0
-        chance = self._acceptance[method].chance
-        each = [min(1.0, chance(kind) * factor) for kind in proposal.kinds[:end]]
-        chances = list(accumulate(each, mul))
-        row.guesses[method] = _Guess(len(sequence.tokens), tokens[:end], proposal.kinds[:end], chances)
+    def _chances(self, rows: Seq[Sequence], most: Seq[int]) -> list[Seq[float]]:
+        """Of the best guess for each, as far as it may be drafted."""
+        found = (self._guesses.best(row)[1] for row in rows)
+        return [guess.chances[:limit] if guess else () for guess, limit in zip(found, most, strict=True)]
 
     def _try_one(self, chances: Seq[Seq[float]], max_tokens: int) -> list[int]:
         """Now and then a short draft of the likeliest row, though it does not seem to pay."""
@@ -194,8 +186,3 @@ class Speculation:
                 lengths[i] = min(_TRIED, len(chances[i]), max_tokens)
                 self._num_without = 0
         return lengths
-
-
-def _promise(guess: tuple[str, _Guess]) -> float:
-    """Of a method's guess: how many of its tokens are right, in the mean."""
-    return sum(guess[1].chances)

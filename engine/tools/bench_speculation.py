@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence
 from engine.speculation.corpus import Corpus
-from engine.speculation.speculation import Method, Speculation
+from engine.speculation.speculation import Speculation
 
 _BLOCK_SIZE = 16
 _MAX_RUNNING = 64  # as in a decode replica, if the operator says nothing
@@ -99,7 +99,7 @@ class _Replica:
             None
             if method == "off"
             else Speculation.of(
-                cast(Method, method),
+                method,
                 max_tokens=_MAX_DRAFT,
                 vocab_size=runner.config.vocab_size,
                 corpus=self.corpus,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cluster.process.whole_file import move_whole
 from engine.training.answers import OwnAnswer
-from engine.training.teacher import Features, Teacher
+from engine.training.teacher import HiddenStates, Teacher
 
 _AT_ONCE = 1024  # tokens
 
@@ -29,10 +29,10 @@ class CachedAnswer:
     first: int  # of its tokens, in the file
     file: Any  # that is open
 
-    def features(self) -> Features:
+    def features(self) -> HiddenStates:
         """Read from the file."""
         span = slice(self.first, self.first + len(self.answer.tokens))
-        return Features(self.file.get_slice("fused")[span], self.file.get_slice("last")[span])
+        return HiddenStates(self.file.get_slice("fused")[span], self.file.get_slice("last")[span])
 
 
 def cached(

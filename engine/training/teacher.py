@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,8 +16,8 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, Matrix
 from engine.layers.shards import ShardReader
+from engine.model.taps import Taps
 from engine.model.transformer import Transformer
 from engine.parallel import TensorParallel
 from engine.weights.open_checkpoint import open_checkpoint
@@ -28,7 +28,7 @@ _BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
-class Features:
+class HiddenStates:
     """What the model has computed of one text's tokens."""
 
     fused_TE3: Tensor  # (T, 3 E) hidden states after 2, half, and all but 3 of the layers, side by side
@@ -56,9 +56,8 @@ class Teacher:
         self._layout = EngineConfig(
             model_dir=model_dir, dtype=str(self.dtype).removeprefix("torch."), block_size=_BLOCK_SIZE
         ).layout()
-        self._seen = _Seen(self.layers, config.num_layers)
         checkpoint, device = open_checkpoint(model_dir), torch.device("cpu")
-        reader = ShardReader(checkpoint, TensorParallel(), self.dtype, device, on_matrix=self._seen.observe)
+        reader = ShardReader(checkpoint, TensorParallel(), self.dtype, device)
         self.rotary = Rotary(config, device)
         with torch.inference_mode():
             self._model = Transformer(config, reader, self._layout, on_read=lambda layer: None)
@@ -72,7 +71,7 @@ class Teacher:
         return self._reader.tensor(name)
 
     @torch.inference_mode()
-    def features(self, texts: Sequence[Sequence[int]]) -> list[Features]:
+    def features(self, texts: Sequence[Sequence[int]]) -> list[HiddenStates]:
         """Of each text, in bf16; all are computed in one step."""
         rows, first = [], 0
         for tokens in texts:
@@ -80,74 +79,12 @@ class Teacher:
             rows.append(Row(token_ids=tokens, start=0, blocks=range(first, first + num_blocks), num_logits=0))
             first += num_blocks
         pool = KVPool(self._layout, num_blocks=first, device=torch.device("cpu"))
-        self._model(Batch.of(rows, block_size=_BLOCK_SIZE), pool, lambda layer: None)
-        fused_TE3 = torch.cat([self._seen.before[layer] for layer in self.layers], dim=1).bfloat16()
-        last_TE = self.norm(self._seen.after_all).bfloat16()
+        taps = Taps((*self.layers, self.config.num_layers))
+        self._model(Batch.of(rows, block_size=_BLOCK_SIZE), pool, None, taps=taps)
+        fused_TE3 = torch.cat([taps[layer] for layer in self.layers], dim=1).bfloat16()
+        last_TE = self._model.normed(taps[self.config.num_layers]).bfloat16()
         counts = [len(tokens) for tokens in texts]
         return [
-            Features(fused.clone(), last.clone())
+            HiddenStates(fused.clone(), last.clone())
             for fused, last in zip(torch.split(fused_TE3, counts), torch.split(last_TE, counts), strict=True)
         ]
-
-
-@dataclass
-class _Seen:
-    """The residual stream, where the first matrix of a layer reads it, and as the last of the last layer leaves it."""
-
-    layers: Sequence[int]
-    num_layers: int
-    before: dict[int, Tensor] = field(default_factory=dict)
-    after_all: Tensor = field(default_factory=lambda: torch.zeros(0))
-
-    def observe(self, names: Sequence[str], matrix: Matrix) -> Matrix:
-        for layer in self.layers:
-            if f"model.layers.{layer}.self_attn.q_proj" in names:
-                return _Entry(matrix, self, layer)
-        return _Exit(matrix, self) if f"model.layers.{self.num_layers - 1}.mlp.down_proj" in names else matrix
-
-
-@dataclass
-class _Entry:
-    """Implements engine.layers.layers.Matrix."""
-
-    matrix: Matrix
-    seen: _Seen
-    layer: int
-
-    @property
-    def is_fixed(self) -> bool:
-        return False
-
-    def multiply(
-        self,
-        x_TI: Tensor,
-        *,
-        bias_O: Tensor | None = None,
-        before: Before | None = None,
-        residual_TO: Tensor | None = None,
-    ) -> Tensor:
-        self.seen.before[self.layer] = x_TI
-        return self.matrix.multiply(x_TI, bias_O=bias_O, before=before, residual_TO=residual_TO)
-
-
-@dataclass
-class _Exit:
-    """Implements engine.layers.layers.Matrix."""
-
-    matrix: Matrix
-    seen: _Seen
-
-    @property
-    def is_fixed(self) -> bool:
-        return False
-
-    def multiply(
-        self,
-        x_TI: Tensor,
-        *,
-        bias_O: Tensor | None = None,
-        before: Before | None = None,
-        residual_TO: Tensor | None = None,
-    ) -> Tensor:
-        self.seen.after_all = self.matrix.multiply(x_TI, bias_O=bias_O, before=before, residual_TO=residual_TO)
-        return self.seen.after_all

@@ -67,6 +67,11 @@ class Arrival(Generic[T]):
         return self.landed[0].next_tokens
 
     @property
+    def features(self) -> bytes:
+        """Of the last of these positions; empty: not known."""
+        return self.landed[0].features
+
+    @property
     def epoch(self) -> int:
         return self.landed[0].epoch
 

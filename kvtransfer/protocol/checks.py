@@ -19,6 +19,7 @@ from kvtransfer.protocol.passage import Shipment
 _MAX_TOKENS = 1 << 31
 _MAX_CHOICES = 1024
 _MAX_SECONDS = 1e6
+_MAX_FEATURE_BYTES = 1 << 18
 
 
 def check_handoff(handoff: Handoff, layout: KVLayout) -> None:
@@ -65,6 +66,7 @@ def check_commit(frame: CommitFrame, layout: KVLayout, *, num_blocks: int) -> No
     check_name(frame.handoff, "commit.handoff")
     check(frame.num_tokens <= most, "commit.num_tokens", f"the pool holds {most} positions")
     check(len(frame.next_tokens) <= max(most, _MAX_CHOICES), "commit.next_tokens", "are too many")
+    check(len(frame.features) <= _MAX_FEATURE_BYTES, "commit.features", "are too many")
 
 
 def check_landing(landing: Landing) -> None:

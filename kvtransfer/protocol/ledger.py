@@ -34,6 +34,7 @@ class Landing:
     epoch: int
     num_tokens: int  # positions that are here now, those before the handoff included
     next_tokens: tuple[int, ...] = ()  # after a prompt: one per choice; of a moved sequence: those we do not know yet
+    features: bytes = b""  # of the last of these positions, see engine.drafters.features; empty: not known
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Ledger:
         self._accounts: dict[int, _Account] = {}
         self._landed_tokens = 0
         self._next_tokens: tuple[int, ...] = ()
+        self._features = b""
         self._sender = (-1, "")  # the newest epoch of which there is a frame, and the replica that it came from
 
     def admit(self, epoch: int, *, sender: str) -> None:
@@ -99,6 +101,7 @@ class Ledger:
         account.is_committed = True
         self._landed_tokens = commit.num_tokens
         self._next_tokens = commit.next_tokens or self._next_tokens
+        self._features = commit.features or self._features
         if sum(account.is_committed for account in self._accounts.values()) < num_sources:
             return None
         self.state = LedgerState.LANDED
@@ -117,7 +120,7 @@ class Ledger:
         if epoch > self.epoch:
             self.epoch, self._accounts = epoch, {}
             if self.state is LedgerState.OPEN:
-                self._next_tokens = ()
+                self._next_tokens, self._features = (), b""
         return self._accounts.setdefault(source, _Account([self._opened.first_token] * self._num_layers))
 
     def _confirm(self, commit: CommitFrame) -> Landing | None:
@@ -131,5 +134,9 @@ class Ledger:
 
     def _landing(self) -> Landing:
         return Landing(
-            handoff=self.handoff, epoch=self.epoch, num_tokens=self._landed_tokens, next_tokens=self._next_tokens
+            handoff=self.handoff,
+            epoch=self.epoch,
+            num_tokens=self._landed_tokens,
+            next_tokens=self._next_tokens,
+            features=self._features,
         )

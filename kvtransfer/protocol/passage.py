@@ -44,6 +44,7 @@ class Ending:
 
     num_tokens: int
     next_tokens: tuple[int, ...]
+    features: bytes = b""
 
 
 class Carrier(Protocol):
@@ -98,9 +99,9 @@ class Outlet:
         self.num_put += 1
         self._carrier.put(self, replace(segment, first_head=self.copy.sender_head, num_heads=self.copy.num_heads))
 
-    def commit(self, num_tokens: int, next_tokens: Sequence[int]) -> None:
+    def commit(self, ending: Ending) -> None:
         """Rank 0 alone is told the next tokens."""
-        self._carrier.put(self, Ending(num_tokens, tuple(next_tokens) if self.copy.receiver == 0 else ()))
+        self._carrier.put(self, ending if self.copy.receiver == 0 else replace(ending, next_tokens=()))
 
     def abort(self, error: TransferError) -> None:
         self._carrier.abort(self, error)
@@ -136,6 +137,7 @@ class Outlet:
             checksum=combine_checksums(self._checksums),
             num_tokens=ending.num_tokens,
             next_tokens=ending.next_tokens,
+            features=ending.features,
         )
 
     def landed(self) -> None:
@@ -212,11 +214,12 @@ class Passage:
         if num_tokens * group.num_layers >= self._group_rows or group.layers.stop == self._layout.num_layers:
             self._flush()
 
-    def commit(self, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
-        """Positions up to num_tokens have been handed over, and nothing more comes. Rank 0 adds the next tokens."""
+    def commit(self, num_tokens: int, next_tokens: Sequence[int] = (), *, features: bytes = b"") -> None:
+        """Positions up to num_tokens have been handed over, and nothing more comes. Rank 0 adds the next tokens, and
+        what is known of the last position."""
         self._flush()
         for outlet in self.outlets:
-            outlet.commit(num_tokens, next_tokens)
+            outlet.commit(Ending(num_tokens, tuple(next_tokens), features))
 
     def abort(self) -> None:
         """It is not wanted any more."""

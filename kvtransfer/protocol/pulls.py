@@ -59,6 +59,12 @@ class Pull(Generic[T]):
         return self.arrival.num_tokens - self.opening.first_token
 
     @property
+    def features(self) -> bytes:
+        """Of the last of these."""
+        assert self.arrival
+        return self.arrival.features
+
+    @property
     def problem(self) -> str:
         """Of what has come; empty: none is known."""
         assert self.arrival

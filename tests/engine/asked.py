@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from numpy.testing import assert_allclose
 from torch import Tensor
 
-from cluster.grammar.compiler import CompiledGrammar
+from cluster.grammar.compiler import CompiledGrammar, GrammarCompiler
 from cluster.grammar.thinking_mask import ThinkingMask
+from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.request import SampledToken, Sampling, SequenceRequest
 from cluster.words.thinking_budget import ThinkingBudget
+from cluster.words.token_rules import TokenRules
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
@@ -20,7 +24,8 @@ from engine.sampler import sample
 from engine.sequence import Sequence as TokenSequence
 from engine.speculation.speculation import Speculation
 from engine.step import ScheduledStep
-from tests.engine.steps import VOCAB_SIZE
+from tests.character_tokenizer import END, save_tokenizer
+from tests.engine.steps import VOCAB_SIZE, prompts
 
 AMPLE = SchedulerConfig(max_batch_tokens=512, max_running=32, max_waiting=32)
 
@@ -60,9 +65,11 @@ def answers(
     num_blocks: int = 512,
     *,
     runs_ahead: bool = False,
-    speculation: Speculation | None = None,
+    speculation: Speculation | Callable[[BlockManager], Speculation] | None = None,
 ) -> Said:
     said, blocks = Said(), BlockManager(num_blocks)
+    if speculation is not None and not isinstance(speculation, Speculation):
+        speculation = speculation(blocks)
     bounded = _Bounded(runner, config.max_batch_tokens)
     engine = Engine(
         bounded,
@@ -134,3 +141,55 @@ def thinking(num_tokens: int, *, is_open: bool = True) -> ThinkingMask:
         return marker[token_id].encode() if token_id < len(marker) else b"."
 
     return ThinkingMask(budget, bytes_of=bytes_of, vocab_size=VOCAB_SIZE)
+
+
+_RULES = TokenRules(logit_bias=((5, 4.0), (6, -9.0)), bad_words=((5, 5), (7,)))
+_SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "0.7": Sampling(temperature=0.7, seed=1),
+    "1.0": Sampling(temperature=1.0, seed=2, top_p=0.95),
+    "top-k": Sampling(temperature=1.0, seed=3, top_k=5, min_p=0.05),
+    "penalties": Sampling(temperature=0.7, seed=4, presence_penalty=1.2, frequency_penalty=0.3, repetition_penalty=1.3),
+    "rules": Sampling(temperature=1.0, seed=5, token_rules=_RULES),
+    "bias": Sampling(temperature=0.0, token_rules=TokenRules(logit_bias=((5, 4.0),))),
+    "logprobs": Sampling(temperature=1.0, seed=6, num_logprobs=3),
+    "stops": Sampling(temperature=1.0, seed=7, min_tokens=6, stop_token_ids=tuple(range(0, VOCAB_SIZE, 4))),
+    "logprobs, penalties": Sampling(temperature=0.0, num_logprobs=0, repetition_penalty=1.2),
+}
+
+
+def letters_grammar(directory: Path) -> CompiledGrammar:
+    """directory: for a tokenizer."""
+    save_tokenizer(directory)
+    return GrammarCompiler(directory, vocab_size=VOCAB_SIZE).compile(
+        Grammar(kind=GrammarKind.REGEX, text="(a|b|c){4,9}, and so on[0-9]{2,7}")
+    )
+
+
+def one_of_each_kind(grammar: CompiledGrammar) -> list[Asked]:
+    """Beside one that keeps to a grammar, and one that thinks for some tokens and no longer; every second with two
+    choices."""
+    every = prompts(*(9 + 5 * i for i in range(len(_SAMPLINGS) + 2)))
+    found = [
+        Asked(prompt, replace(sampling, max_tokens=14 + i), num_choices=1 + i % 2)
+        for i, (prompt, sampling) in enumerate(zip(every, _SAMPLINGS.values(), strict=False))
+    ]
+    bound = Sampling(max_tokens=30, temperature=1.0, seed=8, stop_token_ids=(END,))
+    thinks = Asked(every[-2], Sampling(max_tokens=30, temperature=1.0, seed=9), thinking=thinking(10))
+    return [*found, thinks, Asked(every[-1], bound, grammar, num_choices=2)]
+
+
+def compare(found: Said, expected: Said, *, atol: float = 1e-4) -> None:
+    assert (found.ids, found.failures) == (expected.ids, expected.failures)
+    for key, tokens in found.tokens.items():
+        for ours, theirs in zip(tokens, expected.tokens[key], strict=True):
+            assert ours.finish_reason == theirs.finish_reason
+            _compare_logprobs(ours, theirs, atol=atol)
+
+
+def _compare_logprobs(ours: SampledToken, theirs: SampledToken, *, atol: float) -> None:
+    assert bool(ours.logprob) == bool(theirs.logprob)
+    if ours.logprob and theirs.logprob:
+        assert [id for id, _ in ours.logprob.top] == [id for id, _ in theirs.logprob.top]
+        ours_told = [ours.logprob.logprob, *(value for _, value in ours.logprob.top)]
+        assert_allclose(ours_told, [theirs.logprob.logprob, *(value for _, value in theirs.logprob.top)], atol=atol)

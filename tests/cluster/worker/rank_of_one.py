@@ -45,7 +45,7 @@ class FakePassage:
         if first_token < end_token:
             self.spans += [(layer + i, first_token, end_token) for i in range(num_layers)]
 
-    def commit(self, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
+    def commit(self, num_tokens: int, next_tokens: Sequence[int] = (), *, features: bytes = b"") -> None:
         self.committed = num_tokens, list(next_tokens)
 
     def abort(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from cluster.words.request import SequenceRequest
 from engine.sequence import Sequence
+from engine.speculation.ask_price import AskPrice
 from engine.speculation.corpus import Corpus
 from engine.speculation.histories import Histories
 from engine.speculation.ngram import Ngram
@@ -48,3 +50,64 @@ def propose(proposer: Proposer, sequence: Sequence, max_tokens: int) -> Proposal
     """What it says of one sequence alone."""
     (proposal,) = proposer.propose([sequence], max_tokens)
     return proposal
+
+
+@dataclass
+class FakeClock:
+    """Seconds that somebody says have passed."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeComputing:
+    """Implements Computing: says what `guess` says, and takes its time for it. It begins with nothing of a sequence."""
+
+    def __init__(
+        self,
+        guess: Callable[[Seq[int], int], Seq[int]],
+        clock: FakeClock,
+        price: AskPrice,
+        *,
+        can_guess: Callable[[Sequence], bool] = lambda sequence: True,
+    ) -> None:
+        self._guess = guess
+        self._clock = clock
+        self._price = price
+        self._can_guess = can_guess
+        self._computed: dict[Sequence, int] = {}
+        self.asked: list[tuple[int, int]] = []  # rows, depth
+        self.pieces: list[int] = []
+        self.spent_s = 0.0
+        self.finished_with: list[Sequence] = []
+        self.forgotten: list[Sequence] = []
+
+    def num_behind(self, sequence: Sequence) -> int | None:
+        return len(sequence.tokens) - self._computed.get(sequence, 0) if self._can_guess(sequence) else None
+
+    def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
+        self._computed[sequence] = min(len(sequence.tokens) - 1, self._computed.get(sequence, 0) + num_tokens)
+        self.pieces.append(num_tokens)
+        self._take(0, num_tokens)
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        assert all(self._can_guess(sequence) for sequence in sequences)
+        self._take(max_tokens, sum((self.num_behind(one) or 0) + max_tokens - 1 for one in sequences))
+        self.asked.append((len(sequences), max_tokens))
+        for sequence in sequences:
+            self._computed[sequence] = len(sequence.tokens)
+        guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]
+        return [Proposal(tokens, [0] * len(tokens)) for tokens in guesses]
+
+    def finished(self, sequence: Sequence) -> None:
+        self.finished_with.append(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence)
+
+    def _take(self, depth: int, num_tokens: int) -> None:
+        seconds = self._price.seconds(depth, num_tokens)
+        self.spent_s += seconds
+        self._clock.now += seconds

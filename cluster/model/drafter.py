@@ -1,0 +1,105 @@
+"""Heads that draft for a model from its hidden states: what a directory of theirs says. Numbers only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.model import config as model_config
+from cluster.model.shape import ModelConfig
+from cluster.words.errors import SpecError
+
+DrafterKind = Literal["medusa", "eagle"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """What drafts beside one model."""
+
+    kind: DrafterKind
+    directory: Path
+    fingerprint: str
+    layers: tuple[int, ...]  # hidden states that it wants: those after so many layers of the model
+    num_kv_layers: int = 0  # of its own, behind the model's in the KV pool
+    keeps_features: bool = False  # of the last position of every block, beside the block's KV
+    num_heads: int = 0  # medusa: each guesses one token further
+    num_residuals: int = 0  # medusa: blocks before each head's projection
+    shape: ModelConfig | None = None  # eagle: of its layer
+    draft_vocab_size: int = 0  # eagle: tokens that it knows
+
+
+def load_drafter(kind: DrafterKind, directory: Path, model: ModelConfig) -> DrafterConfig:
+    """Read the config.json of a directory of heads. Raises SpecError where they are no such heads, or not for this
+    model."""
+    raw = _read_json(directory / "config.json")
+    try:
+        return _medusa(directory, raw, model) if kind == "medusa" else _eagle(directory, raw, model)
+    except KeyError as error:
+        raise SpecError(f"{directory / 'config.json'}: {error.args[0]} is missing: are these {kind} heads?") from None
+
+
+def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> DrafterConfig:
+    hidden_size = raw.get("hidden_size", model.hidden_size)
+    _check_same(directory, "hidden_size", hidden_size, model.hidden_size)
+    return DrafterConfig(
+        kind="medusa",
+        directory=directory,
+        fingerprint=model_config.fingerprint(directory),
+        layers=(model.num_layers,),
+        num_heads=int(raw["medusa_num_heads"]),
+        num_residuals=int(raw.get("medusa_num_layers", 1)),
+    )
+
+
+def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> DrafterConfig:
+    """EAGLE-3: Li et al. 2025, arXiv:2503.01840; config.json as of its own repository, and of vLLM's and SGLang's."""
+    if model.latent:
+        raise SpecError(f"{directory}: EAGLE heads keep keys and values, and {model.architecture} keeps latents")
+    architecture = (raw.get("architectures") or ["(none)"])[0]
+    if "Eagle3" not in architecture:
+        raise SpecError(f"{directory}: architecture {architecture} is not EAGLE-3; expected LlamaForCausalLMEagle3")
+    shape = model_config.load(directory, architecture="LlamaForCausalLM")
+    if shape.num_layers != 1:
+        raise SpecError(f"{directory}: EAGLE-3 heads of {shape.num_layers} layers are not supported; supported: 1")
+    for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
+        _check_same(directory, name, getattr(shape, name), getattr(model, name))
+    return DrafterConfig(
+        kind="eagle",
+        directory=directory,
+        fingerprint=model_config.fingerprint(directory),
+        layers=_eagle_layers(directory, raw, model),
+        num_kv_layers=1,
+        keeps_features=True,
+        shape=replace(shape, sliding_windows=(None,)),
+        draft_vocab_size=raw.get("draft_vocab_size") or model.vocab_size,
+    )
+
+
+def _eagle_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> tuple[int, ...]:
+    """Low, middle and high: what is said, or else what every server takes."""
+    said = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    said = said or raw.get("eagle_aux_hidden_state_layer_ids")
+    layers = tuple(sorted(said)) if said else tuple(sorted((2, model.num_layers // 2, model.num_layers - 3)))
+    if len({*layers}) != 3 or not 0 <= layers[0] <= layers[2] <= model.num_layers:
+        raise SpecError(
+            f"{directory}: hidden states after layers {layers} of {model.num_layers}: no three of the model"
+        )
+    return layers
+
+
+def _check_same(directory: Path, name: str, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise SpecError(f"{directory}: {name} is {found}, and the model's is {wanted}: these heads are for another one")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path}: not a JSON object")
+    return tree

@@ -1,0 +1,157 @@
+"""A smaller model of the same tokenizer drafts what the served one goes on with (Leviathan et al. 2023,
+arXiv:2211.17192; but that a draft is right where it equals the token that is drawn anyway: see engine.speculation)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from cluster.words.errors import SpecError
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.config import GIB, EngineConfig
+from engine.draft_models.draft_tables import DraftTables, Table
+from engine.draft_models.drawn import DrawnTokens
+from engine.runner import ModelRunner
+from engine.sequence import Sequence
+from engine.speculation.proposer import NOTHING, Proposal
+
+logger = logging.getLogger(__name__)
+
+_KV_GIB = {"cpu": 0.25, "cuda": 1.0}  # mapped as it is used; taken at once
+
+
+class DraftModel:
+    """Implements Computing, on rank 0 of a replica alone, whatever its tensor parallelism: a model, a pool and tables
+    of its own. Nothing of them is shipped: where a sequence goes on elsewhere, its tokens are computed there anew, as
+    prompts are that come with their KV from a prefill replica. What it computes are rows of steps of its own, all
+    sequences together: first what each lacks, then a token for each, as often as is asked."""
+
+    def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
+        """vocab_size: of the served model. Of sequences with a token that the draft model has not, it says nothing."""
+        self.tables = DraftTables(runner.pool.num_blocks, block_size=runner.layout.block_size)
+        self._runner = runner
+        self._block_size = runner.layout.block_size
+        self._max_tokens = runner.max_tokens  # of a sequence
+        self._vocab_size = runner.config.vocab_size
+        self._has_all = self._vocab_size >= vocab_size
+        self._drawn = DrawnTokens()
+
+    @classmethod
+    def open(cls, config: EngineConfig, model_dir: Path, *, vocab_size: int, num_tokens: int) -> DraftModel:
+        """config: the served model's. num_tokens: for how many that one has room. Takes as long as a model takes to
+        load. Raises SpecError."""
+        own = replace(
+            config,
+            model_dir=model_dir,
+            pool_dtype="auto",
+            expert_parallel=False,
+            redundant_experts=0,
+            deterministic=False,
+            recorded_rows=0,
+            max_context=None,
+        )
+        num_blocks = num_draft_blocks(own, num_tokens=num_tokens)
+        runner = ModelRunner(replace(own, num_blocks=num_blocks))
+        runner.warm_up(config.max_batch_tokens)
+        logger.info("drafts by %s, with room for %d tokens", model_dir.name, num_blocks * own.block_size)
+        return cls(runner, vocab_size=vocab_size)
+
+    def num_behind(self, sequence: Sequence) -> int | None:
+        if len(sequence.tokens) >= self._max_tokens:
+            return None
+        num_missing = self.tables.num_missing(sequence)
+        if not self._has_all and max(sequence.tokens[-num_missing:]) >= self._vocab_size:
+            return None
+        return num_missing
+
+    def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
+        table = self.tables.open(sequence, len(sequence.tokens), keep=(sequence,))
+        if table is None:
+            return
+        start = table.num_known
+        count = min(num_tokens, len(sequence.tokens) - 1 - start)
+        if count > 0:
+            self._compute([Row(sequence.tokens[start : start + count], start, table.blocks, num_logits=0)])
+            self.tables.computed(sequence, table, count)
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        drafting = [_Drafting(one, table) for one in sequences if (table := self._open(one, max_tokens, sequences))]
+        drafting.sort(key=lambda one: one.num_missing)  # rows of few tokens come first
+        going_on = drafting
+        for place in range(max_tokens):
+            if not going_on:
+                break
+            logits = self._compute([one.row() for one in going_on])
+            for one in going_on:
+                one.note_computed(self.tables)
+            drawn = self._drawn.draw(logits, [one.sequence for one in going_on], place)
+            for one, token in zip(going_on, drawn, strict=True):
+                one.take(token, max_tokens=self._max_tokens)
+            going_on = [one for one in going_on if not one.is_over]
+        found = {one.sequence: Proposal(one.tokens, one.kinds) for one in drafting}
+        return [found.get(sequence, NOTHING) for sequence in sequences]
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        self.tables.forget(sequence)
+
+    def _open(self, sequence: Sequence, max_tokens: int, keep: Seq[Sequence]) -> Table | None:
+        num_tokens = min(len(sequence.tokens) + max_tokens - 1, self._max_tokens)
+        return self.tables.open(sequence, num_tokens, keep=keep)
+
+    def _compute(self, rows: Seq[Row]) -> Tensor:
+        return self._runner.forward(Batch.of(rows, block_size=self._block_size))
+
+
+class _Drafting:
+    """A row of an ask."""
+
+    def __init__(self, sequence: Sequence, table: Table) -> None:
+        self.sequence = sequence
+        self.tokens: list[int] = []
+        self.kinds: list[int] = []
+        self.is_over = False
+        self._table = table
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.sequence.tokens) - self._table.num_known
+
+    def row(self) -> Row:
+        """What is computed next: all that is missing, or the token that was drafted last."""
+        table = self._table
+        if self.tokens:
+            return Row(self.tokens[-1:], len(self.sequence.tokens) + len(self.tokens) - 1, table.blocks, num_logits=1)
+        return Row(self.sequence.tokens[table.num_known :], table.num_known, table.blocks, num_logits=1)
+
+    def note_computed(self, tables: DraftTables) -> None:
+        if self.tokens:
+            self._table.drafted.append(self.tokens[-1])
+        else:
+            tables.computed(self.sequence, self._table, self.num_missing)
+
+    def take(self, token: tuple[int, int] | None, *, max_tokens: int) -> None:
+        """One that was drawn, and its kind; None: there is none, and nothing can follow it."""
+        if token is not None:
+            self.tokens.append(token[0])
+            self.kinds.append(token[1])
+        self.is_over = token is None or len(self.sequence.tokens) + len(self.tokens) > max_tokens
+
+
+def num_draft_blocks(config: EngineConfig, *, num_tokens: int) -> int:
+    """Of the pool of a draft model with this config, beside a pool for so many tokens."""
+    layout = config.layout()
+    kind = config.device.partition(":")[0]
+    most = int(_KV_GIB.get(kind, _KV_GIB["cpu"]) * GIB) // layout.block_bytes
+    if most < 1:
+        raise SpecError(
+            f"speculation.model: {layout.block_bytes} bytes of KV for {layout.block_size} tokens are too many"
+        )
+    return max(1, min(most, -(-num_tokens // layout.block_size)))

@@ -1,0 +1,64 @@
+"""Drafted tokens are drawn as the sequence's own will be: at the same number for the same position.
+
+Where the drafting model's distribution is the target's, so is every token. Where they differ, tokens agree as often as
+the two cumulative distributions have the same token at a number drawn evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from engine.sampler import sample
+from engine.sampling import SamplingRow
+from engine.sequence import Sequence
+
+# R rows, V vocabulary
+
+NUM_DEGREES = 16  # of confidence; those of tokens that are drawn at random are another kind than those that are not
+
+
+class DrawnTokens:
+    """Owned by the step thread. How tokens of sequences are drafted from a model's logits. What is asked of a sequence
+    beyond temperature, top-k, top-p and min-p is not asked of its drafts: penalties, rules and grammars judge them when
+    they are verified."""
+
+    def __init__(self) -> None:
+        self._rows: WeakKeyDictionary[Sequence, SamplingRow] = WeakKeyDictionary()
+
+    def draw(self, logits_RV: Tensor, sequences: Seq[Sequence], place: int) -> list[tuple[int, int] | None]:
+        """Of each the token behind so many drafted ones, and its kind (see Proposal): how sure the model is. None where
+        the logits are not finite. logits_RV: fp32, may be overwritten. Waits for the device."""
+        rows = [self._row(sequence).behind(place) for sequence in sequences]
+        temperatures = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
+        scale_R1 = torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)
+        given_RV = logits_RV if all(row.is_plain for row in rows) else logits_RV.clone()
+        log_norms_R1 = (given_RV / scale_R1).logsumexp(dim=-1, keepdim=True)
+        sampled = sample(logits_RV, rows)
+        ids_R1 = torch.as_tensor(sampled.token_ids, device=logits_RV.device).long().clamp_min(0).unsqueeze(-1)
+        chances_R1 = (given_RV.gather(-1, ids_R1) / scale_R1 - log_norms_R1).exp()
+        degrees = (chances_R1 * NUM_DEGREES).nan_to_num().clamp(0, NUM_DEGREES - 1).long().flatten().tolist()
+        kinds = [NUM_DEGREES * (not row.sampling.is_greedy) + one for row, one in zip(rows, degrees, strict=True)]
+        return [(one[0], kind) if one else None for one, kind in zip(sampled.wait(), kinds, strict=True)]
+
+    def _row(self, sequence: Sequence) -> SamplingRow:
+        row = self._rows.get(sequence)
+        if row is None:
+            own = sequence.sampling_row
+            sampling = replace(
+                own.sampling,
+                min_tokens=0,
+                repetition_penalty=1.0,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                num_logprobs=None,
+                token_rules=None,
+            )
+            row = self._rows[sequence] = SamplingRow(
+                sampling=sampling, seed=own.seed, tokens=sequence.tokens, num_prompt_tokens=own.num_prompt_tokens
+            )
+        return row

@@ -1,0 +1,54 @@
+"""Heads that draft from the model's hidden states, as a rank has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.batch.batch import Batch
+from engine.drafters.features import Features
+from engine.kv.pool import KVPool
+from engine.layers.shards import ShardReader
+from engine.model.taps import Taps
+from engine.speculation.head_proposer import HeadDraft, HeadRow
+
+# T tokens of a step, R rows, V vocabulary, E hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParts:
+    """Of the model that is drafted for."""
+
+    embed: Callable[[Tensor], Tensor]  # token ids (T,) -> (T, E)
+    norm: Callable[[Tensor], Tensor]  # the last one
+    logits: Callable[[Tensor], Tensor]  # hidden states (R, E), not normed -> (R, V) fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRoom:
+    """What heads are put together with."""
+
+    reader: ShardReader  # of their own checkpoint
+    model: ModelParts
+    max_rows: int  # that are asked about at a time
+
+
+class Drafter(Protocol):
+    """One kind of heads. Owned by the step thread."""
+
+    features: Features  # from `attach` on
+    layers: tuple[int, ...]  # of the model: see Taps
+
+    def attach(self, pool: KVPool, /) -> None:
+        """Before anything else: what the heads keep is kept there."""
+        ...
+
+    def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None, /) -> None:
+        """A step has been computed: remember what drafts will need, and put into the pool what the heads keep of its
+        tokens. on_layer: as of ModelRunner.forward, for their own layers."""
+        ...
+
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, /) -> list[HeadDraft]: ...

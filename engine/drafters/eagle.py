@@ -1,0 +1,189 @@
+"""EAGLE-3: a decoder layer of its own, over the model's hidden states. Li et al. 2025, arXiv:2503.01840.
+
+    f(t)   the model's hidden states of position t after three of its layers, and fc of the three together
+    entry  at slot t: the embedding of token t, and f(t - 1); at slot 0, where nothing is before, zeros
+    layer  x = f + attention(norm(embedding), norm(f)); x + mlp(norm(x)); what it says of token t + 1 is head(norm(x))
+    next   while it drafts, its own x, not normed, takes the place of f
+
+So what slot t keeps follows from the tokens up to t, as in every other layer; the layer is one more of the KV pool, and
+whoever ships, stores or finds a block has it along. A step puts keys and values of its tokens there, which takes fc and
+two narrow products; all the rest is computed only where a draft is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.model.drafter import DrafterConfig
+from cluster.model.shape import ModelConfig
+from engine.attention.cpu_heads import CompiledHeads
+from engine.attention.heads import Heads, TorchHeads
+from engine.attention.rotary import Rotary
+from engine.attention.triton_heads import KernelHeads
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch
+from engine.batch.rows import Ints, Row
+from engine.drafters.choices import HeadChoices
+from engine.drafters.drafter import DrafterRoom
+from engine.drafters.features import UNKNOWN, Features, begin_slots, going_on
+from engine.kernels.rotary import rotate
+from engine.kv.pool import KVPool
+from engine.layers.residual import Residual
+from engine.model.gated_mlp import GatedMLP
+from engine.model.taps import Taps
+from engine.speculation.head_proposer import HeadDraft, HeadRow
+from engine.weights.checkpoint import Shape, check_tensors
+
+# T tokens of a step, R rows, E hidden_size, K kv heads, D head_dim, V vocabulary that the head knows
+
+_STEPS_KEPT = 4
+_LAYER = "midlayer"
+
+
+class Eagle:
+    """Implements Drafter."""
+
+    def __init__(self, config: DrafterConfig, model: ModelConfig, room: DrafterRoom) -> None:
+        """Reads the head. Raises SpecError if it does not fit config.json, or the model."""
+        reader, shape = room.reader, config.shape
+        assert shape is not None
+        found = reader.checkpoint.shapes
+        optional = {"t2d", "embed_tokens.weight", *(("d2t",) if config.draft_vocab_size == model.vocab_size else ())}
+        check_tensors(found, _expected(config, shape), optional=frozenset(optional & {*found}))
+        self.layers = config.layers
+        self._room = room
+        self._index = model.num_layers
+        self._hidden_size, self._dim = shape.hidden_size, shape.head_dim
+        attention, q_rows, kv_rows = (
+            f"{_LAYER}.self_attn",
+            shape.num_q_heads * self._dim,
+            shape.num_kv_heads * self._dim,
+        )
+        kv = {f"{attention}.k_proj": (0, kv_rows), f"{attention}.v_proj": (0, kv_rows)}
+        eps = shape.rms_norm_eps
+        self._fuse = reader.linear({"fc": (0, shape.hidden_size)})
+        self._embedding_norm = reader.norm(f"{_LAYER}.input_layernorm", eps)
+        self._feature_norm = reader.norm(f"{_LAYER}.hidden_norm", eps)
+        self._kv = reader.linear(kv)
+        self._qkv = reader.linear({f"{attention}.q_proj": (0, q_rows)} | kv)
+        self._output = reader.row_parallel(f"{attention}.o_proj", (0, q_rows))
+        self._mlp_norm = reader.norm(f"{_LAYER}.post_attention_layernorm", eps)
+        self._mlp = GatedMLP.read(reader, shape, f"{_LAYER}.mlp")
+        self._norm = reader.norm("norm", eps)
+        self._head = reader.linear({"lm_head": (0, config.draft_vocab_size)})
+        self._embed: Callable[[Tensor], Tensor] = room.model.embed
+        if "embed_tokens.weight" in found:
+            self._embed = reader.embedding("embed_tokens", model.vocab_size)
+        self._offsets_V: Tensor | None = None
+        if "d2t" in found:
+            self._offsets_V = reader.checkpoint.read("d2t").long().to(reader.device)
+        self._rotary = Rotary(shape, reader.device)
+
+    def attach(self, pool: KVPool) -> None:
+        """pool: with a spare block for every row that is asked about at a time."""
+        capacity = _STEPS_KEPT * self._room.max_rows
+        self.features = Features(pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=capacity)
+        self._pool = pool
+
+    def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
+        pool, device = self._pool, self._pool.device
+        fused_TE = self._fuse(torch.cat([taps[layer] for layer in self.layers], dim=-1))
+        begin_R = torch.from_numpy(np.cumsum(batch.query_lens) - batch.query_lens).to(device)
+        before_TE = torch.roll(fused_TE, 1, dims=0)
+        before_TE[begin_R] = self._read(begin_slots(batch, block_size=pool.layout.block_size))
+        assert taps.token_ids_T is not None
+        positions_T = torch.from_numpy(batch.positions).to(device)
+        cos_T1F, sin_T1F = self._rotary(positions_T, fused_TE.dtype)
+        kv_TND = torch.unflatten(self._kv(self._entry(taps.token_ids_T, before_TE)), -1, (-1, self._dim))
+        k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
+        slots_T = torch.from_numpy(batch.slots).to(device)
+        pool.write(self._index, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
+        if on_layer is not None:
+            on_layer(self._index)
+        last_N = going_on(batch)
+        self.features.keep(batch.slots[last_N], fused_TE[torch.from_numpy(last_N).to(device)])
+        self.features.keep_ends(batch.slots, fused_TE)
+
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
+        """At most a block of tokens: a row has one spare block."""
+        drafts, at_once = list[HeadDraft](), self._room.max_rows
+        for first in range(0, len(rows), at_once):
+            drafts += self._draft(rows[first : first + at_once], min(max_tokens, self._pool.layout.block_size))
+        return drafts
+
+    def _draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
+        pool, size = self._pool, self._pool.layout.block_size
+        places_R = self.features.find_before(rows)
+        known = np.flatnonzero(places_R != UNKNOWN)
+        choices = HeadChoices(len(rows), known)
+        if not len(known):
+            return choices.drafts()
+        asked = [rows[i] for i in known.tolist()]
+        # What is beyond a row's own blocks is written behind the pool.
+        tables = [[*row.blocks[: row.position // size + 1], pool.num_blocks + i] for i, row in enumerate(asked)]
+        feature_RE = self.features.read(places_R[known])
+        token_ids_R = torch.tensor([row.token_id for row in asked], device=pool.device)
+        for place in range(max_tokens):
+            batch = Batch.of(
+                [
+                    Row([0], start=row.position + place, blocks=table, num_logits=1)
+                    for row, table in zip(asked, tables, strict=True)
+                ],
+                block_size=size,
+            )
+            feature_RE = self._layer(batch, token_ids_R, feature_RE)
+            token_ids_R = choices.add(self._head(feature_RE, before=self._norm), offsets_D=self._offsets_V)
+        return choices.drafts()
+
+    def _layer(self, batch: Batch, token_ids_R: Tensor, feature_RE: Tensor) -> Tensor:
+        """Of one entry of each row: (R, E), not normed."""
+        cos_R1F, sin_R1F = self._rotary(torch.from_numpy(batch.positions).to(feature_RE.device), feature_RE.dtype)
+        heads = self._heads(batch, cos_R1F, sin_R1F)
+        heads_RND = torch.unflatten(self._qkv(self._entry(token_ids_R, feature_RE)), -1, (-1, self._dim))
+        q_RHD = heads.store(self._index, heads_RND, q_norm=None, k_norm=None)
+        attended_RHD = heads.attend(self._index, q_RHD, window=None)
+        x = Residual(feature_RE, adds_late=False)
+        x.add_product(self._output, attended_RHD.flatten(1))
+        self._mlp(x, norm=self._mlp_norm)
+        return x.total()
+
+    def _entry(self, token_ids_T: Tensor, feature_TE: Tensor) -> Tensor:
+        """(T, 2 E)"""
+        return torch.cat((self._embedding_norm(self._embed(token_ids_T)), self._feature_norm(feature_TE)), dim=-1)
+
+    def _heads(self, batch: Batch, cos_R1F: Tensor, sin_R1F: Tensor) -> Heads:
+        pool = self._pool
+        if pool.device.type == "cuda":
+            return KernelHeads(DeviceBatch.of(batch, pool.device), pool, cos_R1F, sin_R1F)
+        if self._room.reader.kernels is not None:
+            return CompiledHeads(self._room.reader.kernels, batch, pool, cos_R1F, sin_R1F)
+        return TorchHeads(batch, pool, cos_R1F, sin_R1F, [None])
+
+    def _read(self, slots_R: Ints) -> Tensor:
+        """Zeros where nothing is known, and before the first position."""
+        return self.features.read(np.where(slots_R == UNKNOWN, UNKNOWN, self.features.find(slots_R)))
+
+
+def _expected(config: DrafterConfig, shape: ModelConfig) -> Mapping[str, Shape]:
+    hidden, features = shape.hidden_size, shape.intermediate_size
+    q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer: dict[str, Shape] = {
+        **{f"{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+        "self_attn.q_proj.weight": (q_size, 2 * hidden),
+        "self_attn.k_proj.weight": (kv_size, 2 * hidden),
+        "self_attn.v_proj.weight": (kv_size, 2 * hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "mlp.gate_proj.weight": (features, hidden),
+        "mlp.up_proj.weight": (features, hidden),
+        "mlp.down_proj.weight": (hidden, features),
+    }
+    tensors = {f"{_LAYER}.{name}": size for name, size in layer.items()}
+    tensors |= {"fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,)}
+    tensors["lm_head.weight"] = (config.draft_vocab_size, hidden)
+    if config.draft_vocab_size != shape.vocab_size:
+        tensors["d2t"] = (config.draft_vocab_size,)
+    return tensors

@@ -1,0 +1,143 @@
+"""What is known of the positions that a sequence may go on from: a row of numbers each, by the slot of its KV.
+
+A sequence goes on behind the last position that was computed of it. In a step that is the last of its row, or, where
+the row had a draft, any from its last own token on, as the draft turns out. All of these are kept for some steps, in a
+ring. Of a block that is full a row is kept as long as its KV, in the pool: whoever finds the block in the cache, in a
+lower tier or behind a fork goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch.batch import Batch
+from engine.batch.rows import Ints
+from engine.kv.pool import KVPool
+from engine.speculation.head_proposer import HeadRow
+
+# N rows, E numbers of each, C places of the ring
+
+UNKNOWN = -1
+
+
+class Features:
+    """Owned by the step thread. Every rank has its own, and they are the same."""
+
+    def __init__(self, pool: KVPool, *, dim: int, dtype: torch.dtype, capacity: int) -> None:
+        """capacity: of the ring: as much as a few steps keep."""
+        self._pool = pool
+        self._size = pool.layout.block_size
+        self._ring_CE = torch.zeros(capacity, dim, dtype=dtype, device=pool.device)
+        self._slot_of_C = np.full(capacity, UNKNOWN)
+        self._place_of = np.full(pool.num_blocks * self._size, UNKNOWN)  # by slot: the latest
+        self._next = 0
+        self._of_blocks: Tensor | None = None
+        if pool.layout.feature_bytes:
+            self._of_blocks = pool.features.view(dtype)
+
+    def keep(self, slots_N: Ints, x_NE: Tensor) -> None:
+        """Of positions that sequences may go on from."""
+        slots_N, x_NE = slots_N[-len(self._slot_of_C) :], x_NE[-len(self._slot_of_C) :]
+        places_N = (self._next + np.arange(len(slots_N))) % len(self._slot_of_C)
+        self._next = (self._next + len(slots_N)) % len(self._slot_of_C)
+        self._slot_of_C[places_N] = slots_N
+        self._place_of[slots_N] = places_N
+        if len(places_N) and places_N[0] <= places_N[-1]:  # mostly
+            self._ring_CE[int(places_N[0]) : int(places_N[-1]) + 1] = x_NE
+        else:
+            self._ring_CE[self._on_device(places_N)] = x_NE
+
+    def keep_ends(self, slots_T: Ints, x_TE: Tensor) -> None:
+        """Of all positions of a step, those that fill their blocks."""
+        ends = np.flatnonzero(slots_T % self._size == self._size - 1)
+        if self._of_blocks is not None and len(ends):
+            blocks_N = self._on_device(slots_T[ends] // self._size)
+            self._of_blocks[blocks_N] = x_TE[self._on_device(ends)]
+
+    def find(self, slots_N: Ints) -> Ints:
+        """Where the row of each is, for `read`; UNKNOWN where nothing is known of it. A block's row may be zeros, where
+        nothing was known when it came."""
+        places_N: Ints = self._place_of[slots_N]
+        is_there = (places_N >= 0) & (self._slot_of_C[places_N] == slots_N)
+        places_N = np.where(is_there, places_N, UNKNOWN)
+        if self._of_blocks is not None:  # of a full block the ring may be older
+            is_end = slots_N % self._size == self._size - 1
+            places_N = np.where(is_end, len(self._slot_of_C) + slots_N // self._size, places_N)
+        return places_N
+
+    def find_before(self, rows: Sequence[HeadRow]) -> Ints:
+        """The same of the position before each row's last token."""
+        size, before = self._size, [row.position - 1 for row in rows]
+        slots = [row.blocks[at // size] * size + at % size for row, at in zip(rows, before, strict=True)]
+        return self.find(np.array(slots))
+
+    def knows(self, row: HeadRow) -> bool:
+        """Whether anything is known of the position before a row's last token."""
+        slot = row.blocks[(row.position - 1) // self._size] * self._size + (row.position - 1) % self._size
+        place = self._place_of[slot]
+        is_end = self._of_blocks is not None and slot % self._size == self._size - 1
+        return bool(is_end or (place >= 0 and self._slot_of_C[place] == slot))
+
+    def read(self, places_N: Ints) -> Tensor:
+        """(N, E); zeros where nothing is known."""
+        x_NE = torch.zeros(len(places_N), self._ring_CE.shape[1], dtype=self._ring_CE.dtype, device=self._pool.device)
+        capacity = len(self._slot_of_C)
+        for rows, table, first in (
+            (np.flatnonzero((places_N >= 0) & (places_N < capacity)), self._ring_CE, 0),
+            (np.flatnonzero(places_N >= capacity), self._of_blocks, capacity),
+        ):
+            if len(rows):
+                assert table is not None
+                x_NE[self._on_device(rows)] = table[self._on_device(places_N[rows] - first)]
+        return x_NE
+
+    def take_copy(self, source: int, target: int) -> None:
+        """A block was copied for a sequence that forks inside of it."""
+        offsets = np.arange(self._size)
+        places = self._place_of[source * self._size + offsets]
+        is_there = (places >= 0) & (self._slot_of_C[places] == source * self._size + offsets)
+        rows_NE = self._ring_CE[self._on_device(places[is_there])].clone()
+        self.keep(target * self._size + offsets[is_there], rows_NE)
+
+    def of(self, blocks: Sequence[int], num_tokens: int) -> bytes:
+        """What is known of the last of so many positions of a block table, as it travels with their KV; empty: nothing,
+        or nothing yet."""
+        slots = self._slots(blocks, num_tokens - 1, num_tokens)
+        places = self.find(slots)
+        return self.read(places).view(torch.uint8).cpu().numpy().tobytes() if (places != UNKNOWN).all() else b""
+
+    def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, last: bytes) -> None:
+        """KV of positions [first_token, end_token) has come into this block table from elsewhere, and what is known
+        `of` them there."""
+        slots = self._slots(blocks, first_token, end_token)
+        self._place_of[slots] = UNKNOWN
+        if self._of_blocks is not None:
+            self._of_blocks[self._on_device(np.unique(slots // self._size))] = 0
+        if len(slots) and len(last) == self._ring_CE[0].nbytes:
+            x_1E = torch.frombuffer(bytearray(last), dtype=self._ring_CE.dtype).to(self._pool.device)[None]
+            self.keep(slots[-1:], x_1E)
+            self.keep_ends(slots[-1:], x_1E)
+
+    def _slots(self, blocks: Sequence[int], first_token: int, end_token: int) -> Ints:
+        positions = np.arange(max(0, first_token), end_token)
+        slots: Ints = np.array(blocks, dtype=np.int64)[positions // self._size] * self._size + positions % self._size
+        return slots
+
+    def _on_device(self, numbers: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._pool.device)
+
+
+def begin_slots(batch: Batch, *, block_size: int) -> Ints:
+    """The slot before each row's first position, (R,); UNKNOWN where it begins at 0."""
+    before_R = batch.context_lens - batch.query_lens - 1
+    blocks_R = batch.block_tables[np.arange(len(before_R)), np.maximum(before_R, 0) // block_size]
+    return np.where(before_R >= 0, blocks_R * block_size + before_R % block_size, UNKNOWN)
+
+
+def going_on(batch: Batch) -> Ints:
+    """Indices into T of the positions that rows may go on from: see above."""
+    return np.union1d(batch.logits_rows, np.cumsum(batch.query_lens) - 1)

@@ -1,0 +1,203 @@
+"""When proposers that compute are asked: where that is expected to pay, and now and then to know whether it would."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from engine.sequence import Sequence
+from engine.speculation.ask_plan import Offer, Plan, plan_ask
+from engine.speculation.ask_price import AskPrice, LearntAskPrice
+from engine.speculation.draft_plan import StepPrice
+from engine.speculation.guesses import Guesses
+from engine.speculation.proposer import Computing
+
+_T = TypeVar("_T")
+
+_TRY_EVERY = 64  # looks after which nobody was asked
+_TRIAL_SHARE = 0.01  # of the time of steps: what trials may take in the long run
+_FIRST_STEPS = 16  # whose time may go into each of the first trials
+_NUM_FIRST = 4  # trials without waiting
+_MOST_TRIED = 4  # tokens
+_NEAR = 2  # tokens: so many a sequence that was drafted for in the last step lacks, too
+_FEWEST, _MOST = 16, 512  # tokens of a prompt that are computed before a step
+_ANSWER = 64.0  # tokens, in the mean, until some are known
+_KEEP = 0.95  # weight of earlier answers
+
+
+@dataclass(eq=False, slots=True)
+class _Method:
+    proposer: Computing
+    learnt: LearntAskPrice = field(default_factory=LearntAskPrice)
+    num_asked: int = 0  # times
+    num_looks: int = 0  # since then
+
+    def price(self, step: StepPrice) -> AskPrice:
+        """Until it has been asked, a guess."""
+        return self.learnt.price or AskPrice(0.0, step.plain / 2, step.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What to do before a step."""
+
+    plan: Plan
+    late: Seq[tuple[int, int]]  # of these the rows that can only catch up yet, and by how many tokens
+    is_trial: bool
+
+
+class Asking:
+    """Owned by the step thread. It pays to ask where, in tokens a second, what is promised by place beats what is
+    guessed anyway (`plan_ask`), with the price of asking as it was the last times. What a proposer has to catch up
+    with, a prompt above all, is spread over the steps that its sequence is expected to take yet; and it is computed in
+    pieces, none of which takes longer than a step.
+
+    What asking costs, and how often it is right, is not known of who is never asked. So trials are made, of one row,
+    from a purse into which a small share of all steps' time goes: they cost no more than that, whatever they cost."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Computing],
+        guesses: Guesses,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """clock: seconds of whoever computes."""
+        self._methods = {name: _Method(proposer) for name, proposer in methods.items()}
+        self._guesses = guesses
+        self._clock = clock
+        self._purse_s = 0.0
+        self._mean_answer = _ANSWER
+        self._spent_s = 0.0
+
+    def plan(
+        self,
+        rows: Seq[Sequence],
+        most: Seq[int],
+        guessed: Seq[Seq[float]],
+        price: StepPrice,
+        max_tokens: int,
+    ) -> Ask | None:
+        """Whom to ask before a step of these rows; None: nobody. Looks only.
+
+        most: tokens that may be drafted for each. guessed, max_tokens: see `plan_ask`."""
+        if max_tokens < 1:
+            return None
+        offers = [self._offer(method, rows, most, price) for method in self._methods]
+        if plan := plan_ask(guessed, offers, price, max_tokens):
+            return self._in_pieces(plan, rows, price, is_trial=False)
+        trial = self._trial(rows, most, price)
+        return self._in_pieces(trial, rows, price, is_trial=True) if trial else None
+
+    def carry_out(self, ask: Ask, rows: Seq[Sequence]) -> None:
+        """Ask, and note what is said."""
+        spent_s, method = self._spent_s, self._methods[ask.plan.method]
+        for row, num_tokens in ask.late:
+            self._time(method, 0, num_tokens, partial(method.proposer.catch_up, rows[row], num_tokens))
+        late = {row for row, _ in ask.late}
+        if asked := [rows[row] for row in ask.plan.rows if row not in late]:
+            self._ask(method, ask.plan, asked)
+        if ask.is_trial and method.num_asked > _NUM_FIRST:
+            self._purse_s -= self._spent_s - spent_s
+
+    def looked(self, price: StepPrice) -> None:
+        """A step is made: its time is known, and a share of it may go into trials."""
+        for method in self._methods.values():
+            method.num_looks += 1
+        self._purse_s += _TRIAL_SHARE * price.plain
+
+    def finished(self, sequence: Sequence) -> None:
+        """It has its last token."""
+        self._mean_answer = self._mean_answer * _KEEP + sequence.num_generated * (1 - _KEEP)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It gets no more tokens here, or none for now."""
+        for method in self._methods.values():
+            method.proposer.forget(sequence)
+
+    def take_spent_s(self) -> float:
+        """What asking has taken since the last call."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+    def price(self, method: str) -> AskPrice | None:
+        """As it is known; None: nobody has asked."""
+        return self._methods[method].learnt.price
+
+    def _offer(self, name: str, rows: Seq[Sequence], most: Seq[int], price: StepPrice) -> Offer:
+        method = self._methods[name]
+        chances: list[Seq[float]] = []
+        missing: list[float] = []
+        for sequence, num_tokens in zip(rows, most, strict=True):
+            num_behind = method.proposer.num_behind(sequence)
+            promised: Seq[float] = ()
+            if num_behind is not None and num_tokens > 0 and self._guesses.is_missing(name, sequence):
+                promised = self._guesses.promised(name, sequence, num_tokens)
+            chances.append(promised)
+            late = max(0, (num_behind or 0) - _NEAR)
+            missing.append(min(num_behind or 0, _NEAR) + late / self._steps_to_come(sequence, promised))
+        return Offer(name, method.price(price), chances, missing)
+
+    def _steps_to_come(self, sequence: Sequence, promised: Seq[float]) -> float:
+        """An answer takes as long as others did, and one that is longer already as long again."""
+        left = max(self._mean_answer - sequence.num_generated, float(sequence.num_generated), 1.0)
+        return max(1.0, min(left, sequence.last_token - len(sequence.tokens)) / (1.0 + sum(promised)))
+
+    def _trial(self, rows: Seq[Sequence], most: Seq[int], price: StepPrice) -> Plan | None:
+        """Of who has waited for longest, and the row for which it has least to do."""
+        due = [name for name, one in self._methods.items() if one.num_asked < _NUM_FIRST or one.num_looks >= _TRY_EVERY]
+        if not due:
+            return None
+        name = max(due, key=lambda name: self._methods[name].num_looks)
+        method = self._methods[name]
+        near = [
+            (num_behind, row)
+            for row, sequence in enumerate(rows)
+            if most[row] > 0
+            and self._guesses.is_missing(name, sequence)
+            and (num_behind := method.proposer.num_behind(sequence)) is not None
+        ]
+        if not near:
+            return None
+        num_behind, row = min(near)
+        depth = min(1 + method.num_asked % _MOST_TRIED, most[row])
+        cost_s = method.price(price).seconds(depth, num_behind + depth - 1)
+        purse_s = _FIRST_STEPS * price.plain if method.num_asked < _NUM_FIRST else self._purse_s
+        return Plan(name, depth, [row]) if cost_s <= purse_s else None
+
+    def _in_pieces(self, plan: Plan, rows: Seq[Sequence], price: StepPrice, *, is_trial: bool) -> Ask:
+        """Of all that is missing no more than what takes as long as a step, those first that lack least."""
+        proposer, token_s = self._methods[plan.method].proposer, self._methods[plan.method].price(price).token_s
+        room = max(_FEWEST, min(_MOST, int(price.plain / token_s) if token_s else _MOST))
+        late: list[tuple[int, int]] = []
+        asked: list[int] = []
+        for num_behind, row in sorted((proposer.num_behind(rows[row]) or 0, row) for row in plan.rows):
+            if num_behind <= max(_NEAR, room):
+                asked.append(row)
+            elif room > 0:
+                late.append((row, room))
+            else:
+                continue
+            room -= max(0, num_behind - _NEAR)
+        rows_now = sorted(asked + [row for row, _ in late])
+        return Ask(Plan(plan.method, plan.depth, rows_now), late, is_trial)
+
+    def _ask(self, method: _Method, plan: Plan, asked: Seq[Sequence]) -> None:
+        proposer, depth = method.proposer, plan.depth
+        num_tokens = sum((proposer.num_behind(one) or 0) + depth - 1 for one in asked)
+        proposals = self._time(method, depth, num_tokens, partial(proposer.propose, asked, depth))
+        method.num_looks, method.num_asked = 0, method.num_asked + 1
+        for sequence, proposal in zip(asked, proposals, strict=True):
+            self._guesses.note(plan.method, sequence, proposal)
+
+    def _time(self, method: _Method, depth: int, num_tokens: int, work: Callable[[], _T]) -> _T:
+        begin = self._clock()
+        result = work()
+        spent_s = self._clock() - begin
+        self._spent_s += spent_s
+        method.learnt.saw(depth, num_tokens, spent_s)
+        return result

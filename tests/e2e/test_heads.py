@@ -1,0 +1,175 @@
+"""What heads guess is the same wherever a sequence has come from; its answers are those of a process without heads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from cluster.words.request import Role, Sampling
+from engine.sequence import Sequence
+from engine.speculation.proposer import Computing, Proposal
+from engine.speculation.speculation import Speculation
+from router.routing.policy import Option
+from tests.ceiling import Ceiling
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.test_pull import FakePolicy
+from tests.engine.drafters.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.waiting import WITHIN_S
+
+_NUM_TOKENS = 3
+_GREEDY = Sampling(max_tokens=20, temperature=0.0)
+_SAMPLED = Sampling(max_tokens=20, temperature=1.0, seed=5)
+_PROMPTS = prompts(20, 33, 48, 18)
+_BLOCK = (4 * 2 * 2 * 16 * 4 * 16 + 48 * 4) / 2**30  # GiB: four layers, one of them the head's, and a row of features
+
+Guesses = Callable[[list[int]], list[int]]
+
+
+class Recorded:
+    """Implements Proposer: is asked for every row of every step, and remembers what it has said."""
+
+    def __init__(self, heads: Computing, said: list[tuple[list[int], list[int]]]) -> None:
+        self._heads, self._said = heads, said
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        proposals = self._heads.propose(sequences, _NUM_TOKENS)
+        self._said += [(list(s.tokens), list(p.tokens)) for s, p in zip(sequences, proposals, strict=True)]
+        return proposals
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Of all replicas of this process: the tokens of a sequence, and what was guessed to follow them."""
+    said: list[tuple[list[int], list[int]]] = []
+
+    def of(method: str, *, max_tokens: int, vocab_size: int, computing: dict[str, Computing]) -> Speculation:
+        recorded = {name: Recorded(heads, said) for name, heads in computing.items()}
+        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size)
+
+    monkeypatch.setattr(Speculation, "of", of)
+    return said
+
+
+def _heads(kind: str, model_dir: Path, directory: Path) -> Guesses:
+    """Write them, and say what is to be guessed."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    if kind == "medusa":
+        medusa = write_medusa(directory, num_heads=_NUM_TOKENS)
+        return lambda tokens: medusa_reference(model, medusa, tokens)
+    eagle = write_eagle(directory)
+    return lambda tokens: eagle_reference(model, eagle, tokens, _NUM_TOKENS, layers=(0, 1, 2))
+
+
+def _tree(kind: str, directory: Path, *, decode: int = 1, prefill: int = 1) -> dict[str, Any]:
+    speculation = {"method": kind, "model": str(directory), "max_tokens": _NUM_TOKENS}
+    return exact_tree(prefill, decode) | {"speculation": speculation}
+
+
+def _check(said: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
+    """Every guess is right: also that of the first step of a sequence, wherever it came from."""
+    known = cache(lambda tokens: tuple(guesses(list(tokens))))
+    wrong = [tokens for tokens, found in said if tuple(found) != known(tuple(tokens))]
+    assert len(said) >= least and not wrong
+    said.clear()
+
+
+async def _ask(cluster: LocalCluster, expected: list[list[int]], sampling: Sampling) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        found = await asyncio.gather(
+            *(cluster.generate(prompt, sampling, id=str(i)) for i, prompt in enumerate(_PROMPTS))
+        )
+    assert [answer.ids for answer in found] == expected
+
+
+def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list[list[int]]:
+    return [[token.token_id for token in tokens] for tokens in reference(model_dir, _PROMPTS, sampling)]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+async def test_after_a_handoff_and_a_cache_hit(
+    kind: str, checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, said: list[Any]
+) -> None:
+    model_dir = checkpoint("llama")
+    guesses = _heads(kind, model_dir, tmp_path)
+    async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path)) as cluster:
+        for sampling in (_GREEDY, _SAMPLED):  # the second time, what was shipped before is found
+            await _ask(cluster, _expected(reference, model_dir, sampling), sampling)
+            firsts = {tuple(tokens) for tokens, _ in said if tokens[:-1] in _PROMPTS}
+            assert len(firsts) == len(_PROMPTS), "a first step had no draft"
+            _check(said, guesses, least=60)
+        await cluster.idle()
+
+
+async def test_after_a_move(
+    checkpoint: Checkpoint,
+    reference: Reference,
+    redis_url: str,
+    tmp_path: Path,
+    said: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model_dir = checkpoint("llama")
+    guesses = _heads("eagle", model_dir, tmp_path)
+    async with local_cluster(model_dir, redis_url, **_tree("eagle", tmp_path)) as cluster:
+        ceiling = Ceiling(9)
+        ceiling.arm(monkeypatch.setattr)
+        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _SAMPLED))
+        source = cluster.pools[Role.DECODE][0]
+        await cluster.until(lambda: cluster.seen(source).status.running)
+        target = await cluster.add(Role.DECODE)
+        async with beside(cluster.drain(source)):
+            await cluster.until(lambda: cluster.seen(target).status.context_tokens)  # it decodes there
+            ceiling.lift()
+            moved = await moving
+        assert moved.route.decode_replica == target.id and moved.route.attempts == 1
+        assert moved.ids == _expected(reference, model_dir, _SAMPLED)[0]
+        _check(said, guesses, least=19)
+
+
+async def test_after_a_pull(checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]) -> None:
+    """By a prefill replica that ships what it makes of it, and by a decode replica that computes itself."""
+    model_dir, policy = checkpoint("llama"), FakePolicy()
+    guesses = _heads("eagle", model_dir, tmp_path)
+    first = prompts(70)[0]
+    tree = _tree("eagle", tmp_path, prefill=2, decode=2)
+    async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
+        for prompt, prefill, source, decode in (
+            (first, "prefill-0", None, "decode-2"),
+            (first + prompts(30)[0], "prefill-1", "prefill-0", "decode-2"),
+            (first + prompts(25)[0], None, "prefill-0", "decode-3"),
+        ):
+            pull = 64 if source else 0
+            policy.ways[len(prompt)] = [Option(prefill=prefill, decode=decode, pull_from=source, pull_tokens=pull)]
+            answer = await cluster.generate(prompt, _GREEDY)
+            assert answer.route.pulled_tokens == pull
+            _check(said, guesses, least=10)
+        await cluster.idle()
+
+
+async def test_after_a_lower_tier(checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]) -> None:
+    """Of a decode replica that computes prompts itself."""
+    model_dir = checkpoint("llama")
+    guesses = _heads("eagle", model_dir, tmp_path)
+    tree = _tree("eagle", tmp_path)
+    tree["decode"] |= {"kv_memory_gib": 14.1 * _BLOCK, "kv_host_gib": 60 * _BLOCK}
+    tree["router"] |= {"max_local_prefill": 1000}
+    longer = prompts(100, 100, 100)
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        for prompt in (*longer, longer[0]):
+            await cluster.generate(prompt, _GREEDY)
+        _check(said, guesses, least=60)
+        await cluster.idle()
+        totals = cluster.seen(cluster.pools[Role.DECODE][0]).status.totals
+        assert totals.host_hit_tokens == 96

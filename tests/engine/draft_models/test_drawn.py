@@ -1,0 +1,88 @@
+"""Drafted tokens are those that the model would draw; and they are right as often as theory says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.words.request import Sampling
+from engine.draft_models.drawn import NUM_DEGREES, DrawnTokens
+from engine.sampler import sample
+from engine.sequence import Sequence
+from tests.engine.asked import Asked, sequence_of
+
+_DRAWS = 10_000
+_VOCAB = 40
+
+
+def _sequences(temperature: float) -> list[Sequence]:
+    asked = [Asked([1, 2, 3], Sampling(temperature=temperature, seed=seed, max_tokens=9)) for seed in range(_DRAWS)]
+    return [sequence_of(one, "0", block_size=8) for one in asked]
+
+
+def _logits() -> tuple[Tensor, Tensor]:
+    """Of a model, and of one that drafts for it."""
+    generator = torch.Generator().manual_seed(1)
+    target_V = torch.randn(_VOCAB, generator=generator) * 2
+    return target_V, target_V + torch.randn(_VOCAB, generator=generator) * 0.3
+
+
+def _shares(logits_V: Tensor, temperature: float) -> Tensor:
+    return (logits_V.double() / temperature).softmax(-1)
+
+
+def _chi_square(ids: list[int], shares_V: Tensor) -> float:
+    """In standard deviations of a normal distribution, after Wilson and Hilferty 1931; rare tokens count together."""
+    counts_V = torch.bincount(torch.tensor(ids), minlength=_VOCAB).double()
+    is_rare = shares_V * len(ids) < 10
+    expected = torch.cat([shares_V[~is_rare], shares_V[is_rare].sum()[None]]) * len(ids)
+    found = torch.cat([counts_V[~is_rare], counts_V[is_rare].sum()[None]])
+    freedom = len(expected) - 1
+    statistic = float(((found - expected) ** 2 / expected.clamp_min(1e-9)).sum())
+    spread = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("place", [0, 2])
+def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temperature: float, place: int) -> None:
+    target_V, draft_V = _logits()
+    sequences = _sequences(temperature)
+    drawn = DrawnTokens().draw(draft_V.repeat(_DRAWS, 1), sequences, place)
+    drafted = [token[0] for token in drawn if token]
+    rows = [sequence.sampling_row.behind(place) for sequence in sequences]
+    chosen = [one[0] for one in sample(target_V.repeat(_DRAWS, 1), rows).wait() if one]
+    p_V, q_V = _shares(target_V, temperature), _shares(draft_V, temperature)
+    assert _chi_square(chosen, p_V) < 4, "a draft changes what is drawn"
+    assert _chi_square(drafted, q_V) < 4
+    assert _chi_square(drafted, p_V) > 6, "a test that sees nothing"
+    # Tokens are the same where the number falls into the intervals of both.
+    ends_p, ends_q = p_V.cumsum(0), q_V.cumsum(0)
+    both = torch.minimum(ends_p, ends_q) - torch.maximum(ends_p - p_V, ends_q - q_V)
+    theory = float(both.clamp_min(0).sum())
+    found = sum(one == other for one, other in zip(drafted, chosen, strict=True)) / _DRAWS
+    assert abs(found - theory) < 4 * math.sqrt(theory * (1 - theory) / _DRAWS)
+    independent = float((p_V * q_V).sum())
+    assert found > independent + 0.1
+
+
+def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
+    _, draft_V = _logits()
+    sequences = _sequences(0.0)[:2]
+    share = float(_shares(draft_V, 1.0).max())
+    expected = (int(draft_V.argmax()), int(share * NUM_DEGREES))
+    assert DrawnTokens().draw(draft_V.repeat(2, 1), sequences, 0) == [expected] * 2
+    sure_V = torch.full((_VOCAB,), -1e4).index_fill(0, torch.tensor([7]), 0.0)
+    assert DrawnTokens().draw(sure_V[None], sequences[:1], 0) == [(7, NUM_DEGREES - 1)]
+    drawn = DrawnTokens().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
+    assert drawn == [(7, 2 * NUM_DEGREES - 1)], "those that are drawn are another kind"
+
+
+def test_where_there_are_no_logits_there_is_no_token() -> None:
+    logits_RV = torch.zeros(3, _VOCAB)
+    logits_RV[1] = math.nan
+    found = DrawnTokens().draw(logits_RV, _sequences(0.0)[:3], 0)
+    assert found[1] is None and found[0] and found[2]

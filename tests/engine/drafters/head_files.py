@@ -1,0 +1,156 @@
+"""Small random heads in the published formats, and what they say of tokens by their papers' definitions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.engine.steps import VOCAB_SIZE
+from tests.engine.tiny_models import TINY
+
+# T tokens, E hidden_size, V vocabulary
+
+HIDDEN, HEADS, KV_HEADS, DIM, FEATURES = 48, 4, 2, 16, 80
+DRAFT_VOCAB = 40
+THETA, EPS = 10000.0, 1e-6
+
+
+def write_medusa(
+    directory: Path, *, num_heads: int = 4, num_residuals: int = 2, is_old: bool = True, **changes: Any
+) -> dict[str, Tensor]:
+    """Returns its tensors by their names in Medusa's own repository."""
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, Tensor] = {}
+    for i in range(num_heads):
+        for j in range(num_residuals):
+            tensors[f"{i}.{j}.linear.weight"] = torch.randn(HIDDEN, HIDDEN, generator=generator) * 0.2
+            tensors[f"{i}.{j}.linear.bias"] = torch.randn(HIDDEN, generator=generator) * 0.2
+        tensors[f"{i}.{num_residuals}.weight"] = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator)
+    config = {"medusa_num_heads": num_heads, "medusa_num_layers": num_residuals, "model_type": "medusa"}
+    _save(directory, config | changes, tensors if is_old else _as_blocks(tensors, num_residuals), old_name=is_old)
+    return tensors
+
+
+@torch.inference_mode()
+def medusa_reference(model: PreTrainedModel, tensors: dict[str, Tensor], tokens: list[int]) -> list[int]:
+    """What its heads guess behind `tokens`: Cai et al. 2024, section 2.1.1."""
+    hidden = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states[-1][0, -1]  # normed
+    guessed = []
+    i = 0
+    while f"{i}.0.linear.weight" in tensors:
+        x, j = hidden, 0
+        while f"{i}.{j}.linear.weight" in tensors:
+            x = x + F.silu(F.linear(x, tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]))
+            j += 1
+        guessed.append(int((tensors[f"{i}.{j}.weight"] @ x).argmax()))
+        i += 1
+    return guessed
+
+
+def write_eagle(directory: Path, *, own_embedding: bool = False, **changes: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+
+    def weight(*shape: int, std: float = 0.3) -> Tensor:
+        return torch.randn(*shape, generator=generator) * std
+
+    tensors = {
+        "fc.weight": weight(HIDDEN, 3 * HIDDEN),
+        "norm.weight": 1 + weight(HIDDEN),
+        "lm_head.weight": weight(DRAFT_VOCAB, HIDDEN),
+        "midlayer.hidden_norm.weight": 1 + weight(HIDDEN),
+        "midlayer.input_layernorm.weight": 1 + weight(HIDDEN),
+        "midlayer.post_attention_layernorm.weight": 1 + weight(HIDDEN),
+        "midlayer.self_attn.q_proj.weight": weight(HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": weight(KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": weight(KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": weight(HIDDEN, HEADS * DIM),
+        "midlayer.mlp.gate_proj.weight": weight(FEATURES, HIDDEN),
+        "midlayer.mlp.up_proj.weight": weight(FEATURES, HIDDEN),
+        "midlayer.mlp.down_proj.weight": weight(HIDDEN, FEATURES),
+    }
+    if own_embedding:
+        tensors["embed_tokens.weight"] = weight(VOCAB_SIZE, HIDDEN)
+    known = torch.randperm(VOCAB_SIZE, generator=generator)[:DRAFT_VOCAB].sort().values
+    tensors["d2t"] = known - torch.arange(DRAFT_VOCAB)
+    tensors["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, known, True)
+    config = TINY | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+    }
+    _save(directory, config | changes, tensors)
+    return tensors
+
+
+@torch.inference_mode()
+def eagle_reference(
+    model: PreTrainedModel, tensors: dict[str, Tensor], tokens: list[int], num_tokens: int, *, layers: tuple[int, ...]
+) -> list[int]:
+    """What the head guesses behind `tokens`, one entry after another over all that are before it: Li et al. 2025,
+    section 3.1. Entry t is made of token t and what the model has seen of t - 1; of nothing at 0."""
+    states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    fused_TE = F.linear(torch.cat([states[layer][0] for layer in layers], dim=-1), tensors["fc.weight"])
+    features = [torch.zeros(HIDDEN), *fused_TE]
+    embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    ids = torch.tensor(tokens)
+    guessed: list[int] = []
+    for _ in range(num_tokens):
+        x_TE = _eagle_layer(tensors, embeddings[ids], torch.stack(features))
+        logits = tensors["lm_head.weight"] @ _norm(x_TE[-1], tensors["norm.weight"])
+        token = int(logits.argmax())
+        guessed.append(token + int(tensors["d2t"][token]))
+        ids = torch.cat((ids, torch.tensor([guessed[-1]])))
+        features.append(x_TE[-1])
+    return guessed
+
+
+def _eagle_layer(tensors: dict[str, Tensor], embedded_TE: Tensor, feature_TE: Tensor) -> Tensor:
+    def of(name: str) -> Tensor:
+        return tensors[f"midlayer.{name}.weight"]
+
+    num_tokens = len(embedded_TE)
+    both = torch.cat((_norm(embedded_TE, of("input_layernorm")), _norm(feature_TE, of("hidden_norm"))), dim=-1)
+    q, k, v = (F.linear(both, of(f"self_attn.{name}_proj")).view(num_tokens, -1, DIM).transpose(0, 1) for name in "qkv")
+    q, k = _rotated(q), _rotated(k)
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+    x_TE = feature_TE + F.linear(attended, of("self_attn.o_proj"))
+    normed = _norm(x_TE, of("post_attention_layernorm"))
+    gated = F.silu(F.linear(normed, of("mlp.gate_proj"))) * F.linear(normed, of("mlp.up_proj"))
+    return x_TE + F.linear(gated, of("mlp.down_proj"))
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+
+
+def _rotated(x_HTD: Tensor) -> Tensor:
+    half = DIM // 2
+    angles = torch.outer(torch.arange(x_HTD.shape[1]), THETA ** (-torch.arange(half) / half))
+    first, second = x_HTD[..., :half], x_HTD[..., half:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _as_blocks(tensors: dict[str, Tensor], num_residuals: int) -> dict[str, Tensor]:
+    renamed = {}
+    for name, tensor in tensors.items():
+        i, j, *rest = name.split(".")
+        is_head = int(j) == num_residuals
+        renamed[f"lm_heads.{i}.weight" if is_head else f"blocks.{i}.layers.{j}.{rest[-1]}"] = tensor
+    return renamed
+
+
+def _save(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, old_name: bool = False) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / ("medusa_lm_head.safetensors" if old_name else "model.safetensors"))
