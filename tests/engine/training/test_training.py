@@ -11,7 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from cluster.words.errors import SpecError
-from engine.training.answers import Asker, FileAsker
+from cluster.words.request import Sampling
+from engine.runner import ModelRunner
+from engine.sequence import Sequence
+from engine.speculation.head_proposer import HeadProposer
+from engine.speculation.speculation import Speculation
+from engine.training.answers import FileAsker
 from engine.training.eagle import EagleLearner
 from engine.training.learner import Learner
 from engine.training.medusa import MedusaLearner
@@ -20,8 +25,9 @@ from engine.training.run import Kind, Run, RunWords
 from engine.training.teacher import Teacher
 from engine.training.training import train
 from engine.training.vocabulary import DraftVocabulary
+from tests.engine.asked import Asked, answers
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import random_model, tiny_config
+from tests.engine.tiny_models import MakeRunner, random_model, tiny_config
 
 _PASSES = 6
 _NUM_PROMPTS = 144
@@ -71,9 +77,9 @@ class _Told:
         self.lines.append(line)
 
 
-def _asker() -> Asker:
+def _conversations() -> list[Conversation]:
     lengths = [4 + number % 9 for number in range(_NUM_PROMPTS)]
-    return FileAsker([Conversation(tuple(tokens), len(tokens)) for tokens in prompts(*lengths)])
+    return [Conversation(tuple(tokens), len(tokens)) for tokens in prompts(*lengths)]
 
 
 def _train(directory: Path, model_dir: Path, kind: Kind, told: _Told | None = None, **more: Any) -> dict[str, Any]:
@@ -86,7 +92,7 @@ def _train(directory: Path, model_dir: Path, kind: Kind, told: _Told | None = No
         "batch_tokens": 256,
         "rate": 1e-2,
     } | more
-    return train(run, model_dir, kind, _asker(), progress=told or _Told(), **options)
+    return train(run, model_dir, kind, FileAsker(_conversations()), progress=told or _Told(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +216,47 @@ def test_what_is_published_can_be_read_and_published_again(whole: _Whole, model_
         assert again.keys() == tensors[kind].keys()
         for name, tensor in again.items():
             torch.testing.assert_close(tensor, tensors[kind][name], rtol=0, atol=0)
+
+
+class _Noted:
+    """Implements Proposer: keeps what heads have said of each sequence, by its length then."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        assert runner.drafter
+        self._heads = HeadProposer(runner.drafter)
+        self.said: dict[tuple[Sequence, int], Any] = {}
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        proposals = self._heads.propose(sequences, max_tokens)
+        for sequence, proposal in zip(sequences, proposals, strict=True):
+            self.said[sequence, len(sequence.tokens)] = proposal.tokens
+        return proposals
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+    @property
+    def share(self) -> float:
+        """Of the first tokens of drafts, those that came."""
+        right = [
+            sequence.tokens[length] == tokens[0]
+            for (sequence, length), tokens in self.said.items()
+            if tokens and length < len(sequence.tokens)
+        ]
+        return sum(right) / len(right)
+
+
+@pytest.mark.parametrize(("kind", "drafter"), [("eagle3", "eagle"), ("medusa", "medusa")])
+def test_heads_draft_in_an_engine_as_they_were_measured(
+    whole: _Whole, model_dir: Path, make_runner: MakeRunner, kind: Kind, drafter: str
+) -> None:
+    """Loaded from what was published, asked in every step of the answers held out. bfloat16 in training, float32 here,
+    and other steps: about as often, then."""
+    directory, report = whole[kind]
+    runner = make_runner(model_dir, drafter=drafter, drafter_dir=directory, num_blocks=512)
+    noted = _Noted(runner)
+    held_out = [one for number, one in enumerate(_conversations()) if number % 16 == 0]
+    asked = [Asked(list(one.tokens), Sampling(temperature=0.0, max_tokens=24)) for one in held_out]
+    answers(runner, asked, speculation=Speculation({"heads": noted}, max_tokens=3, vocab_size=VOCAB_SIZE))
+    assert len(noted.said) > 80
+    assert noted.share == pytest.approx(report["held_out"][f"pass {_PASSES}"]["by_place"][0], abs=0.15)
