@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.training.answers import OwnAnswer
-from engine.training.features_file import CachedAnswer
+from engine.training.hidden_states_file import CachedAnswer
 
 # B texts, T tokens of the longest, E hidden_size, N answer tokens
 
-BATCH_TOKENS = 2048  # of texts side by side, padding included
+BATCH_TOKENS = 1024  # of texts side by side, padding included
 _SHUFFLED = 16  # times as many texts are sorted by length as a batch has
 
 

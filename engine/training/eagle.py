@@ -51,23 +51,24 @@ class EagleLearner:
             last_NE = batch.last_BTE[batch.row_N, batch.place_N].to(self._head_VE.dtype)
             wanted_NV = F.linear(last_NE, self._head_VE).float().softmax(-1)
             is_known_N = self._draft_ids[batch.next_N] >= 0
+        first = max(0, int(batch.place_N.min()) - _STEPS)
         total, weights = torch.zeros(()), 0.0
-        for step, a_BTE in enumerate(self._chains(batch)):
-            chosen_N = is_known_N & (batch.place_N >= step)
-            place_N = batch.place_N[chosen_N] - step
-            logits_NV = self._head.logits(a_BTE[batch.row_N[chosen_N], place_N]).float()
+        for step, a_BTE in enumerate(self._chains(batch, first)):
+            begin_N = batch.place_N - step
+            logits_NV = self._head.logits(a_BTE[batch.row_N, (begin_N - first).clamp_min(0)]).float()
+            counts_N = (is_known_N & (begin_N >= first)).float()
+            losses_N = F.cross_entropy(logits_NV, wanted_NV, reduction="none")
             weight = _DECAY**step
-            total = total + weight * F.cross_entropy(logits_NV, wanted_NV[chosen_N])
+            total = total + weight * (losses_N * counts_N).sum() / counts_N.sum().clamp_min(1.0)
             weights += weight
         return total / weights
 
     @torch.no_grad()
     def guesses(self, batch: TextBatch) -> Tensor:
         found = torch.full((len(batch.place_N), _STEPS), -1)
-        num_tokens = batch.tokens_BT.shape[1]
-        for step, a_BTE in enumerate(self._chains(batch)):
-            place_N = batch.place_N.clamp_max(num_tokens - 1)
-            logits_NV = self._head.logits(a_BTE[batch.row_N, place_N])
+        first = int(batch.place_N.min())
+        for step, a_BTE in enumerate(self._chains(batch, first)):
+            logits_NV = self._head.logits(a_BTE[batch.row_N, batch.place_N - first])
             found[:, step] = self._vocabulary.ids_V[logits_NV.argmax(-1)]
         return found
 
@@ -95,14 +96,16 @@ class EagleLearner:
         own = self._head.state_dict()
         self._head.load_state_dict({name: tensors[name] for name in own})
 
-    def _chains(self, batch: TextBatch) -> Iterator[Tensor]:
-        """Of each step what it knows (B, T, E), by the slot where its chain began."""
+    def _chains(self, batch: TextBatch, first: int) -> Iterator[Tensor]:
+        """Of each step what it knows (B, T - first, E), of the chains that begin at slot `first` and on."""
         embedded_BTE = F.embedding(batch.tokens_BT, self._teacher.embedding_VE)
         slots_T = torch.arange(batch.tokens_BT.shape[1])
         g_BTE, chain = self._head.fuse(batch.fused_BTE3), None
         for step in range(_STEPS):
-            rotation: Rotation = self._teacher.rotary(slots_T + step, torch.float32)
-            g_BTE, chain = self._head.step(g_BTE, _from(embedded_BTE, step), rotation, chain)
+            begin = first if step else 0
+            rotation: Rotation = self._teacher.rotary(slots_T[begin:] + step, torch.float32)
+            embedded = _from(embedded_BTE, step)[:, begin:]
+            g_BTE, chain = self._head.step(g_BTE, embedded, rotation, chain, first=first - begin)
             yield g_BTE
 
     @torch.no_grad()

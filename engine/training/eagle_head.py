@@ -78,13 +78,14 @@ class EagleHead(nn.Module):
         return g_BTE
 
     def step(
-        self, g_BTE: Tensor, embedded_BTE: Tensor, rotation: Rotation, chain: Chain | None
+        self, g_BTE: Tensor, embedded_BTE: Tensor, rotation: Rotation, chain: Chain | None, *, first: int = 0
     ) -> tuple[Tensor, Chain]:
-        """One step of the chains that begin at slots 0 to T - 1. chain: of the steps before; None in step 0.
+        """One step of chains, in step 0 of all that begin at slots 0 to T - 1. chain: of the steps before; None in it.
 
-        embedded: of the tokens where the chains stand; rotation: of their slots. Returns a (B, T, E).
+        embedded: of the tokens where the chains stand; rotation: of their slots. Returns a (B, T, E), of step 0 without
+        the `first` chains: further steps are of those that are left.
         """
-        a_BTE, chain = self.midlayer(g_BTE, embedded_BTE, rotation, chain)
+        a_BTE, chain = self.midlayer(g_BTE, embedded_BTE, rotation, chain, first)
         return a_BTE, chain
 
     def logits(self, a_NE: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class _Layer(nn.Module):
         self.mlp = _MLP(hidden, config.intermediate_size)
 
     def forward(
-        self, g_BTE: Tensor, embedded_BTE: Tensor, rotation: Rotation, chain: Chain | None
+        self, g_BTE: Tensor, embedded_BTE: Tensor, rotation: Rotation, chain: Chain | None, first: int
     ) -> tuple[Tensor, Chain]:
         x_BTE2 = torch.cat((self.input_layernorm(embedded_BTE), self.hidden_norm(g_BTE)), dim=-1)
         keys, values = self.self_attn.keys_and_values(x_BTE2, rotation)
@@ -112,7 +113,8 @@ class _Layer(nn.Module):
             chain = Chain(keys, values, [])
         else:
             chain = Chain(chain.keys_BTKD, chain.values_BTKD, [*chain.later, (keys, values)])
-        y_BTE = g_BTE + self.self_attn(x_BTE2, rotation, chain).float()
+        rotation = rotation[0][first:], rotation[1][first:]
+        y_BTE = g_BTE[:, first:] + self.self_attn(x_BTE2[:, first:], rotation, chain).float()
         return y_BTE + self.mlp(self.post_attention_layernorm(y_BTE)).float(), chain
 
 
@@ -135,8 +137,8 @@ class _Attention(nn.Module):
         q_BTKGD = torch.unflatten(queries, 2, (-1, self._groups))
         q_BKGTD = q_BTKGD.permute(0, 2, 3, 1, 4)
         scores_BKGTS = (q_BKGTD @ chain.keys_BTKD.permute(0, 2, 3, 1).unsqueeze(2)).float()
-        num_slots = scores_BKGTS.shape[-1]
-        is_later_TS = torch.ones(num_slots, num_slots, dtype=torch.bool).triu(1)
+        num_chains, num_slots = scores_BKGTS.shape[-2:]
+        is_later_TS = torch.ones(num_chains, num_slots, dtype=torch.bool).triu(1 + num_slots - num_chains)
         scores = [scores_BKGTS.masked_fill(is_later_TS, -torch.inf)]
         for keys_BTKD, _ in chain.later:
             scores.append((q_BTKGD * keys_BTKD.unsqueeze(3)).sum(-1, keepdim=True).float().permute(0, 2, 3, 1, 4))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.training.batches import batch_of, in_order
-from engine.training.features_file import CachedAnswer
+from engine.training.hidden_states_file import CachedAnswer
 from engine.training.learner import Learner
 
 # N answer tokens, K places of a draft

@@ -23,8 +23,8 @@ from engine.runner import ModelRunner
 from engine.training.answers import AnswerParts, Asker, OwnAnswer
 from engine.training.batches import BATCH_TOKENS, batch_of, batches
 from engine.training.eagle import EagleLearner
-from engine.training.features_file import CachedAnswer, bytes_per_token, cached
 from engine.training.held_out import acceptance
+from engine.training.hidden_states_file import CachedAnswer, bytes_per_token, cached
 from engine.training.learner import Learner
 from engine.training.medusa import MedusaLearner
 from engine.training.run import Kind, Run

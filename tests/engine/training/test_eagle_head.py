@@ -37,7 +37,8 @@ def _rotated(x_ND: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
-def test_chains_at_once_equal_chains_one_by_one(made: tuple[Path, PreTrainedModel]) -> None:
+@pytest.mark.parametrize("first", [0, 3])
+def test_chains_at_once_equal_chains_one_by_one(made: tuple[Path, PreTrainedModel], first: int) -> None:
     """The reference has a list of keys and values, and one token at a time: written from the paper's definition."""
     config = model_config.load(made[0])
     torch.manual_seed(1)
@@ -88,17 +89,18 @@ def test_chains_at_once_equal_chains_one_by_one(made: tuple[Path, PreTrainedMode
     with torch.no_grad():
         g, chain = head.fuse(fused), None
         for step in range(_STEPS):
-            rotation: Rotation = rotary(torch.arange(num_tokens) + step, torch.float32)
-            later = F.pad(embedded[:, step:], (0, 0, 0, step))
-            g, chain = _step(head, g, later, rotation, chain)
+            begin = first if step else 0
+            rotation: Rotation = rotary(torch.arange(begin, num_tokens) + step, torch.float32)
+            later = F.pad(embedded[:, step:], (0, 0, 0, step))[:, begin:]
+            g, chain = _step(head, g, later, rotation, chain, first - begin)
             shown = num_tokens - step
-            torch.testing.assert_close(g[0, :shown], expected[step, :shown], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(g[0, : shown - first], expected[step, first:shown], rtol=1e-4, atol=1e-4)
 
 
 def _step(
-    head: EagleHead, g: Tensor, embedded: Tensor, rotation: Rotation, chain: Chain | None
+    head: EagleHead, g: Tensor, embedded: Tensor, rotation: Rotation, chain: Chain | None, first: int
 ) -> tuple[Tensor, Chain]:
-    return head.step(g, embedded, rotation, chain)
+    return head.step(g, embedded, rotation, chain, first=first)
 
 
 def test_features_are_transformers_hidden_states(made: tuple[Path, PreTrainedModel]) -> None:
