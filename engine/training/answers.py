@@ -62,26 +62,27 @@ class FileAsker:
         return dict(enumerate(self.conversations[first : first + PART], first))
 
 
-@dataclass(frozen=True)
 class SelfAsker:
     """Implements Asker: prompts by the model itself. One that comes to no end in time is passed over."""
 
-    words: Words
-    decode: Decode
-    seed: int
+    def __init__(self, words: Words, decode: Decode, seed: int) -> None:
+        """Raises SpecError for a model that cannot."""
+        self._words = words
+        self._decode = decode
+        self._seed = seed
+        self._opening = opening(words)
 
     def part(self, number: int, runner: ModelRunner) -> dict[int, Conversation]:
         numbers = range(number * PART, (number + 1) * PART)
-        begin = opening(self.words)
         base = Sampling(max_tokens=_MAX_PROMPT, temperature=_PROMPT_TEMPERATURE, stop_token_ids=_ends(runner))
-        samplings = [replace(base, seed=_seed(self.seed, "prompt", i)) for i in numbers]
-        said = generate(runner, [begin] * len(numbers), samplings)
+        samplings = [replace(base, seed=_seed(self._seed, "prompt", i)) for i in numbers]
+        said = generate(runner, [self._opening] * len(numbers), samplings)
         found: dict[str, int] = {}
         for i, tokens in zip(numbers, said, strict=True):
-            text = self.decode([token.token_id for token in tokens[:-1]]).strip()
+            text = self._decode([token.token_id for token in tokens[:-1]]).strip()
             if tokens[-1].token_id in base.stop_token_ids and text:
                 found.setdefault(text, i)
-        return {i: chat_prompt(self.words, text) for text, i in found.items()}
+        return {i: chat_prompt(self._words, text) for text, i in found.items()}
 
 
 class Decode(Protocol):

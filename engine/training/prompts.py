@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from cluster.words.errors import ClusterError, SpecError
 
 _MARK = "PROMPT-GOES-HERE-91c3"
+_NO_OPENING = "--data self: the model has no chat template that opens a user's turn; give a file"
 
 
 class Words(Protocol):
@@ -50,9 +51,9 @@ def opening(words: Words) -> list[int]:
     try:
         before, mark, _ = words.chat([{"role": "user", "content": _MARK}], opens_answer=True).partition(_MARK)
     except ClusterError as error:
-        raise SpecError(f"--data self: {error}; give a file") from error
+        raise SpecError(_NO_OPENING) from error
     if not mark:
-        raise SpecError("--data self: the model's chat template leaves out what a user says; give a file")
+        raise SpecError(_NO_OPENING)
     return words.encode(before, is_whole=False)
 
 

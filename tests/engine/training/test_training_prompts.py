@@ -87,7 +87,7 @@ def test_a_file_that_says_nothing(tmp_path: Path) -> None:
 
 def test_a_model_without_a_template_needs_a_file() -> None:
     assert opening(FakeWords()) == list(_ids("[user:"))
-    with pytest.raises(SpecError, match="--data self: this model has no chat template; give a file"):
+    with pytest.raises(SpecError, match="the model has no chat template that opens a user's turn; give a file"):
         opening(FakeWords(has_template=False))
 
 
