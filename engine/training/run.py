@@ -30,6 +30,7 @@ from cluster.words.errors import SpecError
 Kind = Literal["eagle3", "medusa"]
 
 _STEP = "step"
+_READABLE = 0o644  # heads are no secret, as the model is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,8 @@ class Run:
         """Put heads where whoever deploys them looks."""
         _save(tensors, self.directory / "model.safetensors")
         write_whole(self.directory / "config.json", json.dumps(config, indent=2) + "\n")
+        for name in ("model.safetensors", "config.json"):
+            (self.directory / name).chmod(_READABLE)
 
     def published(self) -> dict[str, Tensor]:
         return load_file(self.directory / "model.safetensors")
