@@ -25,7 +25,7 @@ _ARROWS = parse_table("""
 cluster.bench: cluster(rpc wire words)
 cluster.chaos: cluster(control host process rpc wire words)
 cluster.cli: cluster(bench chaos control doctor host identity model process rpc wire words)
-    engine(config quantization tools) kvtransfer(bench) router(autoscale bench monitoring simulator)
+    engine(config quantization tools training) kvtransfer(bench) router(autoscale bench monitoring simulator text)
 cluster.control: cluster(identity index process rpc wire words) router(autoscale)
 cluster.doctor: cluster(control index model process words)
 cluster.grammar: cluster(words)
@@ -94,6 +94,8 @@ engine.streams: cluster(words)
 engine.tiers: cluster(process words) engine(kv rate sequence streams)
 engine.tools: cluster(model process words) engine(batch config cpu draft_models engine kernels kv layers
     learnt_timing model orders pace parallel prompts runner sampler sampling sequence speculation step weights)
+engine.training: cluster(model process words) engine(attention batch config kv layers model parallel runner tools
+    weights)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words) engine(streams)
