@@ -56,12 +56,12 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.draft_models: cluster(model) engine(batch config kv runner sampler sampling sequence speculation weights)
-engine.drafters: cluster(model words) engine(attention batch kernels kv layers model speculation weights)
+engine.draft_models: cluster(model) engine(batch config heads kv runner sampler sampling sequence speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
 engine.guests: engine(decoding kv prompts sequence)
+engine.heads: cluster(model words) engine(attention batch kernels kv layers model weights)
 engine.kernels: engine(cpu)
 engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels streams)
@@ -81,8 +81,8 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory drafters kernels kv layers
-    memory_trial model orders parallel scorer speculation step weights)
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory heads kernels kv
+    layers memory_trial model orders parallel scorer step weights)
 engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)

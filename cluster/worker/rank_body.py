@@ -190,8 +190,8 @@ class RankBody(Generic[W]):
             max_context=spec.model.max_context,
             link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
-            drafter=drafts.heads if drafts else None,
-            drafter_dir=drafts.directory if drafts and drafts.heads else None,
+            heads=drafts.heads if drafts else None,
+            heads_dir=drafts.directory if drafts and drafts.heads else None,
         )
 
         def is_loaded() -> None:
