@@ -1,4 +1,4 @@
-"""`cluster plan`: the cheapest topology that keeps an SLO; with --memory, how much context fits."""
+"""`cluster plan`: the cheapest topology that keeps an SLO; or the KV memory of a spec, or what drafts would give."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.bench.trace import read_trace
+from cluster.cli.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.simulate import BlockSize, HostTokens, ProfileName, Simulator, Speedup
 from cluster.words.errors import SpecError
 
@@ -31,10 +32,16 @@ def plan(
     host_tokens: HostTokens = 0,
     speedup: Speedup = 1.0,
     profile: ProfileName = None,
+    drafts: DraftsOption = None,
+    draft_pass_ms: DraftPass = 0.0,
     spec: Annotated[str, typer.Option(help="A spec to start from: model, KV, resources.")] = "1P1D",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as a spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the frontier: a .png or .svg; needs matplotlib.")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Only the KV memory of --spec; no trace.")] = False,
+    speculation: Annotated[
+        bool, typer.Option("--speculation", help="Only what --drafts would give at --context; no trace.")
+    ] = False,
+    context: Annotated[int, typer.Option(min=0, help="Of --speculation: tokens that each answer has.")] = 2048,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Find the cheapest xPyD that keeps an SLO on a trace. Exit code 1 when none within --max-replicas does."""
@@ -42,12 +49,17 @@ def plan(
         report = _memory(spec)
         print(json.dumps(report, indent=1) if as_json else _memory_table(report))
         return
+    if speculation:
+        profile_of = Simulator(profile, drafts, draft_pass_ms)
+        lines = draft_lines(profile_of.profile, context=context)
+        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{profile_of.said}")
+        return
     if trace is None:
-        raise SpecError("name a --trace to plan for, or --memory")
+        raise SpecError("name a --trace to plan for, or --memory, or --speculation")
     from router.simulator.fleet_setup import FleetSetup
     from router.simulator.plan import make_plan
 
-    simulator = Simulator(profile)
+    simulator = Simulator(profile, drafts, draft_pass_ms)
     if simulator.profile.kv.pool_tokens < block_size:
         raise SpecError(f"--block-size {block_size}: a replica has {simulator.profile.kv.pool_tokens} tokens")
     setup = FleetSetup(
