@@ -11,12 +11,11 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.worker.rank_process import RankProcess
 from cluster.worker.role_parts import LeaderParts, RoleParts
+from decode_worker.drafts import draft_bytes, open_computing
 from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.speculation.corpus import Corpus
-from engine.speculation.head_proposer import HeadProposer
-from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 
 
@@ -51,7 +50,7 @@ def _speculation(parts: LeaderParts, corpus: Corpus) -> Speculation | None:
     spec, vocab_size = parts.setup.spec.speculation, parts.engine.gang.runner.config.vocab_size
     if spec.method == "off":
         return None
-    computing: dict[str, Computing] = {spec.heads[0]: HeadProposer(parts.engine.gang)} if spec.heads else {}
+    computing = open_computing(parts.setup.spec, parts.engine)
     return Speculation.of(
         spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing, corpus=corpus
     )
@@ -64,4 +63,5 @@ def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
         expert_parallel=pool.expert_parallel,
         redundant_experts=pool.redundant_experts,
         recorded_rows=pool.max_running if spec.engine.cuda_graphs == "auto" else 0,
+        draft_bytes=draft_bytes(config, spec),
     )
