@@ -79,6 +79,17 @@ def test_kv_arithmetic() -> None:
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
 
 
+def test_memory_is_told_by_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--memory", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    weights, pool = report["weight_bytes"], report["pools"]["decode"]
+    assert weights["bfloat16"] == 2 * report["parameters"] == 2 * weights["int8"] > 2 * weights["4 bits"]
+    by_dtype = pool["tokens_by_pool_dtype"]
+    assert by_dtype["bfloat16"] == pool["tokens_per_replica"] and 1.8 < by_dtype["int8"] / by_dtype["bfloat16"] < 2
+    assert run(["plan", "--memory"]) == 0
+    assert "by kv.pool_dtype" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
