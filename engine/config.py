@@ -33,6 +33,7 @@ class EngineConfig:
     max_batch_tokens: int = 2048  # of a step
     max_running: int = 64  # rows of a step
     link_bytes: int = 0  # that the links of this rank will take of its GPU
+    draft_bytes: int = 0  # that a model which drafts will take of it
     expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
     redundant_experts: int = 0  # of each layer: places for further copies of the experts that are chosen most
     deterministic: bool = False  # refuse to compute in a way in which a row's bits depend on the rows beside it

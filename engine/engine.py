@@ -154,12 +154,16 @@ class Engine(Generic[Logits]):
             fetched=step.fetched,
             sampled=step.known,
             num_known=len(step.known),
+            num_rows=len(step.decoding),
+            num_drafted=sum(len(draft.tokens) for draft in step.drafts.values()),
         )
         for sequence, token in step.known:
             if token.finish_reason:
                 self._finished(sequence)
         running = self.decoding.running
         for sequence, num_tokens in step.decoding:
+            if sequence.drafts:
+                sequence.drafts.steps += 1
             if step.drafts and (draft := step.drafts.get(sequence)):
                 self._verify(step, sequence, num_tokens, draft, chosen, result)
                 continue
@@ -191,6 +195,11 @@ class Engine(Generic[Logits]):
         choices = choices_of(draft, sequence, chosen, self._sampler, step.logits)
         tokens, is_found = verify(draft, sequence, num_tokens, choices, self.blocks)
         result.sampled += [(sequence, token) for token in tokens]
+        if tally := sequence.drafts:
+            pairs = zip(tokens, draft.tokens, strict=False)
+            tally.drafts += 1
+            tally.drafted += len(draft.tokens)
+            tally.accepted += sum(token.token_id == drafted for token, drafted in pairs)
         self._drafting.verified(draft, [token.token_id for token in tokens])
         if not is_found:
             self._fail(sequence, result)

@@ -23,8 +23,9 @@ def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Te
     """Apply penalties in place: what is above 0 is divided by the repetition penalty, what is not is multiplied, and
     the rest is taken away. Then find the first that is greatest, or not a number.
 
-    logits_RV: fp32; penalties: of these rows. Returns (R,) int64, and their logits (R,). With our kernels and
-    without them a CPU does the same to the last bit.
+    logits_RV: fp32; penalties: of these rows. Returns (R,) int64, and their logits (R,), with penalties. With our
+    kernels and without them a CPU does the same to the last bit; but logits of which nobody reads more than the
+    greatest (`Penalties.is_read`) may stay as they are.
     """
     kernels = open_copies(logits_RV.device)
     if kernels is not None and logits_RV.stride(-1) == 1:
@@ -40,11 +41,7 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
     row_R = np.zeros(num_rows, dtype=CHOICE_ROW)
     row_R["logits"] = logits_RV.data_ptr() + logits_RV.stride(0) * logits_RV.itemsize * np.arange(num_rows)
     if penalties:
-        rows, found = list(penalties), penalties.values()
-        row_R["token_ids"][rows], row_R["taken"][rows] = zip(*(penalty.addresses for penalty in found), strict=True)
-        row_R["tokens"][rows] = [len(penalty) for penalty in found]
-        row_R["sorted"][rows] = [penalty.num_sorted for penalty in found]
-        row_R["repetition"][rows] = [penalty.repetition for penalty in found]
+        row_R["penalties"][list(penalties)] = [penalty.address for penalty in penalties.values()]
     threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
     kernels.choose(byref(TokenChoices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=threads)))
     return torch.from_numpy(row_R["greatest"].copy()), torch.from_numpy(row_R["most"].copy())

@@ -93,7 +93,7 @@ def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
     if early := [(i, row.early_stops()) for i, row in rows if row.is_early]:
         early_2U = _pairs(early)
         _set_impossible(logits_RV, early_2U[:, (early_2U[1] >= 0) & (early_2U[1] < vocabulary)])
-    if masked := [(i, row) for i, row in rows if row.is_masked]:
+    if masked := [(i, row) for i, row in rows if row.mask is not None and row.is_masked]:
         words = [row.mask.allowed(row.tokens, row.num_prompt_tokens) for _, row in masked if row.mask is not None]
         words_NW1 = _place(np.stack(words), torch.int32, device).unsqueeze(-1)
         is_allowed_NV = (words_NW1 >> torch.arange(32, device=device) & 1).flatten(1)[:, :vocabulary].bool()
@@ -131,7 +131,7 @@ def _set_impossible(logits_RV: Tensor, pairs_2U: NDArray[np.int64]) -> None:
 
 def choose_by_kernel(logits_RV: Tensor, rows: Seq[_NumberedRow], tiling: Tiling = TILING) -> Tensor:
     """-> (R,) int32, see launch_choice. rows: those that are not plain."""
-    if penalties := {i: row.penalties() for i, row in rows if row.sampling.has_penalties}:
+    if penalties := {i: row.penalties() for i, row in rows if row.has_penalties}:
         penalise(logits_RV, penalties)
     drawing = [(i, row) for i, row in rows if not row.sampling.is_greedy]
     if not drawing:
@@ -149,7 +149,7 @@ def numbers_of(row: SamplingRow) -> tuple[int, ...]:
 
 def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
     """The same elsewhere: the reference. -> (R,) int64"""
-    chosen_R, best_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.sampling.has_penalties})
+    chosen_R, best_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.has_penalties})
     if drawing := [(i, row) for i, row in rows if not row.sampling.is_greedy]:
         drawing_N = _numbers(drawing, chosen_R.device)
         chosen_R[drawing_N] = reference_draw(logits_RV[drawing_N], [row for _, row in drawing])

@@ -88,6 +88,7 @@ class SamplingRow:
     # before it is choosing: 0 or 1. See also `behind`.
     num_coming: int = field(default=0, init=False)
     is_contradicted: bool = field(default=False, init=False)  # a sampler has found that what is asked leaves no token
+    has_penalties: bool = field(init=False, repr=False)
     _is_plain: bool = field(init=False, repr=False)
     _reads_tokens: bool = field(init=False, repr=False)
     _filters: tuple[int, ...] | None = field(default=None, init=False, repr=False)
@@ -98,7 +99,8 @@ class SamplingRow:
         self._is_plain = self.sampling.is_plain
         if self.ruled is None and self.sampling.token_rules is not None:
             self.ruled = RuledTokens(self.sampling.token_rules)
-        self._reads_tokens = self.sampling.has_penalties or (self.ruled is not None and self.ruled.reads_tokens)
+        self.has_penalties = self.sampling.has_penalties
+        self._reads_tokens = self.has_penalties or (self.ruled is not None and self.ruled.reads_tokens)
 
     @property
     def is_plain(self) -> bool:
@@ -147,7 +149,8 @@ class SamplingRow:
     @property
     def is_early(self) -> bool:
         """No stop token may be chosen yet."""
-        return self.sampling.min_tokens > self.num_generated
+        least = self.sampling.min_tokens
+        return least > 0 and least > self.num_generated
 
     def early_stops(self) -> NDArray[np.int64]:
         """The stop tokens, made once: a request may have many, and many choices. A model may name ids that it has

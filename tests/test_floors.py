@@ -40,7 +40,8 @@ cluster.words:
 cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine kv orders
     pace parallel prompts rate runner sampler scorer sequence speculation step tiers) kvtransfer(links movers
     protocol)
-decode_worker.actor: cluster(rpc words worker) engine(config speculation) decode_worker(server worker)
+decode_worker.actor: cluster(rpc words worker) engine(config speculation) decode_worker(drafts server worker)
+decode_worker.drafts: cluster(model words worker) engine(config draft_models orders speculation)
 decode_worker.server: cluster(worker) decode_worker(worker)
 decode_worker.ticket: cluster(words) engine(prompts)
 decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculation step) kvtransfer(protocol)
@@ -55,7 +56,7 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.draft_models: cluster(words) engine(batch config kv runner sampler sampling sequence speculation)
+engine.draft_models: cluster(model) engine(batch config kv runner sampler sampling sequence speculation weights)
 engine.drafters: cluster(model words) engine(attention batch kernels kv layers model speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
@@ -91,8 +92,8 @@ engine.speculation: cluster(words) engine(kv least_squares pace sampling sequenc
 engine.step: cluster(words) engine(batch last_rows orders prompts sampling scoring sequence speculation)
 engine.streams: cluster(words)
 engine.tiers: cluster(process words) engine(kv rate sequence streams)
-engine.tools: cluster(model process words) engine(batch config cpu engine kernels kv layers learnt_timing model
-    orders pace parallel prompts runner sampler sampling sequence speculation step weights)
+engine.tools: cluster(model process words) engine(batch config cpu draft_models engine kernels kv layers
+    learnt_timing model orders pace parallel prompts runner sampler sampling sequence speculation step weights)
 engine.training: cluster(model process words) engine(attention batch config kv layers model parallel runner tools
     weights)
 engine.weights: cluster(model words)

@@ -1,4 +1,5 @@
-"""`cluster plan`: the cheapest topology that keeps an SLO; with --memory, how much context fits."""
+"""`cluster plan`: the cheapest topology that keeps an SLO, with its roles apart or together; with --memory, how much
+context fits."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.bench.trace import read_trace
-from cluster.cli.simulate import BlockSize, HostTokens, ProfileName, Simulator, Speedup
+from cluster.cli.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
 from cluster.words.errors import SpecError
 
 if TYPE_CHECKING:
-    from router.simulator.plan import Candidate, CapacityPlan
+    from cluster.words.spec import Spec
+    from router.simulator.candidate import Candidate
+    from router.simulator.plan import CapacityPlan
 
 _CONTEXTS = (2048, 8192, 32_768, 131_072)
 
@@ -27,34 +30,37 @@ def plan(
     good: Annotated[float, typer.Option(min=0, max=1, help="The share of requests that must keep both.")] = 0.95,
     max_replicas: Annotated[int, typer.Option(min=2, help="Give up beyond so many.")] = 16,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Of the trace, only the first so many.")] = None,
-    block_size: BlockSize = 64,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens; default: the spec's.")] = None,
     host_tokens: HostTokens = 0,
     speedup: Speedup = 1.0,
     profile: ProfileName = None,
-    spec: Annotated[str, typer.Option(help="A spec to start from: model, KV, resources.")] = "1P1D",
+    spec: Annotated[str, typer.Option(help="A spec to start from: model, KV, resources, limits.")] = "1P1D",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as a spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the frontier: a .png or .svg; needs matplotlib.")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Only the KV memory of --spec; no trace.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Find the cheapest xPyD that keeps an SLO on a trace. Exit code 1 when none within --max-replicas does."""
+    """Find the cheapest topology that keeps an SLO on a trace: xPyD, or 0PyD, where decode replicas compute their
+    prompts themselves. Exit code 1 when none within --max-replicas does."""
     if memory:
         report = _memory(spec)
         print(json.dumps(report, indent=1) if as_json else _memory_table(report))
         return
     if trace is None:
         raise SpecError("name a --trace to plan for, or --memory")
+    from cluster.words.spec_file import load_spec
     from router.simulator.fleet_setup import FleetSetup
     from router.simulator.plan import make_plan
 
     simulator = Simulator(profile)
-    if simulator.profile.kv.pool_tokens < block_size:
-        raise SpecError(f"--block-size {block_size}: a replica has {simulator.profile.kv.pool_tokens} tokens")
+    overrides = [f"kv.block_size={block_size}"] if block_size is not None else []
+    given = load_spec(spec, overrides=overrides)
+    if simulator.profile.kv.pool_tokens < given.kv.block_size:
+        raise SpecError(f"--block-size {given.kv.block_size}: a replica has {simulator.profile.kv.pool_tokens} tokens")
     setup = FleetSetup(
-        num_prefill=1,
-        num_decode=1,
+        **pools_of(given),
         policy="cost",
-        block_size=block_size,
+        block_size=given.kv.block_size,
         kv_tokens=simulator.profile.kv.pool_tokens,
         host_tokens=host_tokens,
         pulls=True,
@@ -67,29 +73,30 @@ def plan(
         slo_itl_s=slo_itl_ms / 1e3,
         good_share=good,
         max_replicas=max_replicas,
-        tried=lambda c: print(f"{c.topology}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),
+        tried=lambda c: print(f"{_name(c)}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),
     )
     if plot:
         from router.simulator.plot import plot as draw
 
         draw(found, plot, good_share=good)
     if output and found.best:
-        output.write_text(_as_spec(spec, found.best, block_size=block_size))
+        output.write_text(_as_spec(spec, overrides, given, found.best, threads=simulator.profile.threads))
     print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.said))
     raise typer.Exit(0 if found.best else 1)
 
 
-def _as_spec(source: str, best: Candidate, *, block_size: int) -> str:
-    """`source` with the plan's pools, as YAML that `cluster deploy` takes."""
+def _as_spec(source: str, overrides: list[str], given: Spec, best: Candidate, *, threads: int) -> str:
+    """`source` with the plan's pools, as YAML that `cluster deploy` takes. threads: of the profile's replica."""
     import yaml
 
     from cluster.words.spec_file import load_spec
 
-    sizes = [
-        f"prefill.replicas={best.num_prefill}",
-        f"decode.replicas={best.num_decode}",
-        f"kv.block_size={block_size}",
-    ]
+    sizes = [*overrides, f"prefill.replicas={best.num_prefill}", f"decode.replicas={best.num_decode}"]
+    if best.decode_batch_tokens != given.decode.max_batch_tokens:
+        sizes.append(f"decode.max_batch_tokens={best.decode_batch_tokens}")
+    for role, wanted in (("prefill", best.prefill_threads), ("decode", best.decode_threads)):
+        if wanted != threads:
+            sizes.append(f"{role}.resources.cpus={wanted}")
     spec = load_spec(source, overrides=sizes)
     return yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
@@ -100,6 +107,11 @@ def _as_tree(found: CapacityPlan) -> dict[str, Any]:
 
     return {
         "best": tree(found.best) if found.best else None,
+        "same_resources": {
+            "apart": tree(found.apart),
+            "colocated": tree(found.colocated),
+            "better": _better(found)[0].topology,
+        },
         "frontier": [tree(candidate) for candidate in found.frontier],
         "tried": [tree(candidate) for candidate in found.tried],
     }
@@ -108,13 +120,44 @@ def _as_tree(found: CapacityPlan) -> dict[str, Any]:
 def _table(found: CapacityPlan, *, times: str) -> str:
     from cluster.cli.console import columns
 
-    rows = [["", "TOPOLOGY", "USD/H", "WITHIN SLO", "TTFT P99 ms", "ITL P99 ms", "REUSED"]]
-    for c in found.frontier:
+    titles = ["", "TOPOLOGY", "THREADS", "CHUNK", "USD/H", "WITHIN SLO", "GOODPUT/s"]
+    rows = [[*titles, "TTFT P50 ms", "P99", "ITL P50 ms", "P99", "REUSED"]]
+    shown = [*found.frontier, *(c for c in (found.apart, found.colocated) if c not in found.frontier)]
+    for c in shown:
         mark = "*" if c == found.best else ""
-        figures = [f"{c.usd_per_hour:.2f}", f"{c.good_share:.1%}", f"{c.ttft_p99_ms:,.0f}", f"{c.itl_p99_ms:,.1f}"]
-        rows.append([mark, c.topology, *figures, f"{c.reuse_share:.1%}"])
-    best = f"{found.best.topology} is the cheapest" if found.best else "nothing tried is enough"
-    return f"{columns(rows)}\n{best}; {times}"
+        threads = str(c.decode_threads) if c.is_colocated else f"{c.prefill_threads}+{c.decode_threads}"
+        shape = [c.topology, threads, str(c.decode_batch_tokens) if c.is_colocated else "-", f"{c.usd_per_hour:.2f}"]
+        times_ms = [f"{c.ttft_p50_ms:,.0f}", f"{c.ttft_p99_ms:,.0f}", f"{c.itl_p50_ms:,.1f}", f"{c.itl_p99_ms:,.1f}"]
+        rows.append([mark, *shape, f"{c.good_share:.1%}", f"{c.goodput_rps:.2f}", *times_ms, f"{c.reuse_share:.1%}"])
+    best = f"{_name(found.best)} is the cheapest" if found.best else "nothing tried is enough"
+    return f"{columns(rows)}\n{_comparison(found)}\n{best}; {times}"
+
+
+def _comparison(found: CapacityPlan) -> str:
+    """One sentence."""
+    better, other = _better(found)
+    how = "keeps its prompts apart" if other.is_colocated else "does both on each replica"
+
+    def said(c: Candidate) -> str:
+        return f"{c.good_share:.1%}, {c.goodput_rps:.2f}/s, P99 {c.ttft_p99_ms:,.0f} and {c.itl_p99_ms:,.1f} ms"
+
+    return (
+        f"of the same resources {_name(better)}, which {how}, serves this SLO better than {_name(other)}: "
+        f"{said(better)} against {said(other)}"
+    )
+
+
+def _better(found: CapacityPlan) -> tuple[Candidate, Candidate]:
+    """And the other one."""
+    pair = sorted((found.apart, found.colocated), key=lambda c: c.merit, reverse=True)
+    return pair[0], pair[1]
+
+
+def _name(c: Candidate) -> str:
+    """With what tells it from others of its topology."""
+    if c.is_colocated:
+        return f"{c.topology} ({c.decode_threads} threads, chunks of {c.decode_batch_tokens})"
+    return f"{c.topology} ({c.prefill_threads} + {c.decode_threads} threads)"
 
 
 def _memory(source: str) -> dict[str, Any]:

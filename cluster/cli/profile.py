@@ -23,6 +23,7 @@ from cluster.words.errors import ClusterError, SpecError
 
 if TYPE_CHECKING:
     from cluster.wire.door_access import DoorAccess
+    from cluster.words.timing import StepTiming
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
 _LATENCY_S = 0.003  # of a link, where it is not measured
@@ -88,18 +89,35 @@ def _measured(
 
     _say(f"steps of {model_dir.name}, alone and by up to {num_replicas} replicas at a time")
     measured = profile_steps(model_dir, **of, num_replicas=num_replicas, seconds=seconds)
+    wider = []
+    for width in _widths(of["threads"]):
+        _say(f"the same by one replica of {width * of['threads']} threads")
+        wide = profile_steps(model_dir, **of | {"threads": width * of["threads"]}, num_replicas=1, seconds=seconds)
+        wider.append({"width": width} | _steps(wide["prefill"], wide["decode"]))
     _say("KV from process to process")
     return {
         "derivation": [
             "steps: least squares over prompts of several lengths; decode_steps: over several batches and contexts.",
             "slowdown: mean over prompts and decoding of the time beside others, over the time alone.",
+            "wider: the same as steps and decode_steps, of one replica with so many times the threads, alone.",
             "link: transfers of two prompts with nothing to hide behind, packing and checking included.",
         ],
-        "steps": asdict(measured["prefill"]) | {"context_s": measured["decode"].context_s},
-        "decode_steps": asdict(measured["decode"]),
+        **_steps(measured["prefill"], measured["decode"]),
+        "threads": of["threads"],
+        "wider": wider,
         "slowdown": measured["slowdown"],
         "link": _link(model_dir, dtype=of["dtype"], wire_dtype=wire_dtype, threads=of["threads"]),
     }
+
+
+def _widths(threads: int) -> list[int]:
+    """Twice the threads, and so on, as long as this machine has the processors."""
+    most = (os.cpu_count() or 1) // threads
+    return [1 << n for n in range(1, most.bit_length())]
+
+
+def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
+    return {"steps": asdict(prefill) | {"context_s": decode.context_s}, "decode_steps": asdict(decode)}
 
 
 def _learnt(http: str, access: DoorAccess, metrics: str) -> dict[str, Any]:
@@ -117,8 +135,7 @@ def _learnt(http: str, access: DoorAccess, metrics: str) -> dict[str, Any]:
             f"request_s: the median of {_NUM_SHORT} prompts of {_SHORT} tokens, one by one, less their step.",
         ],
         "request_s": request_s,
-        "steps": asdict(prefill) | {"context_s": decode.context_s},
-        "decode_steps": asdict(decode),
+        **_steps(prefill, decode),
         "slowdown": [],
         "link": {"latency_s": _LATENCY_S, "bytes_per_s": learnt.link_bytes_per_s},
     }
@@ -211,8 +228,11 @@ def _table(tree: dict[str, Any]) -> str:
     from cluster.cli.console import columns
 
     rows = [["", "STEP ms", "TOKEN us", "PAIR ns", "CONTEXT ns"]]
-    for key, title in (("steps", "prompts"), ("decode_steps", "decoding")):
-        of = tree[key]
+    kinds = [(tree["steps"], "prompts"), (tree["decode_steps"], "decoding")]
+    for wide in tree.get("wider", []):
+        threads = f"{wide['width'] * tree['threads']} threads"
+        kinds += [(wide["steps"], f"prompts, {threads}"), (wide["decode_steps"], f"decoding, {threads}")]
+    for of, title in kinds:
         rates = (of["base_s"] * 1e3, of["token_s"] * 1e6, of["pair_s"] * 1e9, of["context_s"] * 1e9)
         rows.append([title, *(f"{rate:.4g}" for rate in rates)])
     slowdown = ", ".join(f"{k} at a time {factor:.2f}" for k, factor in enumerate(tree["slowdown"], start=1)) or "none"

@@ -14,6 +14,7 @@ from cluster.bench.trace import TraceRequest, read_trace
 from cluster.words.errors import SpecError
 
 if TYPE_CHECKING:
+    from cluster.words.spec import Spec
     from router.simulator.fleet_setup import FleetSetup
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
@@ -120,7 +121,7 @@ class Simulator:
 
 
 def _pools(topology: str | None, colocated: int | None) -> dict[str, Any]:
-    """The fields of FleetSetup that follow from what is deployed."""
+    """Those of `pools_of`, for what is deployed."""
     from cluster.words.spec_file import load_spec
 
     if (topology is None) == (colocated is None):
@@ -131,6 +132,11 @@ def _pools(topology: str | None, colocated: int | None) -> dict[str, Any]:
     spec = load_spec(topology)
     if not spec.decode.replicas:
         raise SpecError(f"{topology}: a topology needs a decode replica")
+    return pools_of(spec)
+
+
+def pools_of(spec: Spec) -> dict[str, Any]:
+    """The fields of FleetSetup that a spec says."""
     return {
         "num_prefill": spec.prefill.replicas,
         "num_decode": spec.decode.replicas,

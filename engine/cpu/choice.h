@@ -2,18 +2,31 @@
 #pragma once
 #include <algorithm>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "vectors.h"
 
 namespace {
 
-struct ChoiceRow {
-    float* logits;
+struct RowPenalties {
     const int32_t* token_ids;  // with a penalty, each once
     const float* taken;        // of each, after the repetition penalty
     int64_t tokens, sorted;    // of which the first so many ascend
+    // Of each of the first so many stretches of the vocabulary, in which all of them lie: a bit for each token, and where
+    // among those that ascend its own begin, and beyond the last.
+    int64_t stretches;
+    const uint8_t* bits;
+    const int32_t* begins;
+    int64_t stays;        // nobody reads the logits afterwards, and no penalty makes one that is no number
+    int64_t only_lowers;  // no penalty makes one greater
     double repetition;
-    int64_t greatest;  // the answer, and its logit
+};
+
+struct ChoiceRow {
+    float* logits;
+    const RowPenalties* penalties;  // null: none
+    int64_t greatest;               // the answer, and its logit
     double most;
 };
 
@@ -25,29 +38,54 @@ struct TokenChoices {
 
 constexpr int64_t PIECE = 64;       // tokens whose penalties are computed side by side
 constexpr int64_t STRETCH = 1024;   // logits in which the greatest is looked for, once it is known
+constexpr int PATIENCE = 4;         // stretches that are gone through one by one before all penalties are looked at
 constexpr int ACROSS = 4;           // running maxima, so that none waits for itself
 
-// Of tokens [begin, end). A choice lies between the product and the difference: they are rounded apart, as torch does it.
-inline void penalise(const ChoiceRow& row, int64_t begin, int64_t end, int64_t vocabulary) {
-    const Floats repetition = all(float(row.repetition));
-    const int32_t last = int32_t(vocabulary) - 1;
-    float x[PIECE] = {}, taken[PIECE] = {};
+// A choice lies between the product and the difference: they are rounded apart, as torch does it.
+inline Floats penalised(Floats x, Floats repetition, Floats taken) {
+    return (x > 0 ? x / repetition : x * repetition) - taken;
+}
+
+// The logits and what is taken of up to a piece of tokens from the one at `first`, with penalties. Behind them: -inf.
+struct Penalised {
     int32_t ids[PIECE];
-    for (int64_t first = begin; first < end; first += PIECE) {
-        const int64_t count = std::min(PIECE, end - first);
-        for (int64_t i = 0; i < count; i++) ids[i] = std::clamp(row.token_ids[first + i], 0, last);
-        for (int64_t i = 0; i < count; i++) x[i] = row.logits[ids[i]];
-        for (int64_t i = 0; i < count; i++) taken[i] = row.taken[first + i];
-        for (int64_t i = 0; i < PIECE; i += LANES) {
-            const Floats v = load<Floats>(x + i);
-            store(x + i, (v > 0 ? v / repetition : v * repetition) - load<Floats>(taken + i));
+    float x[PIECE];
+    int64_t count;
+
+    Penalised(const RowPenalties& row, int64_t first, int64_t end, const float* logits, int64_t vocabulary)
+        : count(std::min(PIECE, end - first)) {
+        const Floats repetition = all(float(row.repetition));
+        const int32_t last = int32_t(vocabulary) - 1;
+        float taken[PIECE];
+        if (count < PIECE) {
+            std::fill_n(x, PIECE, -std::numeric_limits<float>::infinity());
+            std::fill_n(taken, PIECE, 0.0f);
         }
-        for (int64_t i = 0; i < count; i++) row.logits[ids[i]] = x[i];
+        for (int64_t i = 0; i < count; i++) ids[i] = std::clamp(row.token_ids[first + i], 0, last);
+        for (int64_t i = 0; i < count; i++) x[i] = logits[ids[i]];
+        std::copy_n(row.taken + first, count, taken);
+        for (int64_t i = 0; i < PIECE; i += LANES)
+            store(x + i, penalised(load<Floats>(x + i), repetition, load<Floats>(taken + i)));
+    }
+};
+
+// Of tokens [begin, end).
+inline void penalise(const RowPenalties& row, int64_t begin, int64_t end, float* logits, int64_t vocabulary) {
+    for (int64_t first = begin; first < end; first += PIECE) {
+        const Penalised piece(row, first, end, logits, vocabulary);
+        for (int64_t i = 0; i < piece.count; i++) logits[piece.ids[i]] = piece.x[i];
     }
 }
 
-// Not a number, if one of them is not.
-inline float greatest_of(const float* x, int64_t count) {
+// Those of a part's lanes whose bit is set.
+inline IntPart lanes_of(uint32_t bits) {
+    IntPart lane;
+    for (int i = 0; i < PART_LANES; i++) lane[i] = 1 << i;
+    return (lane & int32_t(bits)) != 0;
+}
+
+// Of those whose bit is not set, if there are bits. Not a number, if one of all is not.
+inline float greatest_of(const float* x, int64_t count, const uint8_t* bits = nullptr) {
     float most = -std::numeric_limits<float>::infinity();
     bool is_number = true;
     int64_t i = 0;
@@ -57,9 +95,12 @@ inline float greatest_of(const float* x, int64_t count) {
         for (int a = 0; a < ACROSS; a++) running[a] = most - FloatPart{};
         for (; i < STRETCH; i += ACROSS * PART_LANES)
             for (int a = 0; a < ACROSS; a++) {
-                const FloatPart v = load<FloatPart>(x + i + a * PART_LANES);
-                running[a] = v > running[a] ? v : running[a];
+                const int64_t at = i + a * PART_LANES;
+                const FloatPart v = load<FloatPart>(x + at);
                 none[a] |= v != v;
+                IntPart more = v > running[a];
+                if (bits) more &= ~lanes_of(load<uint16_t>(bits + at / 8) >> at % 8);
+                running[a] = more ? v : running[a];
             }
         for (int a = 0; a < ACROSS; a++)
             for (int lane = 0; lane < PART_LANES; lane++) {
@@ -68,44 +109,111 @@ inline float greatest_of(const float* x, int64_t count) {
             }
     }
     for (; i < count; i++) {
-        most = std::max(most, x[i]);
         is_number &= x[i] == x[i];
+        if (!bits || !(bits[i / 8] >> i % 8 & 1)) most = std::max(most, x[i]);
     }
     return is_number ? most : std::numeric_limits<float>::quiet_NaN();
 }
 
+struct Best {
+    float most = -std::numeric_limits<float>::infinity();
+    int64_t at = 0;
+
+    bool yields(float x, int64_t to) const { return x > most || (x == most && to < at); }
+};
+
+inline Best first_that_is_no_number(const float* x, int64_t at) {
+    while (x[at] == x[at]) at++;
+    return {x[at], at};
+}
+
 // The first of the greatest, or of those that are not numbers. Stretch by stretch, while the next one is on its way.
-inline int64_t choose(const ChoiceRow& row, int64_t vocabulary) {
-    const float* x = row.logits;
-    penalise(row, row.sorted, row.tokens, vocabulary);
-    float best = -std::numeric_limits<float>::infinity();
-    int64_t at = 0, token = 0;
+inline Best choose(float* x, const RowPenalties& row, int64_t vocabulary) {
+    penalise(row, row.sorted, row.tokens, x, vocabulary);
+    Best best;
+    int64_t token = 0;
     for (int64_t first = 0, end; first < vocabulary; first = end) {
         end = std::min(first + STRETCH, vocabulary);
         if (row.sorted) {
             for (int64_t i = end; i < std::min(end + STRETCH, vocabulary); i += LANES) __builtin_prefetch(x + i);
             const int64_t before = token;
             while (token < row.sorted && (row.token_ids[token] < end || end == vocabulary)) token++;
-            penalise(row, before, token, vocabulary);
+            penalise(row, before, token, x, vocabulary);
         }
         const float most = greatest_of(x + first, end - first);
         if (most != most) {
-            penalise(row, token, row.sorted, vocabulary);
-            for (at = first; x[at] == x[at]; at++) continue;
-            return at;
+            penalise(row, token, row.sorted, x, vocabulary);
+            return first_that_is_no_number(x, first);
         }
-        if (most > best) best = most, at = first;
+        if (most > best.most) best = {most, first};
     }
-    while (x[at] != best) at++;
-    return at;
+    while (x[best.at] != best.most) best.at++;
+    return {x[best.at], best.at};
+}
+
+// The first of `most` among logits [first, end) that are not apart; there is one.
+inline int64_t first_of(float most, const float* x, int64_t first, int64_t end, const uint8_t* bits) {
+    for (int64_t block = first;; block += PIECE) {
+        const int64_t beyond = std::min(block + PIECE, end);
+        int32_t is_here = 0;
+        for (int64_t i = block; i < beyond; i++) is_here |= x[i] == most;
+        for (int64_t i = block; is_here && i < beyond; i++)
+            if (x[i] == most && !(bits && bits[i / 8] >> i % 8 & 1)) return i;
+    }
+}
+
+// Whether one of the tokens [begin, end), with its penalty, is better than the best so far.
+inline void look_among(const RowPenalties& row, int64_t begin, int64_t end, const float* x, int64_t vocabulary, Best& best) {
+    for (int64_t first = begin; first < end; first += PIECE) {
+        const Penalised piece(row, first, end, x, vocabulary);
+        int32_t reaches = 0;
+        for (int64_t i = 0; i < PIECE; i++) reaches |= piece.x[i] >= best.most;
+        for (int64_t i = 0; reaches && i < piece.count; i++)
+            if (best.yields(piece.x[i], piece.ids[i])) best = {piece.x[i], piece.ids[i]};
+    }
+}
+
+// The same without a change to the logits. Where penalties only lower, most stretches have no logit above the best, and
+// so no token whose penalty must be known.
+inline Best choose_apart(const float* x, const RowPenalties& row, int64_t vocabulary) {
+    static thread_local std::vector<float> greatest;
+    greatest.clear();
+    for (int64_t first = 0; first < vocabulary; first += STRETCH) {
+        greatest.push_back(greatest_of(x + first, std::min(STRETCH, vocabulary - first)));
+        if (greatest.back() != greatest.back()) return first_that_is_no_number(x, first);
+    }
+    Best best;
+    int64_t unknown = row.only_lowers ? row.sorted : 0;  // so many of the first tokens have not been looked at
+    look_among(row, unknown, row.tokens, x, vocabulary, best);
+    for (int turn = 0;; turn++) {
+        if (turn == PATIENCE) look_among(row, 0, std::exchange(unknown, 0), x, vocabulary, best);
+        const auto next = std::max_element(greatest.begin(), greatest.end());
+        const int64_t stretch = next - greatest.begin(), first = stretch * STRETCH;
+        const int64_t end = std::min(first + STRETCH, vocabulary);
+        float most = *next;
+        if (!best.yields(most, first)) return best;
+        *next = Best().most;
+        const uint8_t* bits = nullptr;
+        if (stretch < row.stretches) {
+            bits = row.bits;
+            if (unknown) look_among(row, row.begins[stretch], row.begins[stretch + 1], x, vocabulary, best);
+            most = greatest_of(x + first, end - first, bits + first / 8);
+            if (!best.yields(most, first)) continue;
+        }
+        const int64_t at = first_of(most, x, first, end, bits);
+        if (best.yields(most, at)) best = {x[at], at};
+    }
 }
 
 inline void choose_rows(const TokenChoices& all) {
 #pragma omp parallel for num_threads(all.threads)
     for (int64_t i = 0; i < all.rows; i++) {
         ChoiceRow& row = all.row[i];
-        row.greatest = choose(row, all.vocabulary);
-        row.most = row.logits[row.greatest];
+        const RowPenalties none = {}, &penalties = row.penalties ? *row.penalties : none;
+        const bool stays = penalties.stays && penalties.tokens;
+        const Best best = stays ? choose_apart(row.logits, penalties, all.vocabulary)
+                                : choose(row.logits, penalties, all.vocabulary);
+        row.greatest = best.at, row.most = best.most;
     }
 }
 

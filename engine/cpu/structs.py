@@ -178,15 +178,4 @@ class TokenChoices(ctypes.Structure):
     _fields_ = (("row", c_void_p), ("rows", c_int64), ("vocabulary", c_int64), ("threads", c_int32))
 
 
-CHOICE_ROW = np.dtype(
-    [
-        ("logits", np.int64),
-        ("token_ids", np.int64),
-        ("taken", np.int64),
-        ("tokens", np.int64),
-        ("sorted", np.int64),
-        ("repetition", np.float64),
-        ("greatest", np.int64),
-        ("most", np.float64),
-    ]
-)
+CHOICE_ROW = np.dtype([("logits", np.int64), ("penalties", np.int64), ("greatest", np.int64), ("most", np.float64)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
+from cluster.words.request import DraftTally
 from engine.kv.block_manager import BlockManager
 from engine.pace import Pace
 from engine.sequence import Sequence
@@ -51,7 +52,11 @@ class Drafting:
         most = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
         if most < 1:
             return {}
-        drafts = self._speculation.draft(rows, self._price(rows, num_tokens), max_tokens=most, blocks=self._blocks)
+        price = self._price(rows, num_tokens)
+        for sequence in rows:
+            sequence.drafts = sequence.drafts or DraftTally()
+            sequence.drafts.floors += price.token * len(rows) / price.plain
+        drafts = self._speculation.draft(rows, price, max_tokens=most, blocks=self._blocks)
         if self._pace and (asking_s := self._speculation.take_asking_s()):
             self._pace.set_aside(asking_s)
         return drafts

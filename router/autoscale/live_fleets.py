@@ -57,7 +57,9 @@ def saturation_of(fleet: Iterable[ReplicaNews], rules: AutoscaleSpec, *, num_wai
     full_d = max(
         fmean(1 - r.available_blocks / r.num_blocks for r in decode) if decode else 0.0,
         fmean(r.num_streams / r.max_running for r in decode) if decode else 0.0,
-        fmean(r.decode_step_s for r in decode) / (rules.slo_itl_ms / 1e3) if decode else 0.0,
+        fmean(r.decode_step_s / max(1.0, r.tokens_per_row) for r in decode) / (rules.slo_itl_ms / 1e3)
+        if decode
+        else 0.0,
     )
     if num_waiting and full_p >= full_d:
         full_p = max(full_p, 1.0)

@@ -60,14 +60,17 @@ class DecodeReplica:
         gaps: Callable[[float, int], None],
         ended: Callable[[Flight], None],
         cores: Cores | None = None,
+        width: int = 1,
     ) -> None:
-        """decode_timing: of steps that only decode. cores: what it shares with other replicas; None: nothing."""
+        """decode_timing: of steps that only decode. cores: what it shares with other replicas; None: nothing. width: of
+        its steps there."""
         self.store = store
         self.busy_s = 0.0
         self._clock = clock
         self._timing = timing
         self._decode_timing = decode_timing
         self._cores = cores
+        self._width = width
         self._block_size = block_size
         config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT)
         self._engine = Engine(self, repeat_last, store.blocks, config, block_size=block_size, connector=self)
@@ -218,7 +221,7 @@ class DecodeReplica:
         if self._cores:
             self._step_number += 1
             number = self._step_number
-            self._cores.run(seconds, lambda: self._end(number))
+            self._cores.run(seconds, lambda: self._end(number), width=self._width)
         else:
             self._end_at(self._leap.after(num_steps))
         return NO_LOGITS

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from cluster.bench.trace import TraceRequest
 from cluster.index.prefix_index import PrefixIndex
 from cluster.words.request import Role
+from cluster.words.timing import StepTiming
 from engine.prompts import ROOM_TOKENS
 from router.routing.chooser import AnswerLength
 from router.routing.plain_policies import make_policy
@@ -45,7 +46,11 @@ class Fleet:
     def __init__(self, setup: FleetSetup, profile: Profile, hashes: PrefixHashes, clock: Clock, report: Report) -> None:
         self._setup = setup
         self._profile = profile
-        self._timing, self._decode_timing = profile.timing, profile.decode_timing
+        self._timing = {
+            Role.PREFILL: profile.timing_of(setup.prefill_width),
+            Role.DECODE: profile.timing_of(setup.decode_width),
+        }
+        self._decode_timing = profile.decode_timing_of(setup.decode_width)
         self._cores = Cores(clock, profile.slowdown) if profile.slowdown else None
         self._clock = clock
         self._report = report
@@ -279,11 +284,16 @@ class Fleet:
             num_streams=replica.num_streams,
             num_blocks=blocks.num_blocks,
             available_blocks=blocks.num_available,
-            timing=self._timing if is_prefill or not self.prefills else self._decode_timing,
+            timing=self._prompt_timing(is_prefill=is_prefill),
             max_batch_tokens=setup.prefill_batch_tokens if is_prefill else setup.decode_batch_tokens,
             link_bytes_per_s=self._profile.link.bytes_per_s,
             restore_bytes_per_s=self._profile.host_bytes_per_s if setup.host_tokens else 0.0,
         )
+
+    def _prompt_timing(self, *, is_prefill: bool) -> StepTiming:
+        if is_prefill:
+            return self._timing[Role.PREFILL]
+        return self._decode_timing if self.prefills else self._timing[Role.DECODE]
 
     # Blocks that come from elsewhere.
 
@@ -370,19 +380,20 @@ class Fleet:
         return PrefillReplica(
             self._store(name),
             self._clock,
-            self._timing,
+            self._timing[Role.PREFILL],
             block_size=self._setup.block_size,
             max_batch_tokens=self._setup.prefill_batch_tokens,
             max_running=self._setup.max_running,
             finished=self._prefilled,
             cores=self._cores,
+            width=self._setup.prefill_width,
         )
 
     def _decode(self, name: str) -> DecodeReplica:
         return DecodeReplica(
             self._store(name),
             self._clock,
-            self._timing,
+            self._timing[Role.DECODE],
             self._decode_timing,
             block_size=self._setup.block_size,
             max_batch_tokens=self._setup.decode_batch_tokens,
@@ -393,4 +404,5 @@ class Fleet:
             gaps=self._report.gap,
             ended=self._ended,
             cores=self._cores,
+            width=self._setup.decode_width,
         )

@@ -15,6 +15,8 @@ class FleetSetup:
     block_size: int
     kv_tokens: int  # per replica
     host_tokens: int = 0  # per replica
+    prefill_width: int = 1  # times the compute threads of the profile's replica
+    decode_width: int = 1
     pulls: bool = False
     eviction: str = "reuse_value"  # as kv.eviction
     prefill_batch_tokens: int = 8192

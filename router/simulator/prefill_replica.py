@@ -41,13 +41,15 @@ class PrefillReplica:
         max_running: int,
         finished: Callable[[Flight], None],
         cores: Cores | None = None,
+        width: int = 1,
     ) -> None:
-        """cores: what it shares with other replicas; None: nothing."""
+        """cores: what it shares with other replicas; None: nothing. width: of its steps there."""
         self.store = store
         self.busy_s = 0.0
         self._clock = clock
         self._timing = timing
         self._cores = cores
+        self._width = width
         self._block_size = block_size
         config = SchedulerConfig(
             max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT, decodes=False
@@ -93,7 +95,7 @@ class PrefillReplica:
         )
         began_at = self._clock.now
         if self._cores:
-            self._cores.run(seconds, lambda: self._end(step, began_at))
+            self._cores.run(seconds, lambda: self._end(step, began_at), width=self._width)
         else:
             self._clock.at(began_at + seconds, lambda: self._end(step, began_at))
         return NO_LOGITS

@@ -33,6 +33,14 @@ class Steps(_Section):
     context_s: NotNegative
 
 
+class WiderSteps(_Section):
+    """Of a replica with so many times the compute threads of the profile's."""
+
+    width: Annotated[int, Field(ge=2)]
+    steps: Steps
+    decode_steps: Steps
+
+
 class KV(_Section):
     bytes_per_token: Annotated[int, Field(gt=0)]  # in the pool, all ranks
     wire_bytes_per_token: Annotated[int, Field(gt=0)]
@@ -51,6 +59,8 @@ class Profile(_Section):
     derivation: list[str]  # where each figure comes from
     steps: Steps
     decode_steps: Steps | None = None  # of steps that only decode; None: as `steps`
+    threads: Annotated[int, Field(ge=1)] = 1  # of one replica, on a CPU
+    wider: list[WiderSteps] = []  # what more of them would give; empty: not known, or on a GPU
     # How much longer steps take while 1, 2, 3 … replicas step at the same time; empty: each has a device of its own.
     slowdown: list[Positive] = []
     request_s: NotNegative = 0.0  # that a request takes beside its steps, from a client to its first token
@@ -61,11 +71,23 @@ class Profile(_Section):
 
     @property
     def timing(self) -> StepTiming:
-        return StepTiming(**self.steps.model_dump())
+        return self.timing_of(1)
 
     @property
     def decode_timing(self) -> StepTiming:
-        return StepTiming(**(self.decode_steps or self.steps).model_dump())
+        return self.decode_timing_of(1)
+
+    def timing_of(self, width: int) -> StepTiming:
+        """width: times the profile's threads."""
+        return StepTiming(**(self.steps if width == 1 else self._wider(width).steps).model_dump())
+
+    def decode_timing_of(self, width: int) -> StepTiming:
+        """Of steps that only decode."""
+        usual = self.decode_steps or self.steps
+        return StepTiming(**(usual if width == 1 else self._wider(width).decode_steps).model_dump())
+
+    def _wider(self, width: int) -> WiderSteps:
+        return next(wider for wider in self.wider if wider.width == width)
 
 
 def load_profile(name: str) -> Profile:

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.words.request import Sampling
 from engine import likeliest as module
 from engine.cpu.library import load_kernels
-from engine.likeliest import likeliest
+from engine.likeliest import likeliest, penalise
 from engine.penalties import Penalties
 
 V = 3000  # more than two stretches in which the kernel looks, and not a whole number of them
@@ -64,6 +64,48 @@ def _rows(sampling: Sampling, num_rows: int) -> dict[int, Penalties]:
             found[row] = Penalties(sampling, tokens, 80 + 100 * row)
             found[row].note()
     return found
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
+@settings(max_examples=600)
+@given(
+    st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 2.0, 0.5, 1.3, 1e38]),
+        presence_penalty=st.sampled_from([0.0, 1.0, -1.0, 3e38]),
+        frequency_penalty=st.sampled_from([0.0, 0.5, -0.5]),
+    ),
+    st.sampled_from([1, 100, 1024, 1030, V]),
+    st.sampled_from([0, 1, 3, 400]),
+    st.sampled_from([0, 1, 3, 400]),
+    st.sampled_from([1, 3, 40]),
+    st.sampled_from([0.0, 4.0, -4.0]),
+    st.sampled_from([0.0, -math.inf, math.inf, math.nan]),
+    st.integers(0, 1 << 30),
+)
+def test_the_best_is_the_same_whether_penalties_are_written_or_only_looked_at(
+    sampling: Sampling, width: int, num_prompt: int, num_said: int, values: int, lead: float, odd: float, seed: int
+) -> None:
+    """Few values, so that most are equal to others; and where those that have a penalty lead, and where they do not."""
+    numbers = np.random.default_rng(seed)
+    tokens = numbers.integers(0, width, num_prompt).tolist()
+    penalties = Penalties(sampling, tokens, num_prompt)
+    for said in numbers.integers(0, width, num_said).tolist():
+        tokens.append(said)
+        penalties.note()
+    logits = torch.from_numpy(numbers.integers(-values, values + 1, (1, width)).astype(np.float32))
+    logits[0, tokens] += lead
+    if odd:
+        logits[0, numbers.integers(0, width, 3)] = odd
+    theirs = logits.clone()
+    best, most = likeliest(logits, {0: penalties})
+    penalise(theirs, {0: penalties})
+    expected = theirs.argmax(dim=-1)
+    assert best.tolist() == expected.tolist()
+    torch.testing.assert_close(most, theirs[0, expected].to(most.dtype), rtol=0, atol=0, equal_nan=True)
+    if penalties.is_read:
+        torch.testing.assert_close(logits, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def _logits(num_rows: int) -> torch.Tensor:

@@ -146,7 +146,7 @@ def test_the_plan_is_the_smallest_that_keeps_the_slo() -> None:
     trace = _chat(num_users=10, num_turns=3, every_s=0.05)
     plan = make_plan(_SETUP, _PROFILE, trace, slo_ttft_s=0.5, slo_itl_s=0.05, good_share=0.9, max_replicas=6)
     assert plan.best and plan.best.good_share >= 0.9
-    assert all(c.good_share < 0.9 for c in plan.tried if c.num_replicas < plan.best.num_replicas)
+    assert all(c.good_share < 0.9 for c in plan.tried if c.size < plan.best.size)
     shares = [c.good_share for c in plan.frontier]
     assert shares == sorted(set(shares))
 
