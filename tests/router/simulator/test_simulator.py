@@ -163,7 +163,7 @@ def _two_cores(*, wider_speed: float) -> Profile:
     ("slo_ttft_s", "slo_itl_s", "is_colocated"),
     [
         (0.4, 1.0, True),  # half the time to the first token, where nobody minds that others' tokens wait
-        (1.5, 0.013, False),
+        (1.5, 0.016, False),
     ],
 )
 def test_the_plan_says_which_serves_better_of_the_same_resources(
@@ -171,7 +171,7 @@ def test_the_plan_says_which_serves_better_of_the_same_resources(
 ) -> None:
     trace = [TraceRequest(number=i, arrival_s=0.6 * i, num_tokens=512, num_output=200, ids=None) for i in range(20)]
     plan = make_plan(
-        replace(_SETUP, decode_batch_tokens=1024, max_running=64),
+        replace(_SETUP, decode_batch_tokens=1024, max_running=16),
         _two_cores(wider_speed=1.8),
         trace,
         slo_ttft_s=slo_ttft_s,
@@ -184,21 +184,8 @@ def test_the_plan_says_which_serves_better_of_the_same_resources(
     assert not plan.apart.is_colocated and plan.colocated.is_colocated
     if is_colocated:
         assert (plan.best.num_decode, plan.best.decode_threads) == (1, 2)
-
-
-def test_where_both_are_together_chunks_are_as_short_as_the_slo_needs() -> None:
-    trace = [TraceRequest(number=i, arrival_s=0.9 * i, num_tokens=512, num_output=20, ids=None) for i in range(20)]
-    plan = make_plan(
-        replace(_SETUP, decode_batch_tokens=1024, max_running=16),
-        _two_cores(wider_speed=1.8),
-        trace,
-        slo_ttft_s=0.9,
-        slo_itl_s=0.03,
-        good_share=1.0,
-        max_replicas=2,
-    )
-    tried = {c.decode_batch_tokens: c.merit for c in plan.tried if c.is_colocated and c.decode_threads == 1}
-    assert min(tried) < 1024 and max(tried, key=lambda chunk: tried[chunk]) < 1024
+    else:
+        assert plan.colocated.decode_batch_tokens < 1024, "shorter chunks were not tried"
 
 
 def test_equal_ids_and_only_they_have_equal_hashes() -> None:
