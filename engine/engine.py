@@ -22,7 +22,7 @@ from engine.prompts import Prompt, PromptQueue, allocate
 from engine.sampling import Chosen, Sampler
 from engine.sequence import Sequence
 from engine.speculation.draft import Draft
-from engine.speculation.drafting import Drafting
+from engine.speculation.drafting import Drafting, Prices
 from engine.speculation.speculation import Speculation
 from engine.speculation.verification import choices_of, verify
 from engine.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
@@ -63,12 +63,13 @@ class Engine(Generic[Logits]):
         adapters: Mapping[str, int] | None = None,
         pace: Pace | None = None,
         speculation: Speculation | None = None,
+        prices: Prices | None = None,
         runs_ahead: bool = False,
     ) -> None:
         """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
         anything is written to a block that was allocated since the last call. adapters: of the model, by name. pace:
-        None where nobody wants to know. speculation: None where nothing is drafted. runs_ahead: a step is still
-        computed when the runner and the sampler return.
+        None where nobody wants to know. speculation: None where nothing is drafted. prices: by which it is drafted;
+        None: as the pace has learnt them. runs_ahead: a step is still computed when the runner and the sampler return.
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
@@ -90,7 +91,11 @@ class Engine(Generic[Logits]):
         self._adapters = adapters or {}
         self._pace = pace
         self._drafting = Drafting(
-            speculation, pace, blocks, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
+            speculation,
+            prices or pace,
+            blocks,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
         )
         self._runs_ahead = runs_ahead
         self._under_way: ScheduledStep | None = None  # launched, not completed

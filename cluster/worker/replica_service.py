@@ -135,8 +135,10 @@ class ReplicaService:
             raise ReplicaLost("this replica takes no new work")
 
     def drain(self) -> None:
-        """Take no new work. Routers are told at once, by their frames."""
+        """Take no new work. Routers are told at once, by their frames: who heard it only after the step under way would
+        ask again and again meanwhile."""
         self.is_draining = True
+        self._host.post(self._tell, {}, self._status, {})
         self._host.post(self.post, self._count_what_is_left)  # by the event loop: behind what it has just let in
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
@@ -223,6 +225,9 @@ class ReplicaService:
             self._host.post(self._tell, tokens, status, changes)
 
     def _tell(self, tokens: Mapping[str, Any], status: pb.Status, changes: Mapping[bytes, Tier | None]) -> None:
+        if self.is_draining and not status.draining:  # it was said on the step thread before that
+            status, said = pb.Status(draining=True), status
+            status.MergeFrom(said)
         self._hub.publish(tokens, status)
         if changes and self._presence:
             self._presence.publish(changes)
