@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cluster.model import source as model_source
 from cluster.model.drafter import DrafterKind
 from cluster.model.source import Progress
 from cluster.words.errors import SpecError
-from cluster.words.spec import SpeculationSpec
+
+if TYPE_CHECKING:  # an engine, which reads no spec, loads without pydantic
+    from cluster.words.spec import SpeculationSpec
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cluster.model import config as model_config
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig
-from engine.draft_models.draft_tables import DraftTables, Table
+from engine.draft_models.draft_tables import DraftTable, DraftTables
 from engine.draft_models.drawn import DrawnTokens
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
@@ -98,7 +98,7 @@ class DraftModel:
     def forget(self, sequence: Sequence) -> None:
         self.tables.forget(sequence)
 
-    def _open(self, sequence: Sequence, max_tokens: int, keep: Seq[Sequence]) -> Table | None:
+    def _open(self, sequence: Sequence, max_tokens: int, keep: Seq[Sequence]) -> DraftTable | None:
         num_tokens = min(len(sequence.tokens) + max_tokens - 1, self._max_tokens)
         return self.tables.open(sequence, num_tokens, keep=keep)
 
@@ -109,7 +109,7 @@ class DraftModel:
 class _Drafting:
     """A row of an ask."""
 
-    def __init__(self, sequence: Sequence, table: Table) -> None:
+    def __init__(self, sequence: Sequence, table: DraftTable) -> None:
         self.sequence = sequence
         self.tokens: list[int] = []
         self.kinds: list[int] = []
