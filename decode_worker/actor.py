@@ -15,6 +15,7 @@ from decode_worker.drafts import draft_bytes, open_computing
 from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
+from engine.speculation.corpus import Corpus
 from engine.speculation.speculation import Speculation
 
 
@@ -31,6 +32,8 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[DecodeWorker]:
 
 
 def _make_worker(parts: LeaderParts) -> DecodeWorker:
+    corpus = Corpus()
+    speculation = _speculation(parts, corpus)
     return DecodeWorker(
         parts.engine,
         parts.receiver,
@@ -38,16 +41,19 @@ def _make_worker(parts: LeaderParts) -> DecodeWorker:
         addresses=parts.setup.addresses,
         handoff_s=parts.setup.spec.timeouts.handoff_s,
         close_handoff=parts.inbox.close_handoff,
-        speculation=_speculation(parts),
+        speculation=speculation,
+        corpus=corpus if speculation and "suffix" in speculation.counts else None,
     )
 
 
-def _speculation(parts: LeaderParts) -> Speculation | None:
+def _speculation(parts: LeaderParts, corpus: Corpus) -> Speculation | None:
     spec, vocab_size = parts.setup.spec.speculation, parts.engine.gang.runner.config.vocab_size
     if spec.method == "off":
         return None
     computing = open_computing(parts.setup.spec, parts.engine)
-    return Speculation.of(spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing)
+    return Speculation.of(
+        spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing, corpus=corpus
+    )
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:

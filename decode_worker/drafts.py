@@ -10,9 +10,9 @@ from cluster.words.spec import Spec
 from cluster.worker.replica_engine import EngineParts
 from engine.config import EngineConfig
 from engine.draft_models.draft_model import DraftModel, bytes_of
+from engine.draft_models.head_proposer import HeadProposer
 from engine.draft_models.own_layers import OwnLayers
 from engine.orders import Orders
-from engine.speculation.head_proposer import HeadProposer
 from engine.speculation.proposer import Computing
 
 
@@ -25,7 +25,7 @@ def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
     if drafts is None:
         return {}
     if drafts.heads:
-        return {drafts.heads: HeadProposer(parts.gang)}
+        return {drafts.heads: HeadProposer(runner)}
     check_same_tokens(drafts.directory, model_source.resolve(spec.model.source))
     config = _own_config(spec, drafts.directory, device=str(runner.device))
     num_tokens = runner.pool.num_blocks * runner.layout.block_size

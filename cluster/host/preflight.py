@@ -45,8 +45,8 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
     """Fetch the model if need be, and see that the ranks of both pools fit it."""
     from cluster.model import config as model_config
     from cluster.model import source as model_source
+    from cluster.model.draft_heads import load_heads
     from cluster.model.draft_source import check_same_tokens, draft_source
-    from cluster.model.drafter import load_drafter
     from router.text.chat_template import ChatTemplate, find_chat_template
 
     model_dir = model_source.resolve(spec.model.source, progress=say)
@@ -58,7 +58,7 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
         if drafts.heads is None:
             check_same_tokens(drafts.directory, model_dir)
         else:
-            load_drafter(drafts.heads, drafts.directory, config)
+            load_heads(drafts.heads, drafts.directory, config)
             if max(spec.pool(role).tensor_parallel for role in Role) > 1:
                 raise SpecError(f"speculation.method: {drafts.heads} needs tensor_parallel: 1 in both pools, for now")
     for role in Role:

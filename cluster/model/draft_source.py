@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster.model import source as model_source
-from cluster.model.drafter import DrafterKind
+from cluster.model.draft_heads import HeadsKind
 from cluster.model.source import Progress
 from cluster.words.errors import SpecError
 
-if TYPE_CHECKING:  # an engine, which reads no spec, loads without pydantic
+if TYPE_CHECKING:
     from cluster.words.spec import SpeculationSpec
 
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:  # an engine, which reads no spec, loads without pydantic
 class DraftSource:
     """A directory, and what it holds."""
 
-    kind: Literal["draft"] | DrafterKind
+    kind: Literal["draft"] | HeadsKind
     directory: Path
 
     @property
-    def heads(self) -> DrafterKind | None:
+    def heads(self) -> HeadsKind | None:
         """Which; None: it is a model of its own."""
         return None if self.kind == "draft" else self.kind
 

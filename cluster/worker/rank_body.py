@@ -13,6 +13,7 @@ from grpc import aio
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.membership import Member
+from cluster.index.redis_client import connect_redis
 from cluster.model import source as model_source
 from cluster.model.draft_source import draft_source
 from cluster.process.background import BackgroundThread
@@ -32,6 +33,7 @@ from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from cluster.worker.role_parts import LeaderParts, LiveReplica, RoleParts
+from cluster.worker.shared_answers import SharedAnswers
 from engine.config import EngineConfig, device_for
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -188,8 +190,8 @@ class RankBody(Generic[W]):
             max_context=spec.model.max_context,
             link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
-            drafter=drafts.heads if drafts else None,
-            drafter_dir=drafts.directory if drafts and drafts.heads else None,
+            heads=drafts.heads if drafts else None,
+            heads_dir=drafts.directory if drafts and drafts.heads else None,
         )
 
         def is_loaded() -> None:
@@ -248,6 +250,7 @@ class RankBody(Generic[W]):
             key=credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
+            answers=_shared_answers(setup, runner) if worker.replica.drafts_from_answers else None,
         )
 
     def _connect(
@@ -290,6 +293,17 @@ def _link_bytes(setup: RankSetup, device: torch.device) -> int:
 def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
     model_dir = model_source.resolve(setup.spec.model.source)
     return Grammars(GrammarCompiler(model_dir, vocab_size=runner.config.vocab_size))
+
+
+def _shared_answers(setup: RankSetup, runner: ModelRunner) -> SharedAnswers:
+    credentials = setup.launch.credentials
+    return SharedAnswers(
+        connect_redis(credentials.index_url),
+        name=setup.spec.name,
+        key=credentials.key(Purpose.ANSWERS),
+        model=runner.layout.model,
+        vocab_size=runner.config.vocab_size,
+    )
 
 
 def _leader_parts(

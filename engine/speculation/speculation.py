@@ -112,6 +112,8 @@ class Speculation:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(tokens=guess.tokens[:taken], num_blocks=num_blocks, method=method)
+            elif not guess and row.drafts:
+                row.drafts.unguessed += 1
         return drafts
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:

@@ -26,6 +26,7 @@ from cluster.model.draft_source import DraftSource
 from cluster.words.request import Sampling, SequenceRequest
 from engine.config import EngineConfig
 from engine.draft_models.draft_model import DraftModel
+from engine.draft_models.head_proposer import HeadProposer
 from engine.draft_models.own_layers import OwnLayers
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -35,7 +36,6 @@ from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence
 from engine.speculation.corpus import Corpus
-from engine.speculation.head_proposer import HeadProposer
 from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 
@@ -114,7 +114,7 @@ class _Parts:
             return self.runner
         if self._with_heads is None:
             assert self._drafts
-            config = replace(self._config, drafter=heads, drafter_dir=self._drafts.directory)
+            config = replace(self._config, heads=heads, heads_dir=self._drafts.directory)
             self._with_heads = ModelRunner(config)
         return self._with_heads
 

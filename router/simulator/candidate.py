@@ -56,7 +56,7 @@ class Trial:
     slo_ttft_s: float
     slo_itl_s: float
 
-    def of(self, **changes: int) -> Candidate:
+    def of(self, **changes: Any) -> Candidate:
         """changes: of the setup."""
         setup = replace(self.setup, **changes)
         slo = {"slo_ttft_s": self.slo_ttft_s, "slo_itl_s": self.slo_itl_s}

@@ -13,6 +13,7 @@ from cluster.cli.app import run
 from cluster.model.kv_arithmetic import KVArithmetic
 from cluster.model.shape import ModelConfig
 from cluster.words.spec_file import load_spec
+from router.simulator.profile import load_profile
 
 
 @pytest.fixture
@@ -53,7 +54,33 @@ def test_a_plan_is_written_as_a_spec(trace: str, tmp_path: Path, capsys: pytest.
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "-o", str(spec), "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert load_spec(str(spec)).topology == best["topology"]
+    assert "block_size" not in spec.read_text(), "the plan says what nobody asked for"
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "0.001", "--max-replicas", "2"]) == 1
+
+
+def test_a_plan_says_whether_roles_apart_pay(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a profile of a processor whose replicas may have two threads."""
+    steps = {"base_s": 0.01, "token_s": 1e-4, "pair_s": 0.0, "context_s": 0.0}
+    wide = steps | {"token_s": 5e-5}
+    known = load_profile("h100-llama-3.1-8b").model_dump() | {
+        "steps": steps,
+        "slowdown": [1.0, 1.0],
+        "wider": [{"width": 2, "steps": wide, "decode_steps": wide}],
+    }
+    profile, spec = tmp_path / "here.json", tmp_path / "plan.yaml"
+    profile.write_text(json.dumps(known))
+    limits = ["--slo-ttft-ms", "100", "--slo-itl-ms", "1000", "--max-replicas", "2", "--profile", str(profile)]
+    asked = ["plan", "--trace", trace, *limits, "--speedup", "0.2", "--block-size", "32"]
+    assert run([*asked, "-o", str(spec), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["same_resources"]["better"] == plan["best"]["topology"] == "0P1D"
+    assert plan["same_resources"]["apart"]["good_share"] < plan["same_resources"]["colocated"]["good_share"]
+    written = load_spec(str(spec))
+    assert written.topology == "0P1D" and written.decode.resources.cpus == 2 and written.kv.block_size == 32
+    assert run(asked) == 0
+    said = capsys.readouterr().out
+    assert "of the same resources 0P1D (2 threads, chunks of " in said and " against " in said
+    assert sum("1P1D" in line for line in said.splitlines()) >= 2, "the one that lost has no row"
 
 
 @pytest.mark.parametrize(("name", "begin"), [("frontier.png", b"\x89PNG"), ("frontier.svg", b"<?xml")])
@@ -79,6 +106,17 @@ def test_kv_arithmetic() -> None:
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
 
 
+def test_memory_is_told_by_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--memory", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    weights, pool = report["weight_bytes"], report["pools"]["decode"]
+    assert weights["bfloat16"] == 2 * report["parameters"] == 2 * weights["int8"] > 2 * weights["4 bits"]
+    by_dtype = pool["tokens_by_pool_dtype"]
+    assert by_dtype["bfloat16"] == pool["tokens_per_replica"] and 1.8 < by_dtype["int8"] / by_dtype["bfloat16"] < 2
+    assert run(["plan", "--memory"]) == 0
+    assert "by kv.pool_dtype" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -98,3 +136,19 @@ def test_a_mistake_is_one_line(trace: str, capsys: pytest.CaptureFixture[str], o
 def test_so_it_is_of_a_plan(trace: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     assert run(["plan", "--trace", trace, *options]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_drafts_would_give(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--speculation", "--drafts", "0.8x4", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert lines[0]["rows"] == 1 and 1 < lines[-1]["speedup"] < lines[0]["speedup"] < 1 + 0.8 + 0.64 + 0.512 + 0.4096
+    assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drafts"]["tokens_per_row"] > 2
+    assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8"]) == 0
+    assert "tokens a step and answer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--drafts", "1.1"], ["--drafts", "0.5xa"], ["--draft-pass-ms", "1"]])
+def test_how_good_drafts_are_is_to_be_said(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--speculation", *options]) == 2
+    assert "--drafts" in capsys.readouterr().err
