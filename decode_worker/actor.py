@@ -11,11 +11,11 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.worker.rank_process import RankProcess
 from cluster.worker.role_parts import LeaderParts, RoleParts
+from decode_worker.drafts import draft_bytes, open_computing
 from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.speculation.head_proposer import HeadProposer
-from engine.speculation.proposer import Computing
+from engine.speculation.corpus import Corpus
 from engine.speculation.speculation import Speculation
 
 
@@ -32,6 +32,8 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[DecodeWorker]:
 
 
 def _make_worker(parts: LeaderParts) -> DecodeWorker:
+    corpus = Corpus()
+    speculation = _speculation(parts, corpus)
     return DecodeWorker(
         parts.engine,
         parts.receiver,
@@ -39,16 +41,19 @@ def _make_worker(parts: LeaderParts) -> DecodeWorker:
         addresses=parts.setup.addresses,
         handoff_s=parts.setup.spec.timeouts.handoff_s,
         close_handoff=parts.inbox.close_handoff,
-        speculation=_speculation(parts),
+        speculation=speculation,
+        corpus=corpus if speculation and "suffix" in speculation.counts else None,
     )
 
 
-def _speculation(parts: LeaderParts) -> Speculation | None:
+def _speculation(parts: LeaderParts, corpus: Corpus) -> Speculation | None:
     spec, vocab_size = parts.setup.spec.speculation, parts.engine.gang.runner.config.vocab_size
     if spec.method == "off":
         return None
-    computing: dict[str, Computing] = {spec.heads[0]: HeadProposer(parts.engine.gang)} if spec.heads else {}
-    return Speculation.of(spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing)
+    computing = open_computing(parts.setup.spec, parts.engine)
+    return Speculation.of(
+        spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing, corpus=corpus
+    )
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
@@ -58,4 +63,5 @@ def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
         expert_parallel=pool.expert_parallel,
         redundant_experts=pool.redundant_experts,
         recorded_rows=pool.max_running if spec.engine.cuda_graphs == "auto" else 0,
+        draft_bytes=draft_bytes(config, spec),
     )

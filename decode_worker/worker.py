@@ -16,6 +16,7 @@ from cluster.worker.replica_engine import EngineParts, ReplicaEngine
 from decode_worker.ticket import ticket_for
 from engine.orders import Orders
 from engine.prompts import Prompt
+from engine.speculation.corpus import Corpus
 from engine.speculation.speculation import Speculation
 from engine.step import ScheduledStep
 from kvtransfer.protocol.arrivals import Arrival, Arrivals, ReceivingEnd
@@ -40,8 +41,9 @@ class DecodeWorker:
         handoff_s: float,
         close_handoff: Callable[[str, Callable[[], None]], None],
         speculation: Speculation | None = None,
+        corpus: Corpus | None = None,
     ) -> None:
-        self.replica = ReplicaEngine(parts, self, speculation=speculation)
+        self.replica = ReplicaEngine(parts, self, speculation=speculation, corpus=corpus)
         self._name = name
         self._addresses = tuple(addresses)
         self._layout = parts.gang.runner.layout.fingerprint

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cluster.model import config as model_config
-from cluster.model.drafter import DrafterConfig, DrafterKind, load_drafter
+from cluster.model.draft_heads import HeadsConfig, HeadsKind, load_heads
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
 from engine.kv.layout import KVLayout
@@ -33,26 +33,27 @@ class EngineConfig:
     max_batch_tokens: int = 2048  # of a step
     max_running: int = 64  # rows of a step
     link_bytes: int = 0  # that the links of this rank will take of its GPU
+    draft_bytes: int = 0  # that a model which drafts will take of it
     expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
     redundant_experts: int = 0  # of each layer: places for further copies of the experts that are chosen most
     deterministic: bool = False  # refuse to compute in a way in which a row's bits depend on the rows beside it
-    drafter: DrafterKind | None = None  # heads on the model's hidden states; None: there are none
-    drafter_dir: Path | None = None  # where they are
+    heads: HeadsKind | None = None  # heads on the model's hidden states; None: there are none
+    heads_dir: Path | None = None  # where they are
     recorded_rows: int = 0  # record decode steps of up to so many rows, where they can be, and replay them
 
     def layout(self, *, tensor_parallel: int = 1) -> KVLayout:
         """The KV layout on each of so many ranks. Reads the model's config.json; raises SpecError."""
         config = model_config.load(self.model_dir)
         config.check_tensor_parallel(tensor_parallel)
-        drafter = self.load_drafter(config)
-        num_draft_layers = drafter.num_kv_layers if drafter else 0
+        heads = self.load_heads(config)
+        num_draft_layers = heads.num_kv_layers if heads else 0
         itemsize: int = getattr(torch, self.dtype).itemsize
         return KVLayout(
             model=model_config.fingerprint(self.model_dir),
             num_layers=config.num_layers + num_draft_layers,
-            draft=drafter.fingerprint if drafter and num_draft_layers else "",
+            draft=heads.fingerprint if heads and num_draft_layers else "",
             num_draft_layers=num_draft_layers,
-            feature_bytes=config.hidden_size * itemsize if drafter and drafter.keeps_features else 0,
+            feature_bytes=config.hidden_size * itemsize if heads and heads.keeps_features else 0,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.kv_dim,
             num_sides=config.kv_sides,
@@ -63,13 +64,13 @@ class EngineConfig:
             weights=self.weights,
         )
 
-    def load_drafter(self, model: ModelConfig) -> DrafterConfig | None:
+    def load_heads(self, model: ModelConfig) -> HeadsConfig | None:
         """Raises SpecError where what is there does not draft for this model."""
-        if self.drafter is None:
+        if self.heads is None:
             return None
-        if self.drafter_dir is None:
-            raise SpecError(f"speculation.model: {self.drafter} needs it: the directory of its heads")
-        return load_drafter(self.drafter, self.drafter_dir, model)
+        if self.heads_dir is None:
+            raise SpecError(f"speculation.model: {self.heads} needs it: the directory of its heads")
+        return load_heads(self.heads, self.heads_dir, model)
 
 
 def device_for(*, gpus: float) -> torch.device:

@@ -28,11 +28,12 @@ class DeviceMemory:
     sampling: int  # of the most rows
     graphs: int
     links: int
+    drafts: int = 0  # of a model that drafts, with its KV
 
     @property
     def set_aside(self) -> int:
         """Of what is free: the pool's share is the rest."""
-        return self.step + self.sampling + self.graphs + self.links + self.unplanned
+        return self.step + self.sampling + self.graphs + self.links + self.drafts + self.unplanned
 
     @property
     def unplanned(self) -> int:
@@ -69,6 +70,7 @@ class DeviceMemory:
             "sampling": self.sampling,
             "graphs": self.graphs,
             "links": self.links,
+            **({"drafts": self.drafts} if self.drafts else {}),
             "CUDA and others": self.taken,
             "left": self.free - pool_bytes - self.set_aside + self.unplanned,
         }

@@ -22,7 +22,7 @@ from engine.prompts import Prompt, PromptQueue, allocate
 from engine.sampling import Chosen, Sampler
 from engine.sequence import Sequence
 from engine.speculation.draft import Draft
-from engine.speculation.drafting import Drafting
+from engine.speculation.drafting import Drafting, Prices
 from engine.speculation.speculation import Speculation
 from engine.speculation.verification import choices_of, verify
 from engine.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
@@ -63,12 +63,13 @@ class Engine(Generic[Logits]):
         adapters: Mapping[str, int] | None = None,
         pace: Pace | None = None,
         speculation: Speculation | None = None,
+        prices: Prices | None = None,
         runs_ahead: bool = False,
     ) -> None:
         """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
         anything is written to a block that was allocated since the last call. adapters: of the model, by name. pace:
-        None where nobody wants to know. speculation: None where nothing is drafted. runs_ahead: a step is still
-        computed when the runner and the sampler return.
+        None where nobody wants to know. speculation: None where nothing is drafted. prices: by which it is drafted;
+        None: as the pace has learnt them. runs_ahead: a step is still computed when the runner and the sampler return.
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
@@ -90,7 +91,11 @@ class Engine(Generic[Logits]):
         self._adapters = adapters or {}
         self._pace = pace
         self._drafting = Drafting(
-            speculation, pace, blocks, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
+            speculation,
+            prices or pace,
+            blocks,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
         )
         self._runs_ahead = runs_ahead
         self._under_way: ScheduledStep | None = None  # launched, not completed
@@ -154,12 +159,16 @@ class Engine(Generic[Logits]):
             fetched=step.fetched,
             sampled=step.known,
             num_known=len(step.known),
+            num_rows=len(step.decoding),
+            num_drafted=sum(len(draft.tokens) for draft in step.drafts.values()),
         )
         for sequence, token in step.known:
             if token.finish_reason:
                 self._finished(sequence)
         running = self.decoding.running
         for sequence, num_tokens in step.decoding:
+            if sequence.drafts:
+                sequence.drafts.steps += 1
             if step.drafts and (draft := step.drafts.get(sequence)):
                 self._verify(step, sequence, num_tokens, draft, chosen, result)
                 continue
@@ -191,6 +200,11 @@ class Engine(Generic[Logits]):
         choices = choices_of(draft, sequence, chosen, self._sampler, step.logits)
         tokens, is_found = verify(draft, sequence, num_tokens, choices, self.blocks)
         result.sampled += [(sequence, token) for token in tokens]
+        if tally := sequence.drafts:
+            pairs = zip(tokens, draft.tokens, strict=False)
+            tally.drafts += 1
+            tally.drafted += len(draft.tokens)
+            tally.accepted += sum(token.token_id == drafted for token, drafted in pairs)
         self._drafting.verified(draft, [token.token_id for token in tokens])
         if not is_found:
             self._fail(sequence, result)

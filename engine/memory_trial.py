@@ -67,6 +67,7 @@ class MemoryTrial:
             sampling=config.max_running * vocab_size * SAMPLING_BYTES,
             graphs=graphs,
             links=config.link_bytes,
+            drafts=config.draft_bytes,
         )
 
     def _try(

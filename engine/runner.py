@@ -21,8 +21,9 @@ from engine.cpu.library import open_copies, open_kernels
 from engine.cpu.measured_ways import MeasuredWays
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.device_memory import CudaGauge, Gauge, does_not_fit
-from engine.drafters.drafter import Drafter, ModelParts
-from engine.drafters.open_drafter import open_drafter
+from engine.heads.head_row import Choose, HeadRow
+from engine.heads.heads import DraftHeads, ModelParts
+from engine.heads.open_heads import open_heads
 from engine.kernels.choice import NUM_NUMBERS, launch_choice
 from engine.kernels.log_norm import launch_log_norms
 from engine.kv.pool import KVPool
@@ -33,7 +34,6 @@ from engine.model.transformer import OnLayer, OnLogits, Transformer
 from engine.orders import Orders
 from engine.parallel import TensorParallel
 from engine.scorer import Scorer
-from engine.speculation.head_proposer import HeadDraft, HeadRow
 from engine.step import ScheduledStep
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
@@ -108,18 +108,18 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
-                self.drafter = self._open_drafter(config, reader)
+                self.heads = self._open_heads(config, reader)
         except torch.OutOfMemoryError as error:
             raise does_not_fit(self.device, "its weights", error) from error
         is_loaded()
-        make_capture = None if self.drafter else self._capture_maker(config.recorded_rows, capture)
+        make_capture = None if self.heads else self._capture_maker(config.recorded_rows, capture)
         if num_blocks is None:
             assert gauge, "without one it is known by now"
             num_blocks = self._num_blocks(config, gauge, make_capture, weights=gauge.allocated() - before)
         # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
         self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device, num_spare=config.max_running)
-        if self.drafter:
-            self.drafter.attach(self.pool)
+        if self.heads:
+            self.heads.attach(self.pool)
         self._graphs: DecodeGraphs | None = None
         if make_capture:
             begin = time.monotonic()
@@ -154,29 +154,29 @@ class ModelRunner:
             batch.fed.fill(batch.token_ids)
         if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
             return logits_RV
-        if self.drafter is None:
+        if self.heads is None:
             return self._model(batch, self.pool, on_layer, on_logits)
-        taps = Taps(self.drafter.layers)
+        taps = Taps(self.heads.layers)
         logits_RV = self._model(batch, self.pool, on_layer, on_logits, taps)
-        self.drafter.follow(batch, taps, on_layer)
+        self.heads.follow(batch, taps, on_layer)
         return logits_RV
 
     @torch.inference_mode()
-    def draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         """What the heads guess of sequences that decode: see DraftHeads."""
-        assert self.drafter, "nothing drafts here"
-        return self.drafter.draft(rows, max_tokens)
+        assert self.heads, "nothing drafts here"
+        self.heads.draft(rows, max_tokens, choose)
 
-    def knows(self, row: HeadRow) -> bool:
-        """Whether the heads have seen what this row goes on from."""
-        return self.drafter is not None and self.drafter.features.knows(row)
+    def knows(self, rows: Sequence[HeadRow]) -> bool:
+        """Whether the heads have seen what these rows go on from."""
+        return self.heads is not None and self.heads.features.knows(rows)
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """For a sequence that forks inside a block."""
         self.pool.copy_block(source, target)
-        if self.drafter:
-            self.drafter.features.take_copy(source, target)
+        if self.heads:
+            self.heads.features.take_copy(source, target)
 
     def without(self, layers: Collection[int]) -> Callable[[Batch], Tensor]:
         """Computes batches as `forward` does, without some layers, whose part of the pool stays as it is. The rank must
@@ -221,12 +221,12 @@ class ModelRunner:
             self._model(Batch.of([row], block_size=size), pool, lambda layer: None)
         pool.synchronize()
 
-    def _open_drafter(self, config: EngineConfig, reader: ShardReader) -> Drafter | None:
-        found, model = config.load_drafter(self.config), self._model
+    def _open_heads(self, config: EngineConfig, reader: ShardReader) -> DraftHeads | None:
+        found, model = config.load_heads(self.config), self._model
         if found is None:
             return None
         parts = ModelParts(embed=model.embed, norm=model.normed, logits=model.logits)
-        return open_drafter(found, self.config, reader=reader, parts=parts, max_rows=config.max_running)
+        return open_heads(found, self.config, reader=reader, parts=parts, max_rows=config.max_running)
 
     def _capture_maker(self, recorded_rows: int, capture: Capture | None) -> Callable[[], Capture] | None:
         """What makes a recorder; None where no steps are recorded."""

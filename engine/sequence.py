@@ -7,11 +7,21 @@ from dataclasses import replace
 
 from cluster.words.errors import ClusterError, GrammarNotFollowed, LogitsNotFinite, NoTokenAllowed
 from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import FinishReason, SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
+from cluster.words.request import (
+    DraftTally,
+    FinishReason,
+    SampledToken,
+    SequenceRequest,
+    TokenLogprob,
+    choice_seed,
+    finish_reason,
+)
 from engine.kv.block_manager import BlockManager
 from engine.ruled_tokens import RuledTokens
 from engine.sampling import SamplingRow
 from engine.scoring import ScoredRow
+
+_TOLD_STEPS = 32  # without a draft, until it is told that there was none
 
 
 class Sequence:
@@ -52,6 +62,7 @@ class Sequence:
         self.max_context = max_context
         # It ends with so many at the latest.
         self.last_token = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
+        self.drafts: DraftTally | None = None  # since somebody took it; None where nothing is drafted
         self._stops = request.sampling.stop_token_ids
         self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
         self.block_size = block_size
@@ -64,6 +75,14 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.request.num_prompt_tokens
+
+    def take_drafts(self, *, is_last: bool) -> DraftTally | None:
+        """What was drafted since the last call, if it is time to tell somebody of it."""
+        tally = self.drafts
+        if tally is None or not (is_last or tally.drafts or tally.steps >= _TOLD_STEPS):
+            return None
+        self.drafts = DraftTally()
+        return tally
 
     @property
     def num_missing(self) -> int:

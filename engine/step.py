@@ -132,6 +132,8 @@ class StepResult:
     prefilled: list[Prefilled] = field(default_factory=list)
     sampled: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # of those that decode: mostly one each
     num_known: int = 0  # of these, those that were known before anything was computed
+    num_rows: int = 0  # that decoded
+    num_drafted: int = 0  # tokens that these computed beside their own
     failed: list[Sequence] = field(default_factory=list)  # these have no next token, and are gone; see Sampler
 
     @property

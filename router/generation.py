@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.words.life import Life
 from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import SampledToken, SequenceRequest
+from cluster.words.request import DraftTally, SampledToken, SequenceRequest
 
 
 @dataclass(kw_only=True)
@@ -22,6 +22,7 @@ class RequestRoute:
     blocks_shipped: int = 0
     wire_bytes: int = 0
     attempts: int = 0
+    drafts: DraftTally = field(default_factory=DraftTally)  # by replicas that draft; of all choices
     migrations: int = 0  # attempts that went on where another one had brought tokens
 
 

@@ -42,6 +42,9 @@ _GAUGES = (
     ("blocks_disk", "kv_blocks_on_disk", "KV blocks that the replica keeps in files."),
     ("host_bytes_per_s", "kv_host_bytes_per_second", "Measured, from memory to the device."),
     ("disk_bytes_per_s", "kv_disk_bytes_per_second", "Measured, from files to the device."),
+    ("corpus_tokens", "corpus_tokens", "Of finished answers that the replica drafts from."),
+    ("tokens_per_row", "step_tokens_per_row", "Tokens that a choice gets in a step: more than 1 with drafts."),
+    ("drafted_per_row", "step_drafted_per_row", "Drafted tokens that a choice has computed in a step."),
     ("draining", "replica_draining", "1 while the replica finishes what it has and takes no more."),
 )
 # The rates that it has learnt of itself; absent until there are any.
@@ -62,6 +65,10 @@ _COUNTERS = (
     ("prefix_hit_tokens", "prefix_hit_tokens_total", "Prompt tokens whose KV the replica already held."),
     ("generated_tokens", "replica_generated_tokens_total", "Tokens sampled, or forced."),
     ("forced_tokens", "replica_forced_tokens_total", "Of these, those that grammars forced: several in one step."),
+    ("corpus_told_tokens", "corpus_told_tokens_total", "Of finished answers, told to other replicas, to draft from."),
+    ("corpus_heard_tokens", "corpus_heard_tokens_total", "Of other replicas' finished answers, taken up."),
+    ("corpus_missed", "corpus_missed_messages_total", "Of other replicas' messages, not read: there were too many."),
+    ("corpus_refused", "corpus_refused_messages_total", "About finished answers, left out: not of this deployment."),
     ("host_hit_tokens", "kv_host_hit_tokens_total", "Prompt tokens whose KV came back from memory."),
     ("disk_hit_tokens", "kv_disk_hit_tokens_total", "Prompt tokens whose KV came back from files."),
     ("host_saved_bytes", "kv_host_saved_bytes_total", "KV copied to memory."),

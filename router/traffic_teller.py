@@ -68,4 +68,6 @@ def _news_of(load: ReplicaLoad) -> ReplicaNews:
         available_blocks=load.available_blocks,
         block_size=member.block_size,
         bytes_per_token=member.bytes_per_token,
+        tokens_per_row=load.tokens_per_row,
+        drafted_per_row=load.drafted_per_row,
     )

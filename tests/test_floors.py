@@ -25,7 +25,7 @@ _ARROWS = parse_table("""
 cluster.bench: cluster(rpc wire words)
 cluster.chaos: cluster(control host process rpc wire words)
 cluster.cli: cluster(bench chaos control doctor host identity model process rpc wire words)
-    engine(config quantization tools) kvtransfer(bench) router(autoscale bench monitoring simulator)
+    engine(config quantization tools training) kvtransfer(bench) router(autoscale bench monitoring simulator text)
 cluster.control: cluster(identity index process rpc wire words) router(autoscale)
 cluster.doctor: cluster(control index model process words)
 cluster.grammar: cluster(words)
@@ -40,7 +40,8 @@ cluster.words:
 cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine kv orders
     pace parallel prompts rate runner sampler scorer sequence speculation step tiers) kvtransfer(links movers
     protocol)
-decode_worker.actor: cluster(rpc words worker) engine(config speculation) decode_worker(server worker)
+decode_worker.actor: cluster(rpc words worker) engine(config speculation) decode_worker(drafts server worker)
+decode_worker.drafts: cluster(model words worker) engine(config draft_models orders speculation)
 decode_worker.server: cluster(worker) decode_worker(worker)
 decode_worker.ticket: cluster(words) engine(prompts)
 decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculation step) kvtransfer(protocol)
@@ -55,12 +56,12 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.draft_models: cluster(words) engine(batch config kv runner sampler sampling sequence speculation)
-engine.drafters: cluster(model words) engine(attention batch kernels kv layers model speculation weights)
+engine.draft_models: cluster(model) engine(batch config heads kv runner sampler sampling sequence speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
 engine.guests: engine(decoding kv prompts sequence)
+engine.heads: cluster(model words) engine(attention batch kernels kv layers model weights)
 engine.kernels: engine(cpu)
 engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels streams)
@@ -80,19 +81,21 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory drafters kernels kv layers
-    memory_trial model orders parallel scorer speculation step weights)
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory heads kernels kv
+    layers memory_trial model orders parallel scorer step weights)
 engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)
 engine.scoring: cluster(words)
 engine.sequence: cluster(words) engine(kv ruled_tokens sampling scoring)
-engine.speculation: cluster(words) engine(kv least_squares pace sampling sequence)
+engine.speculation: cluster(words) engine(kv least_squares sampling sequence)
 engine.step: cluster(words) engine(batch last_rows orders prompts sampling scoring sequence speculation)
 engine.streams: cluster(words)
 engine.tiers: cluster(process words) engine(kv rate sequence streams)
-engine.tools: cluster(model process words) engine(batch config cpu engine kernels kv layers learnt_timing model
-    orders pace parallel prompts runner sampler sampling sequence speculation step weights)
+engine.tools: cluster(model process words) engine(batch config cpu draft_models engine kernels kv layers
+    learnt_timing model orders pace parallel prompts runner sampler sampling sequence speculation step weights)
+engine.training: cluster(model process words) engine(attention batch config kv layers model parallel runner tools
+    weights)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words) engine(streams)
@@ -121,7 +124,8 @@ router.served_model: cluster(grammar index model process rpc words) router(admin
     tracing traffic traffic_teller)
 router.service: cluster(process words) router(access batches doors borrowers metrics served_model stored text tracing)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
-router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
+router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence speculation step)
+    router(routing)
 router.stored: cluster(index words)
 router.text: cluster(grammar words) router(generation metrics parsers tracing traffic)
 router.tracing: cluster(words)

@@ -37,6 +37,7 @@ from cluster.cli import (
     status,
     top,
     trace,
+    train_draft,
     update,
 )
 from cluster.cli.connection import ADDRESS
@@ -70,6 +71,7 @@ for command in (
     plan.plan,
     profile.profile,
     quality.quantize,
+    train_draft.train_draft,
 ):
     app.command()(command)
 app.add_typer(bench.bench, name="bench")

@@ -33,6 +33,8 @@ def explain(
             print(_options_table(attempt["options"]))
             print("what was known of the replicas, with the rates learnt from their steps")
             print(_replicas_table(attempt["replicas"]))
+            if drafts := attempt.get("drafts"):
+                print(_drafts_line(drafts))
 
 
 def _options_table(options: list[dict[str, Any]]) -> str:
@@ -58,3 +60,16 @@ def _replicas_table(replicas: dict[str, dict[str, Any]]) -> str:
         cells = [*map(str, numbers), *(f"{rate:.3g}" for rate in (*rates, view["link_bytes_per_s"] / 1e6))]
         rows.append([name, *cells])
     return columns(rows)
+
+
+def _drafts_line(drafts: dict[str, float]) -> str:
+    """How much was drafted, and why not more."""
+    steps, drafted, accepted = drafts["steps"], drafts["drafted"], drafts["accepted"]
+    not_worth = steps - drafts["drafts"] - drafts["unguessed"]
+    right = f", {accepted} of them right ({accepted / drafted:.0%})" if drafted else ""
+    return (
+        f"drafts: {drafted} tokens{right}, in {drafts['drafts']} of {steps} steps; in {drafts['unguessed']} there was"
+        f" nothing to guess from, in {not_worth} a guess was not worth it or had no room: beside the rows of its"
+        f" replica, and by what tokens cost there, a drafted token had to be right with a chance of"
+        f" {drafts['floors'] / steps:.2f}"
+    )

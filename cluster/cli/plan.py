@@ -1,5 +1,5 @@
-"""`cluster plan`: the cheapest topology that keeps an SLO, with its roles apart or together; with --memory, how much
-context fits."""
+"""`cluster plan`: the cheapest topology that keeps an SLO, with its roles apart or together; or how much context fits,
+or what drafts would give."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.bench.trace import read_trace
+from cluster.cli.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
 from cluster.words.errors import SpecError
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from router.simulator.candidate import Candidate
     from router.simulator.plan import CapacityPlan
 
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_4_BITS = 4.5 / 8  # bytes of a weight in 4 bits, with a scale of 16 bits for every 32
 _CONTEXTS = (2048, 8192, 32_768, 131_072)
 
 
@@ -34,10 +37,16 @@ def plan(
     host_tokens: HostTokens = 0,
     speedup: Speedup = 1.0,
     profile: ProfileName = None,
+    drafts: DraftsOption = None,
+    draft_pass_ms: DraftPass = 0.0,
     spec: Annotated[str, typer.Option(help="A spec to start from: model, KV, resources, limits.")] = "1P1D",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as a spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the frontier: a .png or .svg; needs matplotlib.")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Only the KV memory of --spec; no trace.")] = False,
+    speculation: Annotated[
+        bool, typer.Option("--speculation", help="Only what --drafts would give at --context; no trace.")
+    ] = False,
+    context: Annotated[int, typer.Option(min=0, help="Of --speculation: tokens that each answer has.")] = 2048,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Find the cheapest topology that keeps an SLO on a trace: xPyD, or 0PyD, where decode replicas compute their
@@ -46,13 +55,18 @@ def plan(
         report = _memory(spec)
         print(json.dumps(report, indent=1) if as_json else _memory_table(report))
         return
+    if speculation:
+        profile_of = Simulator(profile, drafts, draft_pass_ms)
+        lines = draft_lines(profile_of.profile, context=context)
+        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{profile_of.said}")
+        return
     if trace is None:
-        raise SpecError("name a --trace to plan for, or --memory")
+        raise SpecError("name a --trace to plan for, or --memory, or --speculation")
     from cluster.words.spec_file import load_spec
     from router.simulator.fleet_setup import FleetSetup
     from router.simulator.plan import make_plan
 
-    simulator = Simulator(profile)
+    simulator = Simulator(profile, drafts, draft_pass_ms)
     overrides = [f"kv.block_size={block_size}"] if block_size is not None else []
     given = load_spec(spec, overrides=overrides)
     if simulator.profile.kv.pool_tokens < given.kv.block_size:
@@ -174,33 +188,53 @@ def _memory(source: str) -> dict[str, Any]:
         pool = spec.pool(role)
         if pool.kv_memory_gib is None and pool.resources.gpus:
             raise SpecError(f"{role}.kv_memory_gib: say how much; what a GPU has free is known only on that GPU")
-        kv = KVArithmetic(
-            config=config,
-            dtype=spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype,
-            block_size=spec.kv.block_size,
-            tensor_parallel=pool.tensor_parallel,
-            memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
-        )
+        own = spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype
+        by_dtype = {
+            dtype: KVArithmetic(
+                config=config,
+                dtype=dtype,
+                block_size=spec.kv.block_size,
+                tensor_parallel=pool.tensor_parallel,
+                memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
+            )
+            for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8"))
+        }
+        kv = by_dtype[own]
         limit = min(config.max_context, spec.model.max_context or config.max_context)
         contexts = [*(context for context in _CONTEXTS if context < limit), limit]
         pools[role.value] = {
             "bytes_per_token": kv.bytes_per_token,
             "blocks_per_replica": kv.num_blocks,
             "tokens_per_replica": kv.num_blocks * spec.kv.block_size,
+            "tokens_by_pool_dtype": {name: one.num_blocks * spec.kv.block_size for name, one in by_dtype.items()},
             "max_batch": {str(context): kv.max_batch(context) for context in contexts},
         }
-    return {"model": spec.model.name, "block_size": spec.kv.block_size, "pools": pools}
+    count = config.num_parameters
+    weights = {spec.model.dtype: count * _ITEM_BYTES[spec.model.dtype], "int8": count, "4 bits": round(count * _4_BITS)}
+    return {
+        "model": spec.model.name,
+        "block_size": spec.kv.block_size,
+        "parameters": count,
+        "weight_bytes": weights,
+        "pools": pools,
+    }
 
 
 def _memory_table(report: dict[str, Any]) -> str:
     from cluster.cli.console import columns
 
-    lines = [f"{report['model']}, blocks of {report['block_size']} tokens"]
+    sizes = ", ".join(f"{size / 2**30:.2f} GiB in {name}" for name, size in report["weight_bytes"].items())
+    lines = [
+        f"{report['model']}, blocks of {report['block_size']} tokens",
+        f"weights: {report['parameters'] / 1e6:,.0f} million, about {sizes}; each rank has its share",
+    ]
     for role, pool in report["pools"].items():
         lines.append(
             f"{role}: {pool['bytes_per_token']:,} bytes per token, {pool['blocks_per_replica']:,} blocks"
             f" = {pool['tokens_per_replica']:,} tokens per replica"
         )
+        by_dtype = ", ".join(f"{tokens:,} in {name}" for name, tokens in pool["tokens_by_pool_dtype"].items())
+        lines.append(f"  by kv.pool_dtype: {by_dtype}")
         rows = [["  CONTEXT", "SEQUENCES AT A TIME"]]
         rows += [[f"  {int(context):,}", f"{batch:,}"] for context, batch in pool["max_batch"].items()]
         lines.append(columns(rows))

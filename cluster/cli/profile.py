@@ -123,20 +123,24 @@ def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
 def _learnt(http: str, access: DoorAccess, metrics: str) -> dict[str, Any]:
     from cluster.bench.learnt import parse_learnt
     from cluster.words.request import Role
+    from router.simulator.learnt_drafts import by_place
 
     learnt = parse_learnt(metrics)
+    drafts = by_place(learnt.drafted, learnt.accepted, num_steps=learnt.num_row_steps)
     prefill, decode = learnt.steps[Role.PREFILL], learnt.steps[Role.DECODE]
     request_s = max(0.0, asyncio.run(_first_token_s(http, access)) - prefill.prefill_s(_SHORT, after=0, chunk=_SHORT))
     return {
         "derivation": [
             "steps, decode_steps: what the replicas of each pool have learnt of their own steps under their last load,",
             "whatever else kept the machine busy then included: so there is no slowdown beside others.",
+            "drafts: by place, what the decode replicas have drafted since they started, and what of it was right.",
             "link: the bytes that links carried while they were at work; its latency is assumed.",
             f"request_s: the median of {_NUM_SHORT} prompts of {_SHORT} tokens, one by one, less their step.",
         ],
         "request_s": request_s,
         **_steps(prefill, decode),
         "slowdown": [],
+        "drafts": drafts and drafts.model_dump(),
         "link": {"latency_s": _LATENCY_S, "bytes_per_s": learnt.link_bytes_per_s},
     }
 

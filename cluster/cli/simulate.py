@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.bench.trace import TraceRequest, read_trace
+from cluster.cli.draft_options import DraftPass, DraftsOption, with_drafts
 from cluster.words.errors import SpecError
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def simulate(
     slo_ttft_ms: SloTtft = None,
     slo_itl_ms: SloItl = None,
     profile: ProfileName = None,
+    drafts: DraftsOption = None,
+    draft_pass_ms: DraftPass = 0.0,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -63,7 +66,7 @@ def simulate(
     """
     from router.simulator.fleet_setup import FleetSetup
 
-    simulator = Simulator(profile)
+    simulator = Simulator(profile, drafts, draft_pass_ms)
     kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
     if kv_tokens < block_size:
         raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: less than a block, which has {block_size}")
@@ -86,11 +89,11 @@ def simulate(
 class Simulator:
     """A profile, and simulations with it."""
 
-    def __init__(self, profile: str | None) -> None:
+    def __init__(self, profile: str | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> None:
         """Raises SpecError when there is no such profile."""
         from router.simulator.profile import DEFAULT, load_profile
 
-        self.profile = load_profile(profile or DEFAULT)
+        self.profile = with_drafts(load_profile(profile or DEFAULT), drafts, draft_pass_ms)
 
     @property
     def said(self) -> str:
@@ -166,7 +169,16 @@ def _table(report: dict[str, Any]) -> str:
             f"goodput {report['goodput_rps']:.2f} requests/s, {report['good_share']:.1%} of all",
             f"shipped {report['transfer_bytes'] / 1e9:,.1f} GB, pulled {report['pull_bytes'] / 1e9:,.1f} GB",
             load,
+            *([_drafts_line(report["drafts"])] if "drafts" in report else []),
             f"decision p50 {report['decision_us']['p50']:.0f} us, p95 {report['decision_us']['p95']:.0f} us"
             f" · {report['wall_s']:.1f} s",
         ]
+    )
+
+
+def _drafts_line(drafts: dict[str, float]) -> str:
+    share = f" ({drafts['accepted'] / drafts['drafted']:.0%})" if drafts["drafted"] else ""
+    return (
+        f"drafted {drafts['drafted']:,} tokens, {drafts['accepted']:,} of them right{share};"
+        f" {drafts['tokens_per_row']:.2f} tokens a step and answer"
     )

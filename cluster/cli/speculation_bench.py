@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.cli import model_options as options
 from cluster.words.errors import SpecError
 
-_METHODS = ("off", "ngram", "suffix", "auto")
+if TYPE_CHECKING:
+    from cluster.model.draft_source import DraftSource
+
+_METHODS = ("ngram", "suffix", "draft", "self", "medusa", "eagle", "auto")
+_DEFAULT = "ngram,suffix,auto"
 
 
 def speculation(
     model: options.Model = options.DEFAULT_MODEL,
+    method: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="As in a spec; each beside off.")] = _DEFAULT,
+    draft_model: Annotated[str | None, typer.Option(help="As speculation.model in a spec.")] = None,
     batch: Annotated[str, typer.Option(metavar="N[,N…]")] = "1,4",
     kind: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="Of the prompts; default: all.")] = "",
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
@@ -37,13 +43,17 @@ def speculation(
     kinds = kind.split(",") if kind else list(texts)
     if not batches or not set(kinds) <= texts.keys():
         raise SpecError(f"--batch takes whole numbers above 0, --kind some of {', '.join(texts)}")
-    directory = resolve(model)
+    directory, methods = resolve(model), list(dict.fromkeys(method.split(",")))
+    if not set(methods) <= set(_METHODS):
+        raise SpecError(f"--method takes some of {', '.join(_METHODS)}")
+    drafts = _drafts(methods, draft_model, directory)
     prompts, ends = _encode(directory, {name: texts[name] for name in kinds}, count=max(batches))
     result = bench_speculation(
         directory,
         prompts,
         batches=batches,
-        methods=_METHODS,
+        methods=["off", *methods],
+        drafts=drafts,
         temperature=temperature,
         max_tokens=max_tokens,
         stop_token_ids=ends,
@@ -52,6 +62,21 @@ def speculation(
         cpu_time=cpu_time,
     )
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
+
+
+def _drafts(methods: list[str], source: str | None, model_dir: Path) -> DraftSource | None:
+    """What these draft by that need something. Raises SpecError, as a spec with them would."""
+    from cluster.model.draft_source import check_same_tokens, draft_source
+    from cluster.words.spec_file import parse_spec
+
+    found: DraftSource | None = None
+    for method in methods:
+        own = None if method in ("ngram", "suffix", "self") else source
+        tree = {"speculation": {"method": method, "model": own}}
+        found = draft_source(parse_spec(tree, origin="--method, --draft-model").speculation) or found
+    if found and not found.heads:
+        check_same_tokens(found.directory, model_dir)
+    return found
 
 
 def _encode(directory: Path, texts: dict[str, str], *, count: int) -> tuple[dict[str, list[list[int]]], list[int]]:

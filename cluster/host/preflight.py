@@ -45,7 +45,8 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
     """Fetch the model if need be, and see that the ranks of both pools fit it."""
     from cluster.model import config as model_config
     from cluster.model import source as model_source
-    from cluster.model.drafter import load_drafter
+    from cluster.model.draft_heads import load_heads
+    from cluster.model.draft_source import check_same_tokens, draft_source
     from router.text.chat_template import ChatTemplate, find_chat_template
 
     model_dir = model_source.resolve(spec.model.source, progress=say)
@@ -53,10 +54,13 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
     ChatTemplate(find_chat_template(model_dir, spec.model.chat_template), special_tokens={})
     if spec.engine.deterministic:
         config.check_deterministic()
-    if heads := spec.speculation.heads:
-        load_drafter(heads[0], model_source.resolve_heads(heads[1], progress=say), config)
-        if max(spec.pool(role).tensor_parallel for role in Role) > 1:
-            raise SpecError(f"speculation.method: {heads[0]} needs tensor_parallel: 1 in both pools, for now")
+    if drafts := draft_source(spec.speculation, progress=say):
+        if drafts.heads is None:
+            check_same_tokens(drafts.directory, model_dir)
+        else:
+            load_heads(drafts.heads, drafts.directory, config)
+            if max(spec.pool(role).tensor_parallel for role in Role) > 1:
+                raise SpecError(f"speculation.method: {drafts.heads} needs tensor_parallel: 1 in both pools, for now")
     for role in Role:
         try:
             config.check_tensor_parallel(spec.pool(role).tensor_parallel)

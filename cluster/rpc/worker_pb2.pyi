@@ -348,14 +348,32 @@ class StreamTokens(_message.Message):
     def __init__(self, stream: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
 
 class SampledToken(_message.Message):
-    __slots__ = ("token_id", "logprob", "finish_reason")
+    __slots__ = ("token_id", "logprob", "finish_reason", "drafts")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: Logprob
     finish_reason: str
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[Logprob, _Mapping]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    drafts: DraftTally
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[Logprob, _Mapping]] = ..., finish_reason: _Optional[str] = ..., drafts: _Optional[_Union[DraftTally, _Mapping]] = ...) -> None: ...
+
+class DraftTally(_message.Message):
+    __slots__ = ("steps", "drafts", "unguessed", "drafted", "accepted", "floors")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    UNGUESSED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FLOORS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    drafts: int
+    unguessed: int
+    drafted: int
+    accepted: int
+    floors: float
+    def __init__(self, steps: _Optional[int] = ..., drafts: _Optional[int] = ..., unguessed: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., floors: _Optional[float] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("logprob", "top")
@@ -374,7 +392,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "guests")
+    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "guests", "corpus_tokens", "tokens_per_row", "drafted_per_row")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +412,9 @@ class Status(_message.Message):
     HOST_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     GUESTS_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     replica: str
     draining: bool
     running: int
@@ -413,7 +434,10 @@ class Status(_message.Message):
     host_bytes_per_s: float
     disk_bytes_per_s: float
     guests: Guests
-    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., guests: _Optional[_Union[Guests, _Mapping]] = ...) -> None: ...
+    corpus_tokens: int
+    tokens_per_row: float
+    drafted_per_row: float
+    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., guests: _Optional[_Union[Guests, _Mapping]] = ..., corpus_tokens: _Optional[int] = ..., tokens_per_row: _Optional[float] = ..., drafted_per_row: _Optional[float] = ...) -> None: ...
 
 class Guests(_message.Message):
     __slots__ = ("running", "waiting", "blocks")
@@ -438,7 +462,7 @@ class StepTiming(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., context_s: _Optional[float] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "pulls", "pulled_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted")
+    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "pulls", "pulled_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted", "corpus_told_tokens", "corpus_heard_tokens", "corpus_missed", "corpus_refused")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -461,6 +485,10 @@ class Totals(_message.Message):
     TIER_LOSSES_FIELD_NUMBER: _ClassVar[int]
     FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_TOLD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_HEARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_REFUSED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     prefix_hit_tokens: int
     generated_tokens: int
@@ -483,7 +511,11 @@ class Totals(_message.Message):
     tier_losses: int
     forced_tokens: int
     drafted: _containers.RepeatedCompositeFieldContainer[Drafted]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., pulls: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ...) -> None: ...
+    corpus_told_tokens: int
+    corpus_heard_tokens: int
+    corpus_missed: int
+    corpus_refused: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., pulls: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ..., corpus_told_tokens: _Optional[int] = ..., corpus_heard_tokens: _Optional[int] = ..., corpus_missed: _Optional[int] = ..., corpus_refused: _Optional[int] = ...) -> None: ...
 
 class Drafted(_message.Message):
     __slots__ = ("method", "tokens", "accepted")
@@ -494,3 +526,23 @@ class Drafted(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     accepted: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, method: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ToldAnswers(_message.Message):
+    __slots__ = ("model", "answers")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    answers: _containers.RepeatedCompositeFieldContainer[ToldAnswer]
+    def __init__(self, model: _Optional[str] = ..., answers: _Optional[_Iterable[_Union[ToldAnswer, _Mapping]]] = ...) -> None: ...
+
+class ToldAnswer(_message.Message):
+    __slots__ = ("tenant", "salt", "adapter", "tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    salt: str
+    adapter: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tenant: _Optional[str] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -9,7 +9,7 @@ from cluster.wire.fields import from_message, to_message
 from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
-from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from cluster.words.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.words.thinking_budget import ThinkingBudget
 from cluster.words.timing import PromptSpent, StepTiming
 from cluster.words.token_rules import TokenRules
@@ -56,6 +56,7 @@ def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]
             token_id=message.token_id,
             logprob=_logprob_from_proto(message.logprob) if message.HasField("logprob") else None,
             finish_reason=_reason_from(message.finish_reason) if message.finish_reason else None,
+            drafts=from_message(DraftTally, message.drafts) if message.HasField("drafts") else None,
         )
         for message in messages
     ]
@@ -103,6 +104,8 @@ def _token_to_proto(token: SampledToken) -> pb.SampledToken:
         message.logprob.CopyFrom(_logprob_to_proto(token.logprob))
     if token.finish_reason:
         message.finish_reason = token.finish_reason
+    if token.drafts:
+        message.drafts.CopyFrom(to_message(pb.DraftTally, token.drafts))
     return message
 
 

@@ -6,7 +6,10 @@ import math
 
 from cluster.rpc import worker_pb2 as pb
 
-_MEASURED = ("prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s")
+_MEASURED = (
+    "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s",
+    "tokens_per_row", "drafted_per_row",
+)  # fmt: skip
 _ADDED_UP = ("transfer_seconds", "pull_seconds")
 _SMALLEST, _LARGEST = 1e-12, 1e18  # of anything that is measured: seconds, and things per second
 

@@ -101,12 +101,33 @@ class TokenLogprob:
 
 
 @dataclass(slots=True, kw_only=True)
+class DraftTally:
+    """What was drafted for a choice, by a replica that drafts at all."""
+
+    steps: int = 0  # in which it decoded
+    drafts: int = 0  # of these, with a draft
+    unguessed: int = 0  # and without, for nobody had a guess; in the others a guess was not worth it
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of these
+    floors: float = 0.0  # added up over the steps: the chance that a drafted token needed to be worth it
+
+    def add(self, other: DraftTally) -> None:
+        self.steps += other.steps
+        self.drafts += other.drafts
+        self.unguessed += other.unguessed
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.floors += other.floors
+
+
+@dataclass(slots=True, kw_only=True)
 class SampledToken:
     """One token of one choice, as it leaves a worker."""
 
     token_id: int
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
+    drafts: DraftTally | None = None  # with some: of its choice, since the last one that had it
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -33,6 +33,8 @@ def hindrance(spec: Spec) -> str:
             f"the pools differ in {values}, which is fixed when a replica loads; make it equal in the spec, and "
             "`cluster update` to that"
         )
+    if spec.speculation.model and spec.speculation.method in ("draft", "auto") and spec.decode.resources.gpus:
+        return "speculation.model: on a GPU a decode replica sets memory aside for it when it loads; leave it out"
     return ""
 
 
@@ -41,9 +43,21 @@ def unlike(loaded: Spec, role: Role, wanted: Spec) -> list[str]:
     would have that is loaded now with `wanted`."""
     has, needs = _fixed(loaded.pool(role)), _fixed(wanted.pool(other(role)))
     sections = [name for name in _OF_ALL if getattr(loaded, name) != getattr(wanted, name)]
-    if loaded.speculation.heads != wanted.speculation.heads:  # else it is read anew
+    if _drafts_by(loaded) != _drafts_by(wanted):  # else it is read anew
         sections.append("speculation")
     return sections + [name for name in has if has[name] != needs[name]]
+
+
+def _drafts_by(spec: Spec) -> tuple[object, ...]:
+    """What of it may have been loaded with the model: heads, which `auto` finds by itself."""
+    drafts = spec.speculation
+    return (drafts.method, drafts.model) if drafts.model and drafts.method != "draft" else ()
+
+
+def _heads(spec: Spec) -> object:
+    """Which of them a replica of either role has loaded, if any."""
+    speculation = spec.speculation
+    return speculation.heads or (speculation.model if speculation.method == "auto" else None)
 
 
 def _fixed(pool: PoolSpec) -> dict[str, object]:

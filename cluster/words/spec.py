@@ -223,14 +223,17 @@ class SpeculationSpec(_Section):
     """Tokens that a decode replica drafts, and computes together with those that are certain. Answers stay token for
     token what they are without."""
 
-    method: Literal["off", "ngram", "suffix", "medusa", "eagle", "auto"] = "off"
+    method: Literal["off", "ngram", "suffix", "draft", "self", "medusa", "eagle", "auto"] = "off"
     """`ngram`: what followed the last tokens where they stood before, in the prompt or in the answer. `suffix`: also
-    where they stood in answers that the replica gave to the same tenant. `auto`: of both, what promises more. They pay
-    where answers repeat what is there (edits, rewriting, code); where they do not, nothing is drafted. `medusa`,
-    `eagle` (EAGLE-3): heads that were trained on the model's hidden states, see `model`; replicas of both roles load
-    them."""
+    where they stood in answers that the replica gave to the same tenant. They pay where answers repeat what is there
+    (edits, rewriting, code). `draft`: a smaller model of the same tokenizer, see `model`, on rank 0 of each decode
+    replica. `self`: the model itself without a third of its layers (`decode.tensor_parallel: 1`). `medusa`, `eagle`
+    (EAGLE-3): heads that were trained on the model's hidden states, see `model`; replicas of both roles load them.
+    `auto`: of `ngram`, `suffix` and what `model` holds, for each choice what promises most a second. Where nothing
+    pays, nothing is drafted."""
     model: str | None = None
-    """A directory with the heads' config.json and safetensors, on every host, or `hf:ORG/NAME`."""
+    """`draft`: a model's source, as in `model.source`. `medusa`, `eagle`: a directory with the heads' config.json and
+    safetensors, on every host, or `hf:ORG/NAME`. `auto`: either, or null."""
     max_tokens: Annotated[Tokens, Field(ge=1, le=64)] = 16
     """Of a choice in one step at most: how many it is follows what has been accepted, and what tokens cost."""
 
@@ -240,10 +243,12 @@ class SpeculationSpec(_Section):
         return "off" if value is False else value  # YAML reads a bare off as false
 
     @model_validator(mode="after")
-    def _heads_are_somewhere(self) -> SpeculationSpec:
+    def _who_drafts_is_somewhere(self) -> SpeculationSpec:
+        if self.method == "draft" and not self.model:
+            raise ValueError("model: draft needs a smaller model of the same tokenizer; name its source")
         if self.method in _HEADS and not self.model:
             raise ValueError(f"model: {self.method} drafts by heads; name the directory that holds them")
-        if self.method in ("ngram", "suffix") and self.model:
+        if self.method in ("ngram", "suffix", "self") and self.model:
             raise ValueError(f"model: {self.method} drafts without one; leave it out")
         return self
 
@@ -502,6 +507,12 @@ class Spec(_Section):
             self.kv.host_link != "tcp" or self.prefill.resources.gpus or self.decode.resources.gpus
         ):
             raise ValueError("kv.encrypt: only the tcp link can, which carries blocks between pools without GPUs")
+        return self
+
+    @model_validator(mode="after")
+    def _own_layers_are_on_one_rank(self) -> Spec:
+        if self.speculation.method == "self" and self.decode.tensor_parallel > 1:
+            raise ValueError("speculation.method: self needs decode.tensor_parallel: 1; draft runs beside any")
         return self
 
     @field_validator("engine")

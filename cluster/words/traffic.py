@@ -54,6 +54,8 @@ class ReplicaNews:
     available_blocks: int
     block_size: int
     bytes_per_token: int  # of KV on the wire
+    tokens_per_row: float = 0.0  # that a row of a step gets: with drafts more than 1
+    drafted_per_row: float = 0.0  # tokens that it computes beside its own
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ReplicaNews:

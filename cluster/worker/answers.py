@@ -85,7 +85,7 @@ class Answers:
         """Ship a choice to the replica that has made this handoff, if it is worth it."""
         sequence = self.find(router, stream)
         if sequence and sequence in self._engine.decoding.running:
-            self._moves.begin(sequence, handoff, listener, step_s=self._replica.pace.decode_step_s)
+            self._moves.begin(sequence, handoff, listener, step_s=self._replica.token_s)
         else:
             listener.stays("it does not decode here")
 
@@ -160,5 +160,6 @@ class Answers:
 
     def _emit(self, sequence: Sequence, token: SampledToken) -> None:
         request, stream = self._stream_of[sequence]
+        token.drafts = sequence.take_drafts(is_last=token.finish_reason is not None)
         tokens = pb.StreamTokens(stream=stream, tokens=tokens_to_proto([token]))
         self._tokens.setdefault(request.router, []).append(tokens)

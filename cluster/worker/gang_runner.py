@@ -14,7 +14,6 @@ from engine.batch.batch import Batch, KeptRows
 from engine.orders import BeginOrder, Orders
 from engine.runner import ModelRunner
 from engine.scorer import Scorer
-from engine.speculation.head_proposer import HeadDraft, HeadRow
 from engine.step import ScheduledStep
 from engine.tiers.rank_tiers import RankTiers
 from kvtransfer.movers.sender import Sender
@@ -93,13 +92,6 @@ class GangRunner:
             if end == passage.handoff.num_tokens:
                 passage.commit(end)
 
-    def draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
-        """Implements DraftHeads, as does `knows`. On rank 0, which has no others: nobody is told."""
-        return self.runner.draft(rows, max_tokens)
-
-    def knows(self, row: HeadRow) -> bool:
-        return self.runner.knows(row)
-
     def commit(self, key: HandoffKey, first_tokens: list[int]) -> None:
         """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other
         ranks see by themselves that it is whole."""
@@ -148,8 +140,8 @@ class GangRunner:
             self._commit(passage, grant.num_tokens)
 
     def _commit(self, passage: Passage, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
-        drafter = self.runner.drafter
-        features = drafter.features.of(passage.blocks, num_tokens) if drafter else b""
+        heads = self.runner.heads
+        features = heads.features.of(passage.blocks, num_tokens) if heads else b""
         passage.commit(num_tokens, next_tokens, features=features)
 
     def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[Passage, int, int]]:

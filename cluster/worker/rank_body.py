@@ -13,7 +13,9 @@ from grpc import aio
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.membership import Member
+from cluster.index.redis_client import connect_redis
 from cluster.model import source as model_source
+from cluster.model.draft_source import draft_source
 from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
@@ -31,6 +33,7 @@ from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from cluster.worker.role_parts import LeaderParts, LiveReplica, RoleParts
+from cluster.worker.shared_answers import SharedAnswers
 from engine.config import EngineConfig, device_for
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -173,7 +176,7 @@ class RankBody(Generic[W]):
         max_batch_tokens, max_running = largest_step(spec, setup.role)
         torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
-        heads = spec.speculation.heads
+        drafts = draft_source(spec.speculation)
         config = EngineConfig(
             model_dir=model_source.resolve(spec.model.source),
             device=str(self.device),
@@ -187,8 +190,8 @@ class RankBody(Generic[W]):
             max_context=spec.model.max_context,
             link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
-            drafter=heads[0] if heads else None,
-            drafter_dir=model_source.resolve_heads(heads[1]) if heads else None,
+            heads=drafts.heads if drafts else None,
+            heads_dir=drafts.directory if drafts and drafts.heads else None,
         )
 
         def is_loaded() -> None:
@@ -247,6 +250,7 @@ class RankBody(Generic[W]):
             key=credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
+            answers=_shared_answers(setup, runner) if worker.replica.drafts_from_answers else None,
         )
 
     def _connect(
@@ -289,6 +293,17 @@ def _link_bytes(setup: RankSetup, device: torch.device) -> int:
 def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
     model_dir = model_source.resolve(setup.spec.model.source)
     return Grammars(GrammarCompiler(model_dir, vocab_size=runner.config.vocab_size))
+
+
+def _shared_answers(setup: RankSetup, runner: ModelRunner) -> SharedAnswers:
+    credentials = setup.launch.credentials
+    return SharedAnswers(
+        connect_redis(credentials.index_url),
+        name=setup.spec.name,
+        key=credentials.key(Purpose.ANSWERS),
+        model=runner.layout.model,
+        vocab_size=runner.config.vocab_size,
+    )
 
 
 def _leader_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from cluster.words.tier import Tier
 from cluster.worker.fetches import Fetches
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.prompt_clock import PromptClock
+from cluster.worker.shared_answers import Shared
 from engine.device_mark import DeviceMark
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -25,6 +27,8 @@ from engine.prompts import Prompt
 from engine.rate import Rate
 from engine.sampler import sample
 from engine.sequence import Sequence
+from engine.speculation.corpus import Answer, Corpus
+from engine.speculation.row_yield import RowYield
 from engine.speculation.speculation import Speculation
 from engine.step import KVConnector, StepResult
 from engine.tiers.tiers import Tiers
@@ -48,12 +52,20 @@ class EngineParts:
 class ReplicaEngine:
     """Owned by the step thread of rank 0."""
 
-    def __init__(self, parts: EngineParts, connector: KVConnector, *, speculation: Speculation | None = None) -> None:
-        """speculation: None where nothing is drafted."""
+    def __init__(
+        self,
+        parts: EngineParts,
+        connector: KVConnector,
+        *,
+        speculation: Speculation | None = None,
+        corpus: Corpus | None = None,
+    ) -> None:
+        """speculation: None where nothing is drafted. corpus: what that drafts from; None: from no finished answers."""
         block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
         self.pace = Pace(DeviceMark if parts.gang.runner.device.type == "cuda" else HostMark)
         self.link_rate = Rate()  # bytes
+        self._yield = RowYield()
         self.clock = PromptClock()
         self.engine: Engine[Tensor] = Engine(
             parts.gang,
@@ -81,6 +93,7 @@ class ReplicaEngine:
         self._blocks = parts.blocks
         self._tiers = parts.tiers
         self._speculation = speculation
+        self._corpus = corpus
 
     def add(self, prompt: Prompt, holder: Holder | None) -> None:
         """Queue a prompt, of which `holder` may hold more than is here. Raises what Engine.add does."""
@@ -111,6 +124,8 @@ class ReplicaEngine:
         self.totals.computed_tokens += result.num_computed
         self.totals.generated_tokens += result.num_generated
         self.totals.forced_tokens += result.num_known
+        if rows := result.num_rows:
+            self._yield.add(rows, num_tokens=len(result.sampled), num_drafted=result.num_drafted)
         for sequence in result.failed:
             if not sequence.is_contradicted:
                 self._tiers.table.forget(sequence.hashes())
@@ -129,8 +144,8 @@ class ReplicaEngine:
 
     def note_arrival(self, sequence: Sequence, first_token: int, end_token: int, features: bytes) -> None:
         """The KV of these positions has come from elsewhere, and with it what is known of the last of them there."""
-        if drafter := self._gang.runner.drafter:
-            drafter.features.arrived(sequence.blocks, first_token, end_token, features)
+        if heads := self._gang.runner.heads:
+            heads.features.arrived(sequence.blocks, first_token, end_token, features)
 
     def count_shipment(self, shipment: Shipment) -> None:
         """All ranks' of a handoff, or of a grant, that has landed."""
@@ -153,6 +168,11 @@ class ReplicaEngine:
         orders = self._tiers.table.take_orders()
         if orders or self._gang.has_others:
             self._gang.execute(None, Orders(tiers=orders))
+
+    @property
+    def token_s(self) -> float:
+        """From one token of a choice that decodes here to its next one; 0: not measured yet."""
+        return self.pace.decode_step_s / max(1.0, self._yield.tokens_per_row)
 
     @property
     def is_whole(self) -> bool:
@@ -179,6 +199,21 @@ class ReplicaEngine:
         """Every block that the replica holds, by prefix hash, and where."""
         return self._tiers.table.held()
 
+    @property
+    def drafts_from_answers(self) -> bool:
+        """Also from those that were finished elsewhere, if they are told."""
+        return self._corpus is not None
+
+    def exchange_answers(self, heard: Seq[Answer], shared: Shared) -> Seq[Answer]:
+        """Take up what other replicas have told; returns what was finished here since the last call."""
+        assert self._corpus is not None, "it drafts from none"
+        for answer in heard:
+            self._corpus.add(answer, is_ours=False)
+        totals = self.totals
+        totals.corpus_heard_tokens, totals.corpus_told_tokens = shared.heard_tokens, shared.told_tokens
+        totals.corpus_missed, totals.corpus_refused = shared.missed, shared.refused
+        return self._corpus.take_new()
+
     def status(self) -> pb.Status:
         """Of the engine; the role adds what else it has."""
         engine, blocks = self.engine, self._blocks
@@ -193,9 +228,12 @@ class ReplicaEngine:
             prefill_tokens_per_s=self.pace.prompt_tokens_per_s,
             link_bytes_per_s=self.link_rate.per_s,
             timing=timing_to_proto(self.pace.timing),
+            tokens_per_row=self._yield.tokens_per_row,
+            drafted_per_row=self._yield.drafted_per_row,
         )
         self._tell_tiers(status)
         self._tell_drafts()
+        status.corpus_tokens = self._corpus.num_tokens if self._corpus else 0
         status.totals.CopyFrom(self.totals)
         return status
 

@@ -22,13 +22,16 @@ from cluster.words.rank import RankStatus
 from cluster.words.tier import Tier
 from cluster.worker.gang_watch import watch_ranks
 from cluster.worker.replica_engine import ReplicaEngine
+from cluster.worker.shared_answers import Shared, SharedAnswers
 from cluster.worker.step_loop import Command, StepLoop
+from engine.speculation.corpus import Answer
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.01
+_VITAL = "presence"  # the task without which a replica is none
 _IDLE_S = 0.5  # how often an idle engine gives a sign of life to its other ranks
 
 
@@ -74,22 +77,37 @@ class ReplicaService:
         self._watching: Future[None] | None = None
         self._presence: Presence | None = None
         self._presence_task: Future[None] | None = None
+        self._answers: SharedAnswers | None = None
+        self._answers_task: Future[None] | None = None
         self._tasks = Supervisor(died=self._task_died)
         self._status = pb.Status(replica=replica)
         self._num_requests = 0  # after the last step
         self._is_counted = False  # they are all that there will ever be
         self.is_draining = False
 
-    def start(self, *, index_url: str, name: str, key: bytes, member: Member, other_ranks: Sequence[str]) -> None:
+    def start(
+        self,
+        *,
+        index_url: str,
+        name: str,
+        key: bytes,
+        member: Member,
+        other_ranks: Sequence[str],
+        answers: SharedAnswers | None = None,
+    ) -> None:
         """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost.
 
-        name: of the deployment. key: by which its members sign.
+        name: of the deployment. key: by which its members sign. answers: None where it drafts from none.
         """
         self._publish()
         self._watching = self._host.spawn(self._watch(other_ranks))
         self._loop.start()
         self._presence = Presence(connect_redis(index_url), name=name, key=key, member=member, snapshot=self._snapshot)
-        self._presence_task = self._host.spawn(self._tasks.keep_running("presence", self._presence.run))
+        self._presence_task = self._host.spawn(self._tasks.keep_running(_VITAL, self._presence.run))
+        if answers:
+            self._answers = answers
+            sharing = self._tasks.keep_running("answers of other replicas", lambda: answers.run(self._exchange))
+            self._answers_task = self._host.spawn(sharing)
 
     def post(self, command: Command) -> None:
         """Run something on the step thread, between steps."""
@@ -117,8 +135,10 @@ class ReplicaService:
             raise ReplicaLost("this replica takes no new work")
 
     def drain(self) -> None:
-        """Take no new work. Routers are told at once, by their frames."""
+        """Take no new work. Routers are told at once, by their frames: who heard it only after the step under way would
+        ask again and again meanwhile."""
         self.is_draining = True
+        self._host.post(self._tell, {}, self._status, {})
         self._host.post(self.post, self._count_what_is_left)  # by the event loop: behind what it has just let in
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
@@ -144,6 +164,9 @@ class ReplicaService:
         if self._presence and self._presence_task:
             self._presence_task.cancel()
             self._host.call(self._presence.leave(), timeout_s=timeout_s)
+        if self._answers and self._answers_task:
+            self._answers_task.cancel()
+            self._host.call(self._answers.leave(), timeout_s=timeout_s)
 
     def _is_whole(self, *, timeout_s: float) -> bool:
         answer: Future[bool] = Future()
@@ -164,7 +187,7 @@ class ReplicaService:
             self._end(ReplicaLost(f"the watch over its ranks has ended: {bugs.exceptions[0]!r}"))
 
     def _task_died(self, name: str) -> None:
-        if name in self._tasks.failing:
+        if name == _VITAL and name in self._tasks.failing:
             self._end(ReplicaLost(f"its task {name} keeps dying"))
 
     def _end(self, error: ReplicaLost | None) -> None:
@@ -202,6 +225,9 @@ class ReplicaService:
             self._host.post(self._tell, tokens, status, changes)
 
     def _tell(self, tokens: Mapping[str, Any], status: pb.Status, changes: Mapping[bytes, Tier | None]) -> None:
+        if self.is_draining and not status.draining:  # it was said on the step thread before that
+            status, said = pb.Status(draining=True), status
+            status.MergeFrom(said)
         self._hub.publish(tokens, status)
         if changes and self._presence:
             self._presence.publish(changes)
@@ -209,4 +235,10 @@ class ReplicaService:
     async def _snapshot(self) -> Mapping[bytes, Tier]:
         answer: asyncio.Future[Mapping[bytes, Tier]] = asyncio.get_running_loop().create_future()
         self.post(lambda: self._host.post(answer.set_result, self._worker.replica.held()))
+        return await answer
+
+    async def _exchange(self, heard: Sequence[Answer], shared: Shared) -> Sequence[Answer]:
+        answer: asyncio.Future[Sequence[Answer]] = asyncio.get_running_loop().create_future()
+        engine = self._worker.replica
+        self.post(lambda: self._host.post(answer.set_result, engine.exchange_answers(heard, shared)))
         return await answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -56,22 +57,24 @@ class StepLoop:
         self._thread.join(timeout_s)
 
     def _work(self) -> None:
+        idle_at = 0.0
         did_work = True
         try:
             while not self._is_stopping:
-                self._run_commands(wait=not did_work)
+                now = time.monotonic()
+                if did_work:
+                    idle_at = now + self._idle_s
+                self._run_commands(within_s=0.0 if did_work else max(0.0, idle_at - now))
+                if not (did_work or self._is_stopping) and time.monotonic() >= idle_at:
+                    self._idle()
+                    idle_at = time.monotonic() + self._idle_s
                 did_work = not self._is_stopping and self._step()
         finally:
             self._ended()
 
-    def _run_commands(self, *, wait: bool) -> None:
-        """Run what is posted; with `wait`, wait for the first of them up to idle_s."""
-        try:
-            self._commands.get(timeout=self._idle_s if wait else 0)()
-        except queue.Empty:
-            if wait:
-                self._idle()
-            return
+    def _run_commands(self, *, within_s: float) -> None:
+        """Run what is posted, after waiting up to so long for the first of them."""
         with suppress(queue.Empty):
+            self._commands.get(timeout=within_s)()
             while not self._is_stopping:
                 self._commands.get_nowait()()

@@ -4,25 +4,30 @@ arXiv:2211.17192; but that a draft is right where it equals the token that is dr
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from cluster.words.errors import SpecError
+from cluster.model import config as model_config
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig
-from engine.draft_models.draft_tables import DraftTables, Table
+from engine.draft_models.draft_tables import DraftTable, DraftTables
 from engine.draft_models.drawn import DrawnTokens
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.proposer import NOTHING, Proposal
+from engine.weights.open_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
 _KV_GIB = {"cpu": 0.25, "cuda": 1.0}  # mapped as it is used; taken at once
+_UNEVEN = 1.05  # what torch's allocator loses between tensors
+_STEP_BYTES = 256 << 20  # activations of what is computed at once: see Asking
+_LOGIT_BYTES = 64  # as MemoryTrial counts for those of the served model
 
 
 class DraftModel:
@@ -42,23 +47,14 @@ class DraftModel:
         self._drawn = DrawnTokens()
 
     @classmethod
-    def open(cls, config: EngineConfig, model_dir: Path, *, vocab_size: int, num_tokens: int) -> DraftModel:
-        """config: the served model's. num_tokens: for how many that one has room. Takes as long as a model takes to
-        load. Raises SpecError."""
-        own = replace(
-            config,
-            model_dir=model_dir,
-            pool_dtype="auto",
-            expert_parallel=False,
-            redundant_experts=0,
-            deterministic=False,
-            recorded_rows=0,
-            max_context=None,
-        )
-        num_blocks = num_draft_blocks(own, num_tokens=num_tokens)
-        runner = ModelRunner(replace(own, num_blocks=num_blocks))
+    def open(cls, config: EngineConfig, *, vocab_size: int, num_tokens: int) -> DraftModel:
+        """config: its own, without a number of blocks. num_tokens: for how many the served model has room. Takes as
+        long as a model takes to load. Raises SpecError."""
+        layout = config.layout()
+        num_blocks = max(1, min(_kv_bytes(config) // layout.block_bytes, -(-num_tokens // layout.block_size)))
+        runner = ModelRunner(replace(config, num_blocks=num_blocks))
         runner.warm_up(config.max_batch_tokens)
-        logger.info("drafts by %s, with room for %d tokens", model_dir.name, num_blocks * own.block_size)
+        logger.info("drafts by %s, with room for %d tokens", config.model_dir, num_blocks * layout.block_size)
         return cls(runner, vocab_size=vocab_size)
 
     def num_behind(self, sequence: Sequence) -> int | None:
@@ -102,7 +98,7 @@ class DraftModel:
     def forget(self, sequence: Sequence) -> None:
         self.tables.forget(sequence)
 
-    def _open(self, sequence: Sequence, max_tokens: int, keep: Seq[Sequence]) -> Table | None:
+    def _open(self, sequence: Sequence, max_tokens: int, keep: Seq[Sequence]) -> DraftTable | None:
         num_tokens = min(len(sequence.tokens) + max_tokens - 1, self._max_tokens)
         return self.tables.open(sequence, num_tokens, keep=keep)
 
@@ -113,7 +109,7 @@ class DraftModel:
 class _Drafting:
     """A row of an ask."""
 
-    def __init__(self, sequence: Sequence, table: Table) -> None:
+    def __init__(self, sequence: Sequence, table: DraftTable) -> None:
         self.sequence = sequence
         self.tokens: list[int] = []
         self.kinds: list[int] = []
@@ -145,13 +141,13 @@ class _Drafting:
         self.is_over = token is None or len(self.sequence.tokens) + len(self.tokens) > max_tokens
 
 
-def num_draft_blocks(config: EngineConfig, *, num_tokens: int) -> int:
-    """Of the pool of a draft model with this config, beside a pool for so many tokens."""
-    layout = config.layout()
-    kind = config.device.partition(":")[0]
-    most = int(_KV_GIB.get(kind, _KV_GIB["cpu"]) * GIB) // layout.block_bytes
-    if most < 1:
-        raise SpecError(
-            f"speculation.model: {layout.block_bytes} bytes of KV for {layout.block_size} tokens are too many"
-        )
-    return max(1, min(most, -(-num_tokens // layout.block_size)))
+def bytes_of(config: EngineConfig) -> int:
+    """What one takes of a GPU, with this config of its own: weights, widened if they must be, KV, and its steps."""
+    shapes, itemsize = open_checkpoint(config.model_dir).shapes, getattr(torch, config.dtype).itemsize
+    weights = sum(math.prod(shape) for shape in shapes.values()) * itemsize
+    logits = config.max_running * model_config.load(config.model_dir).vocab_size * _LOGIT_BYTES
+    return int(weights * _UNEVEN) + _kv_bytes(config) + logits + _STEP_BYTES
+
+
+def _kv_bytes(config: EngineConfig) -> int:
+    return int(_KV_GIB["cuda" if config.device.startswith("cuda") else "cpu"] * GIB)

@@ -12,7 +12,7 @@ from engine.sequence import Sequence
 
 
 @dataclass(eq=False, slots=True)
-class Table:
+class DraftTable:
     """Of one sequence."""
 
     blocks: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class DraftTables:
         """block_size: that of the sequences' own hashes."""
         self.blocks = BlockManager(num_blocks)
         self._block_size = block_size
-        self._tables: OrderedDict[int, tuple[ref[Sequence], Table]] = OrderedDict()  # by id, the latest last
+        self._tables: OrderedDict[int, tuple[ref[Sequence], DraftTable]] = OrderedDict()  # by id, the latest last
         self._gone: deque[int] = deque()  # another thread may find that a sequence is gone
 
     def __len__(self) -> int:
@@ -44,13 +44,13 @@ class DraftTables:
         )
         return len(sequence.tokens) - min(known, len(sequence.tokens) - 1)
 
-    def open(self, sequence: Sequence, num_tokens: int, *, keep: Collection[Sequence]) -> Table | None:
+    def open(self, sequence: Sequence, num_tokens: int, *, keep: Collection[Sequence]) -> DraftTable | None:
         """Its table, with room for so many tokens. What was drafted and did not come is forgotten. None if there is no
         room but that of `keep`."""
         self._forget_gone()
         table = self._of(sequence)
         if table is None:
-            table = Table()
+            table = DraftTable()
             self._tables[id(sequence)] = ref(sequence, self._note_gone(id(sequence))), table
             hashes = self._hashes(sequence)
             found = self.blocks.match(hashes)
@@ -61,7 +61,7 @@ class DraftTables:
         self._tables.move_to_end(id(sequence))
         return table if self._make_room(table, -(-num_tokens // self._block_size), keep) else None
 
-    def computed(self, sequence: Sequence, table: Table, num_tokens: int) -> None:
+    def computed(self, sequence: Sequence, table: DraftTable, num_tokens: int) -> None:
         """The next so many tokens of the sequence are in the pool."""
         table.num_known += num_tokens
         hashes = sequence.hashes()
@@ -74,7 +74,7 @@ class DraftTables:
         if self._of(sequence) is not None:
             self._drop(id(sequence))
 
-    def _of(self, sequence: Sequence) -> Table | None:
+    def _of(self, sequence: Sequence) -> DraftTable | None:
         found = self._tables.get(id(sequence))
         return found[1] if found and found[0]() is sequence else None
 
@@ -82,7 +82,7 @@ class DraftTables:
         """Of what need not be computed where it is there: not the last token."""
         return sequence.hashes()[: (len(sequence.tokens) - 1) // self._block_size]
 
-    def _make_room(self, table: Table, num_blocks: int, keep: Collection[Sequence]) -> bool:
+    def _make_room(self, table: DraftTable, num_blocks: int, keep: Collection[Sequence]) -> bool:
         kept = {id(sequence) for sequence in keep}
         while not self.blocks.extend(table.blocks, num_blocks):
             oldest = next((key for key in self._tables if key not in kept), None)
@@ -108,7 +108,7 @@ class DraftTables:
                 self._drop(key)
 
 
-def _known(sequence: Sequence, table: Table) -> int:
+def _known(sequence: Sequence, table: DraftTable) -> int:
     """Leading tokens whose KV is in the table: those that were, and of the drafted ones those that came."""
     known, tokens = table.num_known, sequence.tokens
     for token in table.drafted:

@@ -51,7 +51,7 @@ class KVLayout:
     exact_dim: int = 0  # numbers at the end of a row that stay in bf16 where others have 8 bits
     draft: str = ""  # fingerprint of the heads that draft beside the model; empty: none that keep anything
     num_draft_layers: int = 0  # of num_layers, the last: theirs
-    feature_bytes: int = 0  # per block: what heads know of its last position, see engine.drafters.features
+    feature_bytes: int = 0  # per block: what heads know of its last position, see engine.heads.features
 
     @property
     def fingerprint(self) -> str:

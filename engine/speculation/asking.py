@@ -23,6 +23,7 @@ _TRIAL_SHARE = 0.01  # of the time of steps: what trials may take in the long ru
 _FIRST_STEPS = 16  # whose time may go into each of the first trials
 _NUM_FIRST = 4  # trials without waiting
 _MOST_TRIED = 4  # tokens
+_IN_VAIN, _PLAN_EVERY = 16, 8  # looks: a plan takes 0.1 ms and more
 _NEAR = 2  # tokens: so many a sequence that was drafted for in the last step lacks, too
 _FEWEST, _MOST = 16, 512  # tokens of a prompt that are computed before a step
 _ANSWER = 64.0  # tokens, in the mean, until some are known
@@ -71,6 +72,7 @@ class Asking:
         self._guesses = guesses
         self._clock = clock
         self._purse_s = 0.0
+        self._num_in_vain = 0  # looks since it was worth asking
         self._mean_answer = _ANSWER
         self._spent_s = 0.0
 
@@ -85,7 +87,7 @@ class Asking:
         """Whom to ask before a step of these rows; None: nobody. Looks only.
 
         most: tokens that may be drafted for each. guessed, max_tokens: see `plan_ask`."""
-        if max_tokens < 1:
+        if max_tokens < 1 or (self._num_in_vain >= _IN_VAIN and self._num_in_vain % _PLAN_EVERY):
             return None
         offers = [self._offer(method, rows, most, price) for method in self._methods]
         if plan := plan_ask(guessed, offers, price, max_tokens):
@@ -96,6 +98,8 @@ class Asking:
     def carry_out(self, ask: Ask, rows: Seq[Sequence]) -> None:
         """Ask, and note what is said."""
         spent_s, method = self._spent_s, self._methods[ask.plan.method]
+        if not ask.is_trial:
+            self._num_in_vain = -1
         for row, num_tokens in ask.late:
             self._time(method, 0, num_tokens, partial(method.proposer.catch_up, rows[row], num_tokens))
         late = {row for row, _ in ask.late}
@@ -106,6 +110,7 @@ class Asking:
 
     def looked(self, price: StepPrice) -> None:
         """A step is made: its time is known, and a share of it may go into trials."""
+        self._num_in_vain += 1
         for method in self._methods.values():
             method.num_looks += 1
         self._purse_s += _TRIAL_SHARE * price.plain

@@ -10,7 +10,7 @@ from cluster.words.request import SequenceRequest
 from engine.speculation.token_index import TokenIndex
 
 MAX_TOKENS = 1 << 17  # of all scopes; a token takes about 200 bytes
-MAX_SCOPE_TOKENS = 1 << 14
+MAX_SCOPE_TOKENS = 1 << 16
 _MOST_NEW = 64  # answers that nobody has taken
 _END = (1 << 31) - 1  # between two answers: no model has this token
 

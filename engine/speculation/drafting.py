@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
+from cluster.words.request import DraftTally
+from cluster.words.timing import StepTiming
 from engine.kv.block_manager import BlockManager
-from engine.pace import Pace
 from engine.sequence import Sequence
 from engine.speculation.draft import Draft
 from engine.speculation.draft_plan import FREE, StepPrice
@@ -17,13 +19,29 @@ from engine.speculation.speculation import Speculation
 _MARGIN = 1.5
 
 
+class Prices(Protocol):
+    """What steps take, as far as it is known."""
+
+    @property
+    def timing(self) -> StepTiming | None: ...
+
+    @property
+    def draft_factor(self) -> float:
+        """What steps with drafts take, beside steps without that have as many tokens."""
+        ...
+
+    def set_aside(self, seconds: float, /) -> None:
+        """So much of the next step's time is not the step's: somebody was asked before it."""
+        ...
+
+
 class Drafting:
     """Owned by the step thread."""
 
     def __init__(
         self,
         speculation: Speculation | None,
-        pace: Pace | None,
+        pace: Prices | None,
         blocks: BlockManager,
         *,
         max_batch_tokens: int,
@@ -51,7 +69,11 @@ class Drafting:
         most = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
         if most < 1:
             return {}
-        drafts = self._speculation.draft(rows, self._price(rows, num_tokens), max_tokens=most, blocks=self._blocks)
+        price = self._price(rows, num_tokens)
+        for sequence in rows:
+            sequence.drafts = sequence.drafts or DraftTally()
+            sequence.drafts.floors += price.token * len(rows) / price.plain
+        drafts = self._speculation.draft(rows, price, max_tokens=most, blocks=self._blocks)
         if self._pace and (asking_s := self._speculation.take_asking_s()):
             self._pace.set_aside(asking_s)
         return drafts

@@ -95,11 +95,12 @@ class Speculation:
             return {}
         self._look_up(rows)
         most = [self._most(row) for row in rows]
-        if self._computing:
-            if ask := self._asking.plan(rows, most, self._chances(rows, most), price, max_tokens):
-                self._asking.carry_out(ask, rows)
-            self._asking.looked(price)
         chances = self._chances(rows, most)
+        if self._computing:
+            if ask := self._asking.plan(rows, most, chances, price, max_tokens):
+                self._asking.carry_out(ask, rows)
+                chances = self._chances(rows, most)
+            self._asking.looked(price)
         lengths = plan_drafts(chances, len(rows), price, max_tokens)
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if not any(lengths):
@@ -111,6 +112,8 @@ class Speculation:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(tokens=guess.tokens[:taken], num_blocks=num_blocks, method=method)
+            elif not guess and row.drafts:
+                row.drafts.unguessed += 1
         return drafts
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:

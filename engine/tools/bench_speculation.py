@@ -7,6 +7,7 @@ again gets it sooner than this says. Prompts are computed before the clock start
 takes, for a machine that is busy.
 
     cluster bench speculation --json
+    cluster bench speculation --method draft,auto --draft-model DIRECTORY
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cluster.model.draft_source import DraftSource
 from cluster.words.request import Sampling, SequenceRequest
 from engine.config import EngineConfig
+from engine.draft_models.draft_model import DraftModel
+from engine.draft_models.head_proposer import HeadProposer
+from engine.draft_models.own_layers import OwnLayers
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.pace import HostMark, Pace
@@ -31,6 +36,7 @@ from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence
 from engine.speculation.corpus import Corpus
+from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 
 _BLOCK_SIZE = 16
@@ -59,6 +65,7 @@ def bench_speculation(
     *,
     batches: Seq[int],
     methods: Seq[str],
+    drafts: DraftSource | None = None,
     temperature: float,
     max_tokens: int,
     stop_token_ids: Seq[int],
@@ -66,15 +73,16 @@ def bench_speculation(
     threads: int | None,
     cpu_time: bool,
 ) -> dict[str, Any]:
-    """Measure; returns plain JSON values. prompts: of each kind as many as the largest batch, as token ids."""
+    """Measure; returns plain JSON values. prompts: of each kind as many as the largest batch, as token ids. methods:
+    with `off`. drafts: what those draft by that need it."""
     if threads is not None or cpu_time:
         torch.set_num_threads(1 if cpu_time else threads or 1)
     longest = max(len(prompt) for kind in prompts.values() for prompt in kind) + max_tokens
     num_blocks = max(batches) * (-(-longest // _BLOCK_SIZE) + 1)
-    runner = ModelRunner(EngineConfig(model_dir=model_dir, block_size=_BLOCK_SIZE, num_blocks=num_blocks))
+    config = EngineConfig(model_dir=model_dir, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
+    parts = _Parts(config, drafts, clock=time.thread_time if cpu_time else time.perf_counter)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=1, stop_token_ids=tuple(stop_token_ids))
-    clock = time.thread_time if cpu_time else time.perf_counter
-    replicas = {method: _Replica(method, runner, cpu_time=cpu_time) for method in methods}
+    replicas = {method: _Replica(method, parts, cpu_time=cpu_time) for method in methods}
     rows = []
     for kind, asked in prompts.items():
         for batch in batches:
@@ -82,27 +90,66 @@ def bench_speculation(
             for number in range(tries):
                 first = number % len(methods)
                 for method in (*methods[first:], *methods[:first]):
-                    found[method].append(_answer(runner, asked[:batch], sampling, replicas[method], clock))
+                    found[method].append(_answer(asked[:batch], sampling, replicas[method], parts.clock))
             rows += _rows(kind, batch, found)
     kind_of_time = "cpu" if cpu_time else "wall"
     how = {"model": model_dir.name, "threads": torch.get_num_threads(), "clock": kind_of_time}
     return how | {"temperature": temperature, "rows": rows}
 
 
+class _Parts:
+    """What methods are made of."""
+
+    def __init__(self, config: EngineConfig, drafts: DraftSource | None, *, clock: Callable[[], float]) -> None:
+        self.runner = ModelRunner(config)
+        self.clock = clock
+        self._config = config
+        self._drafts = drafts
+        self._with_heads: ModelRunner | None = None
+
+    def runner_for(self, method: str) -> ModelRunner:
+        """Whoever drafts without heads does not carry them."""
+        heads = self._drafts.heads if self._drafts else None
+        if heads is None or method not in (heads, "auto"):
+            return self.runner
+        if self._with_heads is None:
+            assert self._drafts
+            config = replace(self._config, heads=heads, heads_dir=self._drafts.directory)
+            self._with_heads = ModelRunner(config)
+        return self._with_heads
+
+    def computing(self, method: str, blocks: BlockManager) -> dict[str, Computing]:
+        runner = self.runner_for(method)
+        if method == "self":
+            return {"self": OwnLayers(runner, blocks, before_writing=lambda: None)}
+        if self._drafts is None or method not in (self._drafts.kind, "auto"):
+            return {}
+        if self._drafts.heads:
+            return {self._drafts.heads: HeadProposer(runner)}
+        own = replace(self._config, model_dir=self._drafts.directory, num_blocks=None)
+        num_tokens = blocks.num_blocks * _BLOCK_SIZE
+        return {"draft": DraftModel.open(own, vocab_size=runner.config.vocab_size, num_tokens=num_tokens)}
+
+
 class _Replica:
     """What a method has learnt."""
 
-    def __init__(self, method: str, runner: ModelRunner, *, cpu_time: bool) -> None:
+    def __init__(self, method: str, parts: _Parts, *, cpu_time: bool) -> None:
         self.pace = Pace(_CpuMark if cpu_time else HostMark)
         self.corpus = Corpus()
+        self.runner = parts.runner_for(method)
+        self.blocks = BlockManager(self.runner.pool.num_blocks)
+        self.num_rounds = 0
         self.speculation = (
             None
             if method == "off"
             else Speculation.of(
                 method,
                 max_tokens=_MAX_DRAFT,
-                vocab_size=runner.config.vocab_size,
+                vocab_size=self.runner.config.vocab_size,
+                computing=parts.computing(method, self.blocks),
                 corpus=self.corpus,
+                clock=parts.clock,
             )
         )
 
@@ -147,23 +194,17 @@ def _best(answers: Seq[_Answers]) -> float:
     return min(one.seconds for one in answers)
 
 
-def _answer(
-    runner: ModelRunner,
-    prompts: Seq[Seq[int]],
-    sampling: Sampling,
-    replica: _Replica,
-    clock: Callable[[], float],
-) -> _Answers:
+def _answer(prompts: Seq[Seq[int]], sampling: Sampling, replica: _Replica, clock: Callable[[], float]) -> _Answers:
     replica.corpus.forget()
-    pace, speculation = replica.pace, replica.speculation
+    replica.num_rounds += 1
+    runner, pace, speculation = replica.runner, replica.pace, replica.speculation
     before = replica.count()
-    blocks = BlockManager(runner.pool.num_blocks)
     limits = SchedulerConfig(max_batch_tokens=512, max_running=_MAX_RUNNING, max_waiting=len(prompts))
-    engine = Engine(runner, sample, blocks, limits, block_size=_BLOCK_SIZE, pace=pace, speculation=speculation)
+    engine = Engine(runner, sample, replica.blocks, limits, block_size=_BLOCK_SIZE, pace=pace, speculation=speculation)
     sequences: list[Sequence] = []
     running: list[Sequence] = []
     for number, tokens in enumerate(prompts):  # each alone
-        sequence = _sequence(runner, number, tokens, sampling)
+        sequence = _sequence(runner, f"{replica.num_rounds} {number}", tokens, sampling)
         engine.add(Prompt(sequence))
         while sequence not in engine.decoding.running and engine.step().did_work:
             pass
@@ -180,9 +221,10 @@ def _answer(
     return answers
 
 
-def _sequence(runner: ModelRunner, number: int, tokens: Seq[int], sampling: Sampling) -> Sequence:
+def _sequence(runner: ModelRunner, name: str, tokens: Seq[int], sampling: Sampling) -> Sequence:
+    """name: another one in each round, so that nothing of earlier ones is found."""
     request = SequenceRequest(
-        id=str(number), token_ids=tuple(tokens), num_prompt_tokens=len(tokens), sampling=sampling, salt=str(number)
+        id=name, token_ids=tuple(tokens), num_prompt_tokens=len(tokens), sampling=sampling, salt=name
     )
     layout, limit = runner.layout, len(tokens) + sampling.max_tokens + 1
     return Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=limit)

@@ -55,4 +55,4 @@ class CommitFrame:
     checksum: int  # over the segments' checksums, in order
     num_tokens: int  # positions of the handoff that have been sent, those before first_token included
     next_tokens: tuple[int, ...] = ()  # from rank 0 to rank 0
-    features: bytes = b""  # see engine.drafters.features: of the last of these positions; empty: not known
+    features: bytes = b""  # see engine.heads.features: of the last of these positions; empty: not known

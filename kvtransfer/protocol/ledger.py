@@ -34,7 +34,7 @@ class Landing:
     epoch: int
     num_tokens: int  # positions that are here now, those before the handoff included
     next_tokens: tuple[int, ...] = ()  # after a prompt: one per choice; of a moved sequence: those we do not know yet
-    features: bytes = b""  # of the last of these positions, see engine.drafters.features; empty: not known
+    features: bytes = b""  # of the last of these positions, see engine.heads.features; empty: not known
 
 
 @dataclass

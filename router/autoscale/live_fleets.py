@@ -13,7 +13,8 @@ from cluster.words.traffic import TOKENS_PER_HASH, ReplicaNews
 from router.autoscale.observation import Saturation
 from router.autoscale.pool_sizes import PoolSizes
 from router.autoscale.simulated_outlook import Fleets
-from router.simulator.profile import KV, LinkProfile, Profile, Steps
+from router.simulator.learnt_drafts import by_yield
+from router.simulator.profile import KV, Drafts, LinkProfile, Profile, Steps
 
 _LINK_BYTES_PER_S = 1e9  # until one is measured
 _LATENCY_S = 0.003
@@ -35,6 +36,7 @@ def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaNews])
         derivation=["what replicas have learnt of their own steps, whatever else kept their machines busy included"],
         steps=Steps(**{**_fields(steps[Role.PREFILL]), "context_s": steps[Role.DECODE].context_s}),
         decode_steps=Steps(**_fields(steps[Role.DECODE])),
+        drafts=_drafts(replicas),
         kv=KV(
             bytes_per_token=num_bytes,
             wire_bytes_per_token=num_bytes,
@@ -57,7 +59,9 @@ def saturation_of(fleet: Iterable[ReplicaNews], rules: AutoscaleSpec, *, num_wai
     full_d = max(
         fmean(1 - r.available_blocks / r.num_blocks for r in decode) if decode else 0.0,
         fmean(r.num_streams / r.max_running for r in decode) if decode else 0.0,
-        fmean(r.decode_step_s for r in decode) / (rules.slo_itl_ms / 1e3) if decode else 0.0,
+        fmean(r.decode_step_s / max(1.0, r.tokens_per_row) for r in decode) / (rules.slo_itl_ms / 1e3)
+        if decode
+        else 0.0,
     )
     if num_waiting and full_p >= full_d:
         full_p = max(full_p, 1.0)
@@ -84,6 +88,14 @@ def _mean_timing(role: Role, replicas: Sequence[ReplicaNews]) -> StepTiming:
     if not known:
         raise ClusterError(f"no {role} replica has learnt yet how long its steps take")
     return StepTiming(**{name: fmean(getattr(timing, name) for timing in known) for name in Steps.model_fields})
+
+
+def _drafts(replicas: Sequence[ReplicaNews]) -> Drafts | None:
+    """As the replicas that decode have drafted of late, with the load that they had."""
+    busy = [replica for replica in replicas if replica.role is Role.DECODE and replica.tokens_per_row]
+    if not busy:
+        return None
+    return by_yield(fmean(r.tokens_per_row for r in busy), fmean(r.drafted_per_row for r in busy))
 
 
 def _fields(timing: StepTiming) -> dict[str, float]:

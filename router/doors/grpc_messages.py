@@ -210,5 +210,5 @@ def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
 
 def _trace(summary: Summary) -> pb.Trace:
     route = asdict(summary.route)
-    del route["cached_tokens"]  # in the usage
+    del route["cached_tokens"], route["drafts"]  # in the usage
     return pb.Trace(ttft_ms=summary.ttft_s * 1e3, itl_ms=summary.itl_s * 1e3, **route)

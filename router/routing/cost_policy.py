@@ -4,7 +4,8 @@
           max(queue of P, pull)   blocks that a peer or P's own lower tier holds come while P works on others' prompts
         + compute                 what is missing then, at P's own rates
         + transfer                bytes that D lacks / link rate
-        + decode                  _HORIZON steps of D, what they cost the streams there, and waiting for blocks
+        + decode                  D's steps until _HORIZON tokens, which are fewer where it drafts, what they cost the
+                                  streams there, and waiting for blocks
 
     on D alone, where the uncached part is short or there is no P
           max(queue of D, pull) + compute + decode
@@ -138,12 +139,13 @@ def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, 
 
 def _decode_s(demand: RoutingRequest, view: CandidateReplica) -> float:
     """Our own steps there, and by how much each of them delays the others."""
-    slower_s = view.timing.token_s + view.timing.context_s * demand.num_tokens
+    slower_s = view.timing.token_s * (1 + view.drafted_per_row) + view.timing.context_s * demand.num_tokens
     step_s = view.timing.base_s + slower_s * (view.num_streams + 1)
-    decode_s = _HORIZON * (step_s + slower_s * view.num_streams)
+    num_steps = _HORIZON / view.tokens_per_row
+    decode_s = num_steps * (step_s + slower_s * view.num_streams)
     missing = -(-(_uncached(demand, view) + 1) // demand.block_size) - view.available_blocks
     if missing > 0:  # blocks come back as streams end: each missing one is a share of a stream's remaining life
-        decode_s += missing / view.num_blocks * max(1, view.num_streams) * _HORIZON * step_s
+        decode_s += missing / view.num_blocks * max(1, view.num_streams) * num_steps * step_s
     return decode_s
 
 

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from cluster.words.life import Life
+from cluster.words.request import DraftTally
 from router.routing.policy import CandidateReplica, Option
 
 _MAX_REQUESTS = 1000
@@ -37,6 +38,14 @@ class _Record:
     attempts: list[_Attempt] = field(default_factory=list)
     life: Life | None = None
     tenant: str = ""
+    drafts: DraftTally | None = None
+
+    def told(self) -> list[dict[str, Any]]:
+        """Attempt by attempt. What was drafted is known of all together, and stands with the last."""
+        attempts = [attempt.as_dict() for attempt in self.attempts]
+        if self.drafts and self.drafts.steps:
+            attempts[-1]["drafts"] = asdict(self.drafts)
+        return attempts
 
 
 class Decisions:
@@ -53,23 +62,20 @@ class Decisions:
         attempt = _Attempt(best, [view for view in views if view.replica in named])
         self._record(request_id).attempts.append(attempt)
 
-    def live(self, request_id: str, life: Life, *, tenant: str = "") -> None:
-        """A request has come; `life` is written while it runs."""
+    def live(self, request_id: str, life: Life, *, tenant: str = "", drafts: DraftTally | None = None) -> None:
+        """A request has come; `life` and `drafts` are written while it runs."""
         record = self._record(request_id)
-        record.life, record.tenant = life, tenant
+        record.life, record.tenant, record.drafts = life, tenant, drafts
 
     def explain(self, request_id: str) -> dict[str, list[dict[str, Any]]]:
         """For each request of this id: per attempt its `options`, the one taken first, as plain values in seconds, and
-        the `replicas` that they name as they were known: what they held, what was before them, and their rates.
+        the `replicas` that they name as they were known: what they held, what was before them, and their rates; and
+        with the last one, where a replica drafts, its `drafts` (see DraftTally).
 
         A client's id may stand for several requests (one per prompt), which have a suffix each. Empty: not known (any
         more).
         """
-        return {
-            id: [attempt.as_dict() for attempt in record.attempts]
-            for id, record in self._of(request_id)
-            if record.attempts
-        }
+        return {id: record.told() for id, record in self._of(request_id) if record.attempts}
 
     def lives(self, request_id: str) -> dict[str, dict[str, Any]]:
         """For each request of this id where its time went, as Life.as_dict has it. Empty: not known (any more)."""

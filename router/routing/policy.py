@@ -26,6 +26,8 @@ class CandidateReplica:
     max_batch_tokens: int  # of one step: a longer prompt is computed in several
     link_bytes_per_s: float  # of KV that it ships
     restore_bytes_per_s: float = 0.0  # from its lower tiers to its device; 0: it has none
+    tokens_per_row: float = 1.0  # that a row of a step gets: more where it drafts
+    drafted_per_row: float = 0.0  # tokens that a row computes beside its own
 
     def compute_s(self, demand: RoutingRequest, after: int) -> float:
         """Seconds for the prompt, of whose KV it has the first `after` tokens."""

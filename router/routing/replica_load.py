@@ -44,6 +44,8 @@ class ReplicaLoad:
     host_bytes_per_s: float
     disk_bytes_per_s: float
     timing: StepTiming | None  # None: not learnt yet
+    tokens_per_row: float = 0.0  # that a row of a step gets: with drafts more than 1
+    drafted_per_row: float = 0.0  # tokens that it computes beside its own
     num_told_guests: int = 0  # of a prefill replica: choices that it answers itself, as it last said
     num_waiting_guests: int = 0
     guest_blocks: int = 0  # that these have
@@ -93,6 +95,8 @@ class UsualRates:
     prefill_tokens_per_s: float
     step_s: float
     link_bytes_per_s: float
+    tokens_per_row: float = 1.0
+    drafted_per_row: float = 0.0
 
     @classmethod
     def of(cls, loads: Sequence[ReplicaLoad]) -> UsualRates:
@@ -100,6 +104,8 @@ class UsualRates:
             _mean([load.prefill_tokens_per_s for load in loads], _DEFAULT_PREFILL_TOKENS_PER_S),
             _mean([load.decode_step_s for load in loads], _DEFAULT_STEP_S),
             _mean([load.link_bytes_per_s for load in loads], _DEFAULT_LINK_BYTES_PER_S),
+            _mean([load.tokens_per_row for load in loads], 1.0),
+            _mean([load.drafted_per_row for load in loads if load.tokens_per_row], 0.0),
         )
 
 
@@ -118,6 +124,8 @@ def candidate_of(load: ReplicaLoad, held: Depths, usual: UsualRates) -> Candidat
         max_batch_tokens=load.member.max_batch_tokens,
         link_bytes_per_s=load.link_bytes_per_s or usual.link_bytes_per_s,
         restore_bytes_per_s=_restore_bytes_per_s(held, load),
+        tokens_per_row=max(1.0, load.tokens_per_row or usual.tokens_per_row),
+        drafted_per_row=load.drafted_per_row if load.tokens_per_row else usual.drafted_per_row,
     )
 
 

@@ -66,7 +66,7 @@ class Relay:
 
     async def __aenter__(self) -> Generation:
         request = self._state.request
-        self._dispatch.decisions.live(request.id, self.life, tenant=request.tenant)
+        self._dispatch.decisions.live(request.id, self.life, tenant=request.tenant, drafts=self.route.drafts)
         self._task = asyncio.create_task(self._run())
         return self
 

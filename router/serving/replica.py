@@ -227,6 +227,8 @@ class Replica:
             queued_tokens=max(status.queued_tokens, self.pending_tokens),
             prefill_tokens_per_s=status.prefill_tokens_per_s,
             decode_step_s=status.decode_step_s,
+            tokens_per_row=status.tokens_per_row,
+            drafted_per_row=status.drafted_per_row,
             link_bytes_per_s=status.link_bytes_per_s,
             host_bytes_per_s=status.host_bytes_per_s,
             disk_bytes_per_s=status.disk_bytes_per_s,

@@ -43,6 +43,8 @@ class RequestState:
         if self._first_at is None:
             self._first_at = self._now()
         self.outbox.put(choice, token)
+        if token.drafts:
+            self.route.drafts.add(token.drafts)
         if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
             self._log_pause(choice, self._now() - lost_at)
 

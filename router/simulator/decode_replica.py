@@ -10,9 +10,11 @@ from engine.engine import Engine, SchedulerConfig
 from engine.orders import Orders
 from engine.prompts import KVSource, Prompt
 from engine.sequence import Sequence as TokenSequence
+from engine.speculation.row_yield import RowYield
 from engine.step import Prefilled, ScheduledStep
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
+from router.simulator.drafts import SimulatedDrafts
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import NO_LIMIT, NO_LOGITS, repeat_last
 from router.simulator.store import Store
@@ -61,9 +63,10 @@ class DecodeReplica:
         ended: Callable[[Flight], None],
         cores: Cores | None = None,
         width: int = 1,
+        drafts: SimulatedDrafts | None = None,
     ) -> None:
         """decode_timing: of steps that only decode. cores: what it shares with other replicas; None: nothing. width: of
-        its steps there."""
+        its steps there. drafts: None where nothing is drafted."""
         self.store = store
         self.busy_s = 0.0
         self._clock = clock
@@ -73,7 +76,18 @@ class DecodeReplica:
         self._width = width
         self._block_size = block_size
         config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT)
-        self._engine = Engine(self, repeat_last, store.blocks, config, block_size=block_size, connector=self)
+        self._drafts = drafts
+        self._yield = RowYield()
+        self._engine = Engine(
+            self,
+            repeat_last,
+            store.blocks,
+            config,
+            block_size=block_size,
+            connector=self,
+            speculation=drafts.speculation if drafts else None,
+            prices=drafts,
+        )
         self._admitted = admitted
         self._reserved = reserved
         self._prefilled = prefilled
@@ -101,6 +115,11 @@ class DecodeReplica:
         taken = max(blocks.num_blocks - blocks.num_available, self._promised_blocks)
         has = self.num_streams < self._max_running and num_blocks <= blocks.num_blocks - taken
         return has or not self._prompts
+
+    @property
+    def row_yield(self) -> RowYield:
+        """As a live one would tell its routers."""
+        return self._yield
 
     @property
     def num_preemptions(self) -> int:
@@ -217,6 +236,7 @@ class DecodeReplica:
             num_pairs=sum(pairs(count, after=prompt.sequence.num_computed) for prompt, count in step.prompts),
             num_context=sum(len(sequence.tokens) for sequence, _ in step.decoding),
         )
+        seconds += self._drafts.take_asked_s() if self._drafts else 0.0
         self._leap = _Leap(self._clock.now, num_steps, seconds, timing.context_s * len(step.decoding))
         if self._cores:
             self._step_number += 1
@@ -262,6 +282,8 @@ class DecodeReplica:
             return 1
         if self._engine.num_waiting or self._cores:  # how long a step takes on shared cores is known when it ends
             return 1
+        if self._drafts:  # what was right is known then
+            return 1
         num_steps = min(sequence.request.sampling.max_tokens - sequence.num_generated for sequence in decoding)
         blocks = self.store.blocks
         wanted = [sequence.num_blocks_for(len(sequence.tokens) + num_steps - 1) for sequence in decoding]
@@ -288,6 +310,9 @@ class DecodeReplica:
             sequence.tokens += sequence.tokens[-1:] * (leap.num_steps - 1)
             sequence.computed(leap.num_steps - 1, self.store.blocks)
         result = self._engine.complete(step)
+        if self._drafts and result.num_rows:
+            num_tokens, num_drafted = len(result.sampled), result.num_drafted
+            self._yield.add(result.num_rows, num_tokens=num_tokens, num_drafted=num_drafted)
         for sequence, token in result.sampled:
             self._tell_gaps(self._flights[self._prompt_of[sequence]], leap)
             if token.finish_reason:

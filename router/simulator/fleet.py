@@ -19,6 +19,7 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.simulator.clock import Action, Clock
 from router.simulator.cores import Cores
 from router.simulator.decode_replica import DecodeReplica
+from router.simulator.drafts import SimulatedDrafts
 from router.simulator.fleet_setup import FleetSetup
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import PrefillReplica
@@ -65,6 +66,7 @@ class Fleet:
         self._given: Counter[str] = Counter()  # requests that a replica has a part in
         self.prefills: dict[str, PrefillReplica] = {}
         self.decodes: dict[str, DecodeReplica] = {}
+        self.drafts: dict[str, SimulatedDrafts] = {}  # of decode replicas, where they draft
         for _ in range(setup.num_prefill):
             self.add(Role.PREFILL)
         for _ in range(setup.num_decode):
@@ -288,6 +290,8 @@ class Fleet:
             max_batch_tokens=setup.prefill_batch_tokens if is_prefill else setup.decode_batch_tokens,
             link_bytes_per_s=self._profile.link.bytes_per_s,
             restore_bytes_per_s=self._profile.host_bytes_per_s if setup.host_tokens else 0.0,
+            tokens_per_row=1.0 if isinstance(replica, PrefillReplica) else max(1.0, replica.row_yield.tokens_per_row),
+            drafted_per_row=0.0 if isinstance(replica, PrefillReplica) else replica.row_yield.drafted_per_row,
         )
 
     def _prompt_timing(self, *, is_prefill: bool) -> StepTiming:
@@ -405,4 +409,13 @@ class Fleet:
             ended=self._ended,
             cores=self._cores,
             width=self._setup.decode_width,
+            drafts=self._drafts_of(name),
         )
+
+    def _drafts_of(self, name: str) -> SimulatedDrafts | None:
+        """Each replica has chances of its own, the same in every run."""
+        rates = self._profile.draft_rates
+        if rates is None:
+            return None
+        drafts = self.drafts[name] = SimulatedDrafts(rates, self._decode_timing, seed=len(self.drafts))
+        return drafts

@@ -13,10 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.words.errors import SpecError
 from cluster.words.timing import StepTiming
+from router.simulator.drafts import DraftRates
 
 DEFAULT = "h100-llama-3.1-8b"
 
 Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
@@ -53,6 +55,15 @@ class LinkProfile(_Section):
     bytes_per_s: Positive  # of one replica, each way
 
 
+class Drafts(_Section):
+    """What decode replicas draft; see router.simulator.drafts.DraftRates."""
+
+    accepted: Annotated[list[Share], Field(min_length=1, max_length=64)]
+    guessed: Share = 1.0
+    ask_s: NotNegative = 0.0
+    ask_place_s: NotNegative = 0.0
+
+
 class Profile(_Section):
     name: str
     origin: Literal["derived", "measured"]
@@ -64,6 +75,7 @@ class Profile(_Section):
     # How much longer steps take while 1, 2, 3 … replicas step at the same time; empty: each has a device of its own.
     slowdown: list[Positive] = []
     request_s: NotNegative = 0.0  # that a request takes beside its steps, from a client to its first token
+    drafts: Drafts | None = None  # None: nothing is drafted
     kv: KV
     link: LinkProfile
     host_bytes_per_s: Positive  # between a replica's device and its host memory
@@ -88,6 +100,12 @@ class Profile(_Section):
 
     def _wider(self, width: int) -> WiderSteps:
         return next(wider for wider in self.wider if wider.width == width)
+
+    @property
+    def draft_rates(self) -> DraftRates | None:
+        if self.drafts is None:
+            return None
+        return DraftRates(**{**self.drafts.model_dump(), "accepted": tuple(self.drafts.accepted)})
 
 
 def load_profile(name: str) -> Profile:

@@ -44,6 +44,8 @@ def simulate(
     summary = report.summary()
     summary["utilisation"], summary["imbalance"] = _load(fleet, summary["duration_s"])
     summary["preemptions"] = sum(replica.num_preemptions for replica in fleet.decodes.values())
+    if fleet.drafts:
+        summary["drafts"] = _drafts(fleet)
     return summary | {"wall_s": time.perf_counter() - begin}
 
 
@@ -59,6 +61,17 @@ def feed(clock: Clock, take: Callable[[TraceRequest], object], trace: Sequence[T
 
     first = next(arrivals)
     clock.at(first.arrival_s, lambda: arrive(first))
+
+
+def _drafts(fleet: Fleet) -> dict[str, float]:
+    """Tokens, and how many a row of a step got in the end."""
+    yields = [replica.row_yield.tokens_per_row for replica in fleet.decodes.values()]
+    busy = [tokens for tokens in yields if tokens]
+    return {
+        "drafted": sum(drafts.num_drafted for drafts in fleet.drafts.values()),
+        "accepted": sum(drafts.num_accepted for drafts in fleet.drafts.values()),
+        "tokens_per_row": sum(busy) / len(busy) if busy else 0.0,
+    }
 
 
 def _load(fleet: Fleet, duration_s: float) -> tuple[dict[str, float], dict[str, float]]:

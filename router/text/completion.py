@@ -300,17 +300,20 @@ class Completion:
 
     @property
     def _usage(self) -> TokenUsage:
+        drafts, num_tokens = self._route.drafts, sum(choice.num_tokens for choice in self._choices)
         return TokenUsage(
             prompt_tokens=len(self.prompt_ids),
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            completion_tokens=num_tokens,
             reasoning_tokens=sum(choice.num_thinking for choice in self._choices),
             cached_tokens=self._route.cached_tokens + self._route.pulled_tokens,
+            accepted_prediction_tokens=min(drafts.accepted, num_tokens),  # a stop string may have cut some off
+            rejected_prediction_tokens=drafts.drafted - drafts.accepted,
         )
 
     def _summary(self) -> Summary:
         usage, route = self._usage, replace(self._route)
         if not self.request.is_cache_told:  # what was cached, in other words
-            usage = replace(usage, cached_tokens=0)
+            usage = replace(usage, cached_tokens=0, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
             # No prefill replica took part where a decode replica had it all, and who was chosen may depend on it.
             route = RequestRoute(attempts=route.attempts, migrations=route.migrations)
         return Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)

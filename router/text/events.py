@@ -70,6 +70,8 @@ class TokenUsage:
     completion_tokens: int = 0  # of all choices, each up to the token that ended it
     reasoning_tokens: int = 0  # of those, what was thought before the answers
     cached_tokens: int = 0  # prompt tokens whose KV was not computed again
+    accepted_prediction_tokens: int = 0  # of completion_tokens: drafted before they were computed
+    rejected_prediction_tokens: int = 0  # drafted, and wrong
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(
@@ -77,6 +79,8 @@ class TokenUsage:
             completion_tokens=self.completion_tokens + other.completion_tokens,
             reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
+            accepted_prediction_tokens=self.accepted_prediction_tokens + other.accepted_prediction_tokens,
+            rejected_prediction_tokens=self.rejected_prediction_tokens + other.rejected_prediction_tokens,
         )
 
 

@@ -44,6 +44,8 @@ def test_the_page_has_what_it_promises() -> None:
         "my_evictions.py",
         "my_kernel.py",
         "test_my_kernel.py",
+        "my_drafts.py",
+        "test_my_drafts.py",
     }
     assert _COMMANDS[0] == "export PYTHONPATH=$PWD"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.words.probe import Milestone
-from cluster.words.request import Role, Sampling
+from cluster.words.request import DraftTally, Role, Sampling
 from cluster.words.token_rules import TokenRules
 from engine.config import EngineConfig
 from engine.pace import Pace
@@ -19,8 +20,9 @@ from router.metrics import Metrics
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
+from tests.engine.draft_models.smaller_model import first_layers
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, beside, local_cluster
 from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
 
@@ -54,33 +56,58 @@ def drafts_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "timing", None)
 
 
-def _tree(method: str, prefill: int = 1, decode: int = 1) -> dict[str, Any]:
-    return exact_tree(prefill, decode) | {"speculation": {"method": method, "max_tokens": 5}}
+@pytest.fixture(scope="module")
+def smaller_dir(model_dir: Path) -> str:
+    return str(first_layers(model_dir, 2))
 
 
-async def _ask(cluster: LocalCluster) -> list[list[int]]:
+def _tree(method: str, prefill: int = 1, decode: int = 1, model: str | None = None) -> dict[str, Any]:
+    return exact_tree(prefill, decode) | {"speculation": {"method": method, "max_tokens": 5, "model": model}}
+
+
+async def _answers(cluster: LocalCluster) -> list[Answer]:
     asked = [
         cluster.generate(prompt, sampling, id=str(i), n=2)
         for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        found = await asyncio.gather(*asked)
+        return await asyncio.gather(*asked)
+
+
+async def _ask(cluster: LocalCluster) -> list[list[int]]:
+    return _ids(await _answers(cluster))
+
+
+def _ids(found: list[Answer]) -> list[list[int]]:
     return [[token.token_id for token in tokens] for answer in found for tokens in answer.tokens.values()]
 
 
-def _num_accepted(cluster: LocalCluster) -> int:
-    seen = [cluster.seen(replica) for replica in cluster.pools[Role.DECODE] if replica.is_alive]
+def _num_accepted(cluster: LocalCluster, *replicas: LocalReplica) -> int:
+    seen = [cluster.seen(replica) for replica in replicas or cluster.pools[Role.DECODE] if replica.is_alive]
     return sum(sum(one.accepted) for replica in seen for one in replica.status.totals.drafted)
 
 
 @pytest.mark.usefixtures("drafts_always")
-@pytest.mark.parametrize("method", ["ngram", "suffix", "auto"])
-async def test_on_one_pair(model_dir: Path, redis_url: str, expected: list[list[int]], method: str) -> None:
-    async with local_cluster(model_dir, redis_url, **_tree(method)) as cluster:
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft", "self", "auto"])
+async def test_on_one_pair(
+    model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]], method: str
+) -> None:
+    tree = _tree(method, model=smaller_dir if method in ("draft", "auto") else None)
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        drafts = DraftTally()
         for _ in range(2):  # the second time, the first one's answers are known
-            assert await _ask(cluster) == expected
+            found = await _answers(cluster)
+            assert _ids(found) == expected
+            for answer in found:
+                drafts.add(answer.route.drafts)
         await cluster.idle()
-        await cluster.until(lambda: _num_accepted(cluster) > (10 if method == "ngram" else 100))
+        replica = cluster.pools[Role.DECODE][0]
+        await cluster.until(lambda: _num_accepted(cluster) == drafts.accepted)
+        assert sum(sum(one.tokens) for one in cluster.seen(replica).status.totals.drafted) == drafts.drafted
+        assert drafts.steps >= drafts.drafts + drafts.unguessed > 0
+        status = cluster.seen(replica).status
+        assert 1 < status.tokens_per_row < 1 + status.drafted_per_row
+        await cluster.until(lambda: _num_accepted(cluster) > (100 if method in ("suffix", "auto") else 10))
         metrics = Metrics()
         metrics.watch(lambda: [(Role.DECODE, cluster.seen(cluster.pools[Role.DECODE][0]).status)])
         text = metrics.render().decode()
@@ -89,9 +116,10 @@ async def test_on_one_pair(model_dir: Path, redis_url: str, expected: list[list[
 
 
 async def test_on_two_ranks_one_of_which_is_only_told(
-    model_dir: Path, redis_url: str, expected: list[list[int]]
+    model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]]
 ) -> None:
-    tree = _tree("suffix")
+    """And knows nothing of the model that drafts on the other."""
+    tree = _tree("draft", model=smaller_dir)
     tree["decode"] |= {"tensor_parallel": 2}
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
         for _ in range(3):
@@ -99,13 +127,50 @@ async def test_on_two_ranks_one_of_which_is_only_told(
         await cluster.idle()
 
 
-async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
-    async with local_cluster(model_dir, redis_url, processes=True, **_tree("suffix", 2, 0)) as cluster:
+@pytest.mark.parametrize("method", ["suffix", "draft"])
+async def test_where_a_replica_is_killed(
+    model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]], method: str
+) -> None:
+    tree = _tree(method, 2, 0, model=smaller_dir if method == "draft" else None)
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
         doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=30))
         await cluster.add(Role.DECODE)
         for _ in range(3):
             assert await _ask(cluster) == expected
         assert doomed.has_been_hit, "the fault never happened"
+        await cluster.idle()
+
+
+@pytest.mark.usefixtures("drafts_always")
+async def test_one_replica_drafts_from_what_only_another_has_answered(
+    model_dir: Path, redis_url: str, expected: list[list[int]]
+) -> None:
+    async with local_cluster(model_dir, redis_url, **_tree("suffix")) as cluster:
+        first = cluster.pools[Role.DECODE][0]
+        assert await _ask(cluster) == expected
+        num_alone = _num_accepted(cluster, first)
+        num_tokens = sum(map(len, expected))
+        await cluster.until(lambda: cluster.seen(first).status.totals.corpus_told_tokens >= num_tokens)
+        second = await cluster.add(Role.DECODE)
+        async with beside(cluster.drain(first)):
+            await cluster.until(lambda: cluster.seen(first).status.draining)
+            await cluster.until(lambda: cluster.seen(second).status.totals.corpus_heard_tokens >= num_tokens)
+            assert await _ask(cluster) == expected
+        await cluster.idle()
+        await cluster.until(lambda: _num_accepted(cluster, second) > num_alone + 100)
+
+
+async def test_what_a_killed_replica_has_answered_stays_known(
+    model_dir: Path, redis_url: str, expected: list[list[int]]
+) -> None:
+    async with local_cluster(model_dir, redis_url, processes=True, **_tree("suffix")) as cluster:
+        first, num_tokens = cluster.pools[Role.DECODE][0], sum(map(len, expected))
+        assert await _ask(cluster) == expected
+        await cluster.until(lambda: cluster.seen(first).status.totals.corpus_told_tokens >= num_tokens)
+        first.send(signal.SIGKILL)
+        second = await cluster.add(Role.DECODE)
+        await cluster.until(lambda: cluster.seen(second).status.corpus_tokens >= num_tokens)
+        assert await _ask(cluster) == expected
         await cluster.idle()
 
 
@@ -123,11 +188,18 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 
 
 @pytest.mark.usefixtures("drafts_always")
-@pytest.mark.parametrize("num_tokens", [3, 9, 21])
+@pytest.mark.parametrize(("method", "num_tokens"), [("suffix", 3), ("suffix", 9), ("suffix", 21), ("draft", 9)])
 async def test_a_choice_that_moves_among_them(
-    model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
+    model_dir: Path,
+    smaller_dir: str,
+    redis_url: str,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    num_tokens: int,
 ) -> None:
-    async with local_cluster(model_dir, redis_url, **_tree("suffix")) as cluster:
+    tree = _tree(method, model=smaller_dir if method == "draft" else None)
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
         assert await _ask(cluster) == expected
         ceiling = Ceiling(num_tokens)
         ceiling.arm(monkeypatch.setattr)

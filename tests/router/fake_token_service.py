@@ -11,7 +11,7 @@ import numpy as np
 
 from cluster.words.life import Life
 from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, finish_reason
+from cluster.words.request import DraftTally, SampledToken, SequenceRequest, TokenLogprob, finish_reason
 from router.generation import Arrived, RequestRoute
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]
@@ -55,6 +55,7 @@ class FakeGeneration:
         self._stopped: set[int] = set()
         self.life = Life()
         self.route = RequestRoute(
+            drafts=DraftTally(steps=4, drafts=3, drafted=9, accepted=2),
             prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, attempts=1
         )  # fmt: skip
 

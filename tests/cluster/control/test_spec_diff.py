@@ -32,6 +32,7 @@ def _changed(named: dict[str, Any], *, is_whole: bool = False) -> dict[str, Need
         ({"timeouts": {"drain_s": 5}}, "timeouts.drain_s", Needs.NOTHING),
         ({"decode": {"max_running": 8}}, "decode.max_running", Needs.DECODE),
         ({"speculation": {"method": "ngram"}}, "speculation.method", Needs.DECODE),
+        ({"speculation": {"method": "self"}}, "speculation.method", Needs.DECODE),
         ({"prefill": {"tensor_parallel": 2}}, "prefill.tensor_parallel", Needs.PREFILL),
         ({"prefill": {"resources": {"custom": {"ssd": 1}}}}, "prefill.resources.custom.ssd", Needs.PREFILL),
         ({"kv": {"pool_dtype": "int8"}}, "kv.pool_dtype", Needs.REPLICAS),

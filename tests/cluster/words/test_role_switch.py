@@ -54,3 +54,12 @@ def test_a_replica_is_what_it_was_when_it_loaded() -> None:
     assert unlike(old, Role.DECODE, new) == ["kv_memory_gib"]
     assert unlike(old, Role.PREFILL, new) == [], "that pool was as both are now"
     assert unlike(parse_spec({"engine": {"cuda_graphs": "off"}}), Role.PREFILL, new) == ["engine"]
+
+
+def test_a_model_that_drafts_is_loaded_with_the_role_but_on_a_gpu_whose_memory_is_given_away() -> None:
+    draft = {"speculation": {"method": "draft", "model": "m"}}
+    assert not hindrance(parse_spec(draft)) and not unlike(parse_spec({}), Role.PREFILL, parse_spec(draft))
+    gpus = {pool.value: {"resources": {"gpus": 1}} for pool in Role}
+    assert "speculation.model" in hindrance(parse_spec(draft | gpus)) and not hindrance(parse_spec(gpus))
+    heads = {"speculation": {"method": "medusa", "model": "m"}}
+    assert unlike(parse_spec({}), Role.PREFILL, parse_spec(heads)) == ["speculation"]

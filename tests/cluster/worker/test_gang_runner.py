@@ -35,7 +35,7 @@ class FakeGangRank:
     """Stands for a rank's ModelRunner, and for its place in the gang: all broadcasts lie in one queue."""
 
     size = 2
-    drafter = None
+    heads = None
 
     def __init__(self, broadcasts: deque[bytes]) -> None:
         self.did: list[object] = []

@@ -26,6 +26,8 @@ class SlowWorker:
         self.replica: Any = SimpleNamespace(
             take_changes=dict, heartbeat=lambda: None, stop=lambda: None, held=dict[bytes, Any]
         )
+        self.hub: FrameHub
+        self.host: RankHost
         self.num_requests = 0
         self.is_stepping = threading.Event()
         self.may_end = threading.Event()
@@ -51,7 +53,8 @@ class SlowWorker:
 @pytest.fixture
 def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
     host, worker = RankHost("127.0.0.1", in_clear(rank("decode-0"))), SlowWorker()
-    service = ReplicaService(worker, host, FrameHub(), replica="decode-0")
+    worker.hub, worker.host = FrameHub(), host
+    service = ReplicaService(worker, host, worker.hub, replica="decode-0")
     service.start(index_url=redis_url, name="c", key=bytes(32), member=make_member(), other_ranks=[])
     try:
         yield worker, service
@@ -74,3 +77,21 @@ def test_what_was_let_in_before_a_drain_counts(served: tuple[SlowWorker, Replica
     service.post(lambda: setattr(worker, "num_requests", 0))
     worker.may_end.set()
     until(lambda: service.status()["state"] == "drained")
+
+
+def test_routers_hear_of_a_drain_before_the_step_under_way_is_over(served: tuple[SlowWorker, ReplicaService]) -> None:
+    """Who does not would be refused by it, as often as it asks."""
+    worker, service = served
+
+    async def drained() -> str:
+        async for frame in worker.hub.frames("router"):
+            if frame.status.draining:
+                return frame.status.replica
+        return ""
+
+    service.post(lambda: setattr(worker, "num_requests", 1))
+    assert worker.is_stepping.wait(WITHIN_S)
+    hearing = worker.host.spawn(drained())
+    service.drain()
+    assert hearing.result(WITHIN_S) == "decode-0"
+    assert not worker.may_end.is_set()

@@ -62,8 +62,9 @@ def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path,
     return lambda blocks: Speculation({}, computing={"m": computing(blocks)}, max_tokens=6, vocab_size=VOCAB_SIZE)
 
 
-@pytest.mark.parametrize(("config", "num_blocks"), [(AMPLE, 512), (_SMALL, 48)], ids=["ample", "small"])
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("config", "num_blocks", "runs_ahead"), [(AMPLE, 512, False), (_SMALL, 48, True)], ids=["ample", "small, ahead"]
+)
 def test_they_change_nothing(
     config: SchedulerConfig, num_blocks: int, runs_ahead: bool, runner: ModelRunner, asked: list[Asked], drafts: Drafts
 ) -> None:

@@ -46,8 +46,7 @@ def _chi_square(ids: list[int], shares_V: Tensor) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize(("temperature", "place"), [(0.7, 0), (1.0, 2)])
 def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temperature: float, place: int) -> None:
     target_V, draft_V = _logits()
     sequences = _sequences(temperature)

@@ -9,9 +9,10 @@ import pytest
 from cluster.bench.trace import poisson
 from cluster.words.errors import ClusterError
 from cluster.words.request import Role
-from cluster.words.spec import Spec
+from cluster.words.spec import AutoscaleSpec, Spec
 from cluster.words.timing import StepTiming
 from cluster.words.traffic import ReplicaNews
+from router.autoscale.live_fleets import saturation_of
 from router.autoscale.live_prediction import predict_load
 
 _LOAD = poisson(rate=2.0, num_requests=40, num_tokens=500, num_output=20, seed=1)
@@ -66,3 +67,10 @@ def test_rates_that_nobody_knows_are_no_prediction(replicas: list[ReplicaNews]) 
 def test_news_of_a_replica_can_be_written_and_read() -> None:
     for news in (_ONE_EACH[0], replace(_ONE_EACH[1], timing=None)):
         assert ReplicaNews.of({**asdict(news), "from_a_newer_version": 1}) == news
+
+
+def test_a_replica_that_drafts_is_as_full_as_its_tokens_say() -> None:
+    rules = AutoscaleSpec(slo_itl_ms=40)
+    plain = saturation_of(_ONE_EACH, rules, num_waiting=0)
+    drafting = [replace(one, tokens_per_row=2.0) for one in _ONE_EACH]
+    assert (plain.decode, saturation_of(drafting, rules, num_waiting=0).decode) == (0.5, 0.25)

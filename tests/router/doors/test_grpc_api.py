@@ -98,6 +98,7 @@ async def test_a_chat(door: Door, byte_level: Tokenizer) -> None:
     usage = summary.summary.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(door.fake.started[0].token_ids), len(ids))
     assert usage.cached_tokens == 3
+    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (2, 7)
     trace = summary.summary.trace
     assert (trace.prefill_replica, trace.decode_replica) == ("prefill-0", "decode-0")
     assert (trace.blocks_shipped, trace.wire_bytes, trace.attempts) == (2, 1000, 1)

@@ -60,6 +60,8 @@ async def test_chat(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     assert answer.usage.completion_tokens == len(byte_level.encode("Paris. 你好 🎉<|im_end|>"))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    drafted = answer.usage.completion_tokens_details
+    assert drafted and (drafted.accepted_prediction_tokens, drafted.rejected_prediction_tokens) == (2, 7)
 
 
 async def test_chat_streamed(door: OpenAIDoor, byte_level: Tokenizer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.words.life import Life
+from cluster.words.request import DraftTally
 from cluster.words.timing import StepTiming
 from router.routing.decisions import Decisions
 from router.routing.policy import CandidateReplica, Option
@@ -44,3 +46,14 @@ def test_only_the_last_are_remembered() -> None:
     for number in range(1500):
         decisions.add(f"r{number}", [Option(prefill=None, decode="d")], [])
     assert decisions.explain("r0") == {} and decisions.explain("r1499")
+
+
+def test_what_was_drafted_is_told_with_the_last_attempt() -> None:
+    decisions, drafts = Decisions(), DraftTally()
+    decisions.live("r", Life(), drafts=drafts)
+    decisions.add("r", [Option(prefill=None, decode="d")], [])
+    decisions.add("r", [Option(prefill=None, decode="d")], [])
+    assert not any("drafts" in attempt for attempt in decisions.explain("r")["r"]), "nobody drafts there"
+    drafts.add(DraftTally(steps=3, drafts=1, drafted=4, accepted=3, floors=0.5))
+    first, last = decisions.explain("r")["r"]
+    assert "drafts" not in first and (last["drafts"]["drafted"], last["drafts"]["accepted"]) == (4, 3)

@@ -138,3 +138,15 @@ def test_equal_costs_go_to_fewer_streams() -> None:
 def test_a_replica_without_blocks_is_avoided() -> None:
     decodes = [replace(view, available_blocks=0 if i else 1000, num_streams=3) for i, view in enumerate(_views("d"))]
     assert make_policy("cost").options(_DEMAND, _views("p"), decodes)[0].decode == "d-0"
+
+
+def test_who_drafts_costs_as_many_steps_as_it_takes() -> None:
+    """Slower steps, of which an answer needs fewer."""
+    slow = replace(_IDLE.timing, base_s=0.007)
+    drafting = replace(_IDLE, replica="d-1", timing=slow, tokens_per_row=2.0, drafted_per_row=3.0)
+    for decodes, best in (
+        ([replace(_IDLE, replica="d-0"), drafting], "d-1"),
+        ([replace(_IDLE, replica="d-0"), replace(drafting, tokens_per_row=1.0)], "d-0"),
+        ([replace(drafting, replica="d-0", drafted_per_row=30.0), drafting], "d-1"),
+    ):
+        assert make_policy("cost").options(_DEMAND, _views("p"), decodes)[0].decode == best

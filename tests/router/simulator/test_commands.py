@@ -106,6 +106,17 @@ def test_kv_arithmetic() -> None:
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
 
 
+def test_memory_is_told_by_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--memory", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    weights, pool = report["weight_bytes"], report["pools"]["decode"]
+    assert weights["bfloat16"] == 2 * report["parameters"] == 2 * weights["int8"] > 2 * weights["4 bits"]
+    by_dtype = pool["tokens_by_pool_dtype"]
+    assert by_dtype["bfloat16"] == pool["tokens_per_replica"] and 1.8 < by_dtype["int8"] / by_dtype["bfloat16"] < 2
+    assert run(["plan", "--memory"]) == 0
+    assert "by kv.pool_dtype" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -125,3 +136,19 @@ def test_a_mistake_is_one_line(trace: str, capsys: pytest.CaptureFixture[str], o
 def test_so_it_is_of_a_plan(trace: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     assert run(["plan", "--trace", trace, *options]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_drafts_would_give(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--speculation", "--drafts", "0.8x4", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert lines[0]["rows"] == 1 and 1 < lines[-1]["speedup"] < lines[0]["speedup"] < 1 + 0.8 + 0.64 + 0.512 + 0.4096
+    assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drafts"]["tokens_per_row"] > 2
+    assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8"]) == 0
+    assert "tokens a step and answer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--drafts", "1.1"], ["--drafts", "0.5xa"], ["--draft-pass-ms", "1"]])
+def test_how_good_drafts_are_is_to_be_said(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--speculation", *options]) == 2
+    assert "--drafts" in capsys.readouterr().err

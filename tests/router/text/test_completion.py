@@ -77,6 +77,7 @@ async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletio
         2 * len(ids),
         3,
     )
+    assert (summary.usage.accepted_prediction_tokens, summary.usage.rejected_prediction_tokens) == (2, 7)
     assert summary.route.wire_bytes == 1000
     assert 0 < summary.ttft_s < 5 and 0 < summary.itl_s < 5
     assert [kind for _, kind in fake.ended] == [None]
@@ -92,6 +93,8 @@ async def test_who_is_not_to_hear_what_was_cached_hears_nothing_of_it(completion
         route = summary.route
         told = (summary.usage.cached_tokens, route.cached_tokens, route.blocks_shipped, route.wire_bytes)
         assert told == ((3, 3, 2, 1000) if is_told else (0, 0, 0, 0))
+        drafted = summary.usage.accepted_prediction_tokens, summary.usage.rejected_prediction_tokens
+        assert drafted == ((2, 7) if is_told else (0, 0)), "it tells what others of no key have been told"
         assert (route.prefill_replica, route.decode_replica) == (("prefill-0", "decode-0") if is_told else ("", ""))
         assert route.attempts == 1 and summary.usage.completion_tokens == 2
 

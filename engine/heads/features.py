@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
+from engine.heads.head_row import HeadRow
 from engine.kv.pool import KVPool
-from engine.speculation.head_proposer import HeadRow
 
 # N rows, E numbers of each, C places of the ring
 
@@ -69,18 +69,16 @@ class Features:
             places_N = np.where(is_end, len(self._slot_of_C) + slots_N // self._size, places_N)
         return places_N
 
-    def find_before(self, rows: Sequence[HeadRow]) -> Ints:
-        """The same of the position before each row's last token."""
-        size, before = self._size, [row.position - 1 for row in rows]
-        slots = [row.blocks[at // size] * size + at % size for row, at in zip(rows, before, strict=True)]
-        return self.find(np.array(slots))
+    def before(self, rows: Sequence[HeadRow]) -> tuple[list[int], Tensor]:
+        """Of the position before each row's last token: of which rows anything is known, and (N, E) of these."""
+        slots = self._slots_before(rows)
+        places_R = self.find(slots)
+        known = np.flatnonzero(places_R != UNKNOWN)
+        return known.tolist(), self.read(places_R[known])
 
-    def knows(self, row: HeadRow) -> bool:
-        """Whether anything is known of the position before a row's last token."""
-        slot = row.blocks[(row.position - 1) // self._size] * self._size + (row.position - 1) % self._size
-        place = self._place_of[slot]
-        is_end = self._of_blocks is not None and slot % self._size == self._size - 1
-        return bool(is_end or (place >= 0 and self._slot_of_C[place] == slot))
+    def knows(self, rows: Sequence[HeadRow]) -> bool:
+        """Whether anything is known of the position before the last token of all of them."""
+        return bool((self.find(self._slots_before(rows)) != UNKNOWN).all())
 
     def read(self, places_N: Ints) -> Tensor:
         """(N, E); zeros where nothing is known."""
@@ -121,6 +119,10 @@ class Features:
             x_1E = torch.frombuffer(bytearray(last), dtype=self._ring_CE.dtype).to(self._pool.device)[None]
             self.keep(slots[-1:], x_1E)
             self.keep_ends(slots[-1:], x_1E)
+
+    def _slots_before(self, rows: Sequence[HeadRow]) -> Ints:
+        size, before = self._size, [row.position - 1 for row in rows]
+        return np.array([row.blocks[at // size] * size + at % size for row, at in zip(rows, before, strict=True)])
 
     def _slots(self, blocks: Sequence[int], first_token: int, end_token: int) -> Ints:
         positions = np.arange(max(0, first_token), end_token)

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.model.drafter import DrafterConfig
+from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
+from cluster.words.errors import SpecError
 from engine.attention.cpu_heads import CompiledHeads
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.rotary import Rotary
@@ -27,27 +28,27 @@ from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Ints, Row
-from engine.drafters.choices import HeadChoices
-from engine.drafters.drafter import DrafterRoom
-from engine.drafters.features import UNKNOWN, Features, begin_slots, going_on
+from engine.heads.features import UNKNOWN, Features, begin_slots, going_on
+from engine.heads.head_row import Choose, HeadRow
+from engine.heads.heads import HeadsRoom
 from engine.kernels.rotary import rotate
 from engine.kv.pool import KVPool
 from engine.layers.residual import Residual
 from engine.model.gated_mlp import GatedMLP
 from engine.model.taps import Taps
-from engine.speculation.head_proposer import HeadDraft, HeadRow
 from engine.weights.checkpoint import Shape, check_tensors
 
-# T tokens of a step, R rows, E hidden_size, K kv heads, D head_dim, V vocabulary that the head knows
+# T tokens of a step, R rows, E hidden_size, K kv heads, D tokens that the head knows, V vocabulary
 
 _STEPS_KEPT = 4
 _LAYER = "midlayer"
+_NEVER = -1e30  # a logit: infinite ones are of models that have failed
 
 
 class Eagle:
-    """Implements Drafter."""
+    """Implements DraftHeads."""
 
-    def __init__(self, config: DrafterConfig, model: ModelConfig, room: DrafterRoom) -> None:
+    def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
         """Reads the head. Raises SpecError if it does not fit config.json, or the model."""
         reader, shape = room.reader, config.shape
         assert shape is not None
@@ -78,9 +79,13 @@ class Eagle:
         self._embed: Callable[[Tensor], Tensor] = room.model.embed
         if "embed_tokens.weight" in found:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
-        self._offsets_V: Tensor | None = None
+        self._vocab_size = model.vocab_size
+        self._known_D: Tensor | None = None  # which of the model's tokens the head's are; None: they are the same
         if "d2t" in found:
-            self._offsets_V = reader.checkpoint.read("d2t").long().to(reader.device)
+            offsets_D = reader.checkpoint.read("d2t").long()
+            self._known_D = (offsets_D + torch.arange(len(offsets_D))).to(reader.device)
+            if not 0 <= int(self._known_D.min()) <= int(self._known_D.max()) < model.vocab_size:
+                raise SpecError(f"d2t names tokens beyond the model's {model.vocab_size}")
         self._rotary = Rotary(shape, reader.device)
 
     def attach(self, pool: KVPool) -> None:
@@ -99,45 +104,45 @@ class Eagle:
         positions_T = torch.from_numpy(batch.positions).to(device)
         cos_T1F, sin_T1F = self._rotary(positions_T, fused_TE.dtype)
         kv_TND = torch.unflatten(self._kv(self._entry(taps.token_ids_T, before_TE)), -1, (-1, self._dim))
-        k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
-        slots_T = torch.from_numpy(batch.slots).to(device)
-        pool.write(self._index, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
+        if self._room.reader.kernels is not None:
+            heads = CompiledHeads(self._room.reader.kernels, batch, pool, cos_T1F, sin_T1F)
+            heads.store(self._index, kv_TND, q_norm=None, k_norm=None)  # no queries
+        else:
+            k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
+            slots_T = torch.from_numpy(batch.slots).to(device)
+            pool.write(self._index, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
         if on_layer is not None:
             on_layer(self._index)
         last_N = going_on(batch)
         self.features.keep(batch.slots[last_N], fused_TE[torch.from_numpy(last_N).to(device)])
         self.features.keep_ends(batch.slots, fused_TE)
 
-    def draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
-        """At most a block of tokens: a row has one spare block."""
-        drafts, at_once = list[HeadDraft](), self._room.max_rows
-        for first in range(0, len(rows), at_once):
-            drafts += self._draft(rows[first : first + at_once], min(max_tokens, self._pool.layout.block_size))
-        return drafts
-
-    def _draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
-        pool, size = self._pool, self._pool.layout.block_size
-        places_R = self.features.find_before(rows)
-        known = np.flatnonzero(places_R != UNKNOWN)
-        choices = HeadChoices(len(rows), known)
-        if not len(known):
-            return choices.drafts()
-        asked = [rows[i] for i in known.tolist()]
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
+        """At most a block of tokens of at most `max_rows` rows: so much is spare."""
+        pool, size, most_rows = self._pool, self._pool.layout.block_size, self._room.max_rows
+        known, feature_RE = self.features.before(rows[:most_rows])
+        if not known:
+            return
+        asked = [rows[i] for i in known]
         # What is beyond a row's own blocks is written behind the pool.
         tables = [[*row.blocks[: row.position // size + 1], pool.num_blocks + i] for i, row in enumerate(asked)]
-        feature_RE = self.features.read(places_R[known])
-        token_ids_R = torch.tensor([row.token_id for row in asked], device=pool.device)
-        for place in range(max_tokens):
-            batch = Batch.of(
-                [
-                    Row([0], start=row.position + place, blocks=table, num_logits=1)
-                    for row, table in zip(asked, tables, strict=True)
-                ],
-                block_size=size,
-            )
-            feature_RE = self._layer(batch, token_ids_R, feature_RE)
-            token_ids_R = choices.add(self._head(feature_RE, before=self._norm), offsets_D=self._offsets_V)
-        return choices.drafts()
+        token_ids: Sequence[int] = [row.token_id for row in asked]
+        for place in range(min(max_tokens, size)):
+            entries = [
+                Row([0], start=row.position + place, blocks=table, num_logits=1)
+                for row, table in zip(asked, tables, strict=True)
+            ]
+            token_ids_R = torch.tensor(token_ids, device=pool.device)
+            feature_RE = self._layer(Batch.of(entries, block_size=size), token_ids_R, feature_RE)
+            token_ids = choose(self._logits(feature_RE), known, place)
+
+    def _logits(self, feature_RE: Tensor) -> Tensor:
+        """(R, V) fp32, of the model's tokens."""
+        logits_RD = self._head(feature_RE, before=self._norm).float()
+        if self._known_D is None:
+            return logits_RD
+        logits_RV = torch.full((len(logits_RD), self._vocab_size), _NEVER, device=logits_RD.device)
+        return logits_RV.index_copy_(1, self._known_D, logits_RD)
 
     def _layer(self, batch: Batch, token_ids_R: Tensor, feature_RE: Tensor) -> Tensor:
         """Of one entry of each row: (R, E), not normed."""
@@ -168,7 +173,7 @@ class Eagle:
         return self.features.read(np.where(slots_R == UNKNOWN, UNKNOWN, self.features.find(slots_R)))
 
 
-def _expected(config: DrafterConfig, shape: ModelConfig) -> Mapping[str, Shape]:
+def _expected(config: HeadsConfig, shape: ModelConfig) -> Mapping[str, Shape]:
     hidden, features = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer: dict[str, Shape] = {

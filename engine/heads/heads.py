@@ -9,11 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.batch.batch import Batch
-from engine.drafters.features import Features
+from engine.heads.features import Features
+from engine.heads.head_row import Choose, HeadRow
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.model.taps import Taps
-from engine.speculation.head_proposer import HeadDraft, HeadRow
 
 # T tokens of a step, R rows, V vocabulary, E hidden_size
 
@@ -28,7 +28,7 @@ class ModelParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterRoom:
+class HeadsRoom:
     """What heads are put together with."""
 
     reader: ShardReader  # of their own checkpoint
@@ -36,7 +36,7 @@ class DrafterRoom:
     max_rows: int  # that are asked about at a time
 
 
-class Drafter(Protocol):
+class DraftHeads(Protocol):
     """One kind of heads. Owned by the step thread."""
 
     features: Features  # from `attach` on
@@ -51,4 +51,7 @@ class Drafter(Protocol):
         tokens. on_layer: as of ModelRunner.forward, for their own layers."""
         ...
 
-    def draft(self, rows: Sequence[HeadRow], max_tokens: int, /) -> list[HeadDraft]: ...
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:
+        """What follows each, place after place, as far as the heads go: `choose` keeps it. Nothing of rows of which
+        they know nothing."""
+        ...

@@ -12,14 +12,14 @@ from cluster.model import config as model_config
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
 
-DrafterKind = Literal["medusa", "eagle"]
+HeadsKind = Literal["medusa", "eagle"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
+class HeadsConfig:
     """What drafts beside one model."""
 
-    kind: DrafterKind
+    kind: HeadsKind
     directory: Path
     fingerprint: str
     layers: tuple[int, ...]  # hidden states that it wants: those after so many layers of the model
@@ -31,7 +31,7 @@ class DrafterConfig:
     draft_vocab_size: int = 0  # eagle: tokens that it knows
 
 
-def load_drafter(kind: DrafterKind, directory: Path, model: ModelConfig) -> DrafterConfig:
+def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
     """Read the config.json of a directory of heads. Raises SpecError where they are no such heads, or not for this
     model."""
     raw = _read_json(directory / "config.json")
@@ -41,10 +41,10 @@ def load_drafter(kind: DrafterKind, directory: Path, model: ModelConfig) -> Draf
         raise SpecError(f"{directory / 'config.json'}: {error.args[0]} is missing: are these {kind} heads?") from None
 
 
-def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> DrafterConfig:
+def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
     hidden_size = raw.get("hidden_size", model.hidden_size)
     _check_same(directory, "hidden_size", hidden_size, model.hidden_size)
-    return DrafterConfig(
+    return HeadsConfig(
         kind="medusa",
         directory=directory,
         fingerprint=model_config.fingerprint(directory),
@@ -54,7 +54,7 @@ def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Draf
     )
 
 
-def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> DrafterConfig:
+def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
     """EAGLE-3: Li et al. 2025, arXiv:2503.01840; config.json as of its own repository, and of vLLM's and SGLang's."""
     if model.latent:
         raise SpecError(f"{directory}: EAGLE heads keep keys and values, and {model.architecture} keeps latents")
@@ -66,7 +66,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Draft
         raise SpecError(f"{directory}: EAGLE-3 heads of {shape.num_layers} layers are not supported; supported: 1")
     for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
-    return DrafterConfig(
+    return HeadsConfig(
         kind="eagle",
         directory=directory,
         fingerprint=model_config.fingerprint(directory),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ from tests.engine.tiny_models import TINY
 
 # T tokens, E hidden_size, V vocabulary
 
+Choice = Callable[[Tensor, int], int]  # from the logits (V,) of a place of the draft to its token
+
 HIDDEN, HEADS, KV_HEADS, DIM, FEATURES = 48, 4, 2, 16, 80
 DRAFT_VOCAB = 40
 THETA, EPS = 10000.0, 1e-6
+
+
+def likeliest(logits_V: Tensor, place: int) -> int:
+    return int(logits_V.argmax())
 
 
 def write_medusa(
@@ -39,7 +46,9 @@ def write_medusa(
 
 
 @torch.inference_mode()
-def medusa_reference(model: PreTrainedModel, tensors: dict[str, Tensor], tokens: list[int]) -> list[int]:
+def medusa_reference(
+    model: PreTrainedModel, tensors: dict[str, Tensor], tokens: list[int], *, choose: Choice = likeliest
+) -> list[int]:
     """What its heads guess behind `tokens`: Cai et al. 2024, section 2.1.1."""
     hidden = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states[-1][0, -1]  # normed
     guessed = []
@@ -49,7 +58,7 @@ def medusa_reference(model: PreTrainedModel, tensors: dict[str, Tensor], tokens:
         while f"{i}.{j}.linear.weight" in tensors:
             x = x + F.silu(F.linear(x, tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]))
             j += 1
-        guessed.append(int((tensors[f"{i}.{j}.weight"] @ x).argmax()))
+        guessed.append(choose(tensors[f"{i}.{j}.weight"] @ x, i))
         i += 1
     return guessed
 
@@ -93,7 +102,13 @@ def write_eagle(directory: Path, *, own_embedding: bool = False, **changes: Any)
 
 @torch.inference_mode()
 def eagle_reference(
-    model: PreTrainedModel, tensors: dict[str, Tensor], tokens: list[int], num_tokens: int, *, layers: tuple[int, ...]
+    model: PreTrainedModel,
+    tensors: dict[str, Tensor],
+    tokens: list[int],
+    num_tokens: int,
+    *,
+    layers: tuple[int, ...],
+    choose: Choice = likeliest,
 ) -> list[int]:
     """What the head guesses behind `tokens`, one entry after another over all that are before it: Li et al. 2025,
     section 3.1. Entry t is made of token t and what the model has seen of t - 1; of nothing at 0."""
@@ -103,11 +118,11 @@ def eagle_reference(
     embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
     ids = torch.tensor(tokens)
     guessed: list[int] = []
-    for _ in range(num_tokens):
+    for place in range(num_tokens):
         x_TE = _eagle_layer(tensors, embeddings[ids], torch.stack(features))
-        logits = tensors["lm_head.weight"] @ _norm(x_TE[-1], tensors["norm.weight"])
-        token = int(logits.argmax())
-        guessed.append(token + int(tensors["d2t"][token]))
+        logits = torch.full((VOCAB_SIZE,), -1e30)
+        logits[tensors["t2d"]] = tensors["lm_head.weight"] @ _norm(x_TE[-1], tensors["norm.weight"])
+        guessed.append(choose(logits, place))
         ids = torch.cat((ids, torch.tensor([guessed[-1]])))
         features.append(x_TE[-1])
     return guessed

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.drafter import DrafterConfig
+from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
 from engine.batch.batch import Batch
-from engine.drafters.choices import HeadChoices
-from engine.drafters.drafter import DrafterRoom
-from engine.drafters.features import UNKNOWN, Features, going_on
+from engine.heads.features import Features, going_on
+from engine.heads.head_row import Choose, HeadRow
+from engine.heads.heads import HeadsRoom
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear
 from engine.model.taps import Taps
-from engine.speculation.head_proposer import HeadDraft, HeadRow
 from engine.weights.checkpoint import Shape, check_tensors
 
 # R rows, E hidden_size, V vocabulary
@@ -33,10 +31,10 @@ _STEPS_KEPT = 4
 
 
 class Medusa:
-    """Implements Drafter. It keeps nothing in the pool: what is not in the ring any more, or came without it, costs one
-    step without a draft."""
+    """Implements DraftHeads. It keeps nothing in the pool: what is not in the ring any more, or came without it, costs
+    one step without a draft."""
 
-    def __init__(self, config: DrafterConfig, model: ModelConfig, room: DrafterRoom) -> None:
+    def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
         """Reads the heads. Raises SpecError if they do not fit config.json, or the model."""
         reader, found = room.reader, room.reader.checkpoint.shapes
         names = _OLD if "0.0.linear.weight" in found else _NEW
@@ -66,15 +64,13 @@ class Medusa:
         x_TE = taps[self.layers[0]]
         self.features.keep(batch.slots[last_N], x_TE[torch.from_numpy(last_N).to(x_TE.device)])
 
-    def draft(self, rows: Sequence[HeadRow], max_tokens: int) -> list[HeadDraft]:
-        places_R = self.features.find_before(rows)
-        known = np.flatnonzero(places_R != UNKNOWN)
-        choices = HeadChoices(len(rows), known)
-        if len(known):
-            x_RE = self._room.model.norm(self.features.read(places_R[known]))
-            for residuals, projection in self._heads[:max_tokens]:
-                choices.add(projection(_through(residuals, x_RE)))
-        return choices.drafts()
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
+        known, last_RE = self.features.before(rows)
+        if not known:
+            return
+        x_RE = self._room.model.norm(last_RE)
+        for place, (residuals, projection) in enumerate(self._heads[:max_tokens]):
+            choose(projection(_through(residuals, x_RE)).float(), known, place)
 
 
 def _through(residuals: Sequence[Linear], x_RE: Tensor) -> Tensor:
@@ -87,7 +83,7 @@ _OLD = "{i}.{j}.linear", "{i}.{n}"  # as Medusa's own repository saves them
 _NEW = "blocks.{i}.layers.{j}", "lm_heads.{i}"
 
 
-def _expected(config: DrafterConfig, model: ModelConfig, names: tuple[str, str]) -> Mapping[str, Shape]:
+def _expected(config: HeadsConfig, model: ModelConfig, names: tuple[str, str]) -> Mapping[str, Shape]:
     tensors: dict[str, Shape] = {}
     hidden = model.hidden_size
     for i in range(config.num_heads):

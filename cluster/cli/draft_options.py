@@ -1,0 +1,102 @@
+"""What drafts would give: the options that say how good they are, and a table of tokens a second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.words.errors import SpecError
+
+if TYPE_CHECKING:
+    from router.simulator.profile import Profile
+
+_MAX_TOKENS = 64
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+DraftsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drafts",
+        metavar="SHARES",
+        help="Decode replicas draft: how often the token at each place of a draft is right if those before it are,"
+        " such as 0.8,0.7,0.6 or 0.75x8; off: they do not. Default: as the profile says.",
+    ),
+]
+DraftPass = Annotated[
+    float, typer.Option("--draft-pass-ms", min=0, help="Of --drafts: what a place takes to guess, for all rows.")
+]
+
+
+def with_drafts(profile: Profile, drafts: str | None, pass_ms: float) -> Profile:
+    """The profile, with what the options say. Raises SpecError."""
+    from router.simulator.profile import Drafts
+
+    if drafts is None:
+        if pass_ms:
+            raise SpecError("--draft-pass-ms: say with --drafts how often drafted tokens are right")
+        return profile
+    if drafts == "off":
+        return profile.model_copy(update={"drafts": None})
+    return profile.model_copy(update={"drafts": Drafts(accepted=_shares(drafts), ask_place_s=pass_ms / 1e3)})
+
+
+def draft_lines(profile: Profile, *, context: int) -> list[dict[str, Any]]:
+    """Of steps with more and more rows: without drafts, with those of the best length, and with the longest. Raises
+    SpecError."""
+    from router.simulator.draft_table import best_of, draft_table
+
+    if (rates := profile.draft_rates) is None:
+        raise SpecError("say with --drafts how often drafted tokens are right, or name a --profile that knows")
+    lines = []
+    for rows, table in draft_table(profile.decode_timing, rates, num_rows=_ROWS, context=context).items():
+        plain, best, longest = table[0], best_of(table), table[-1]
+        lines.append(
+            {
+                "rows": rows,
+                "tokens_per_s": plain.tokens_per_s,
+                "length": best.length,
+                "tokens_per_row": best.tokens_per_row,
+                "step_ms": best.step_s * 1e3,
+                "drafting_tokens_per_s": best.tokens_per_s,
+                "speedup": best.tokens_per_s / plain.tokens_per_s,
+                "longest_speedup": longest.tokens_per_s / plain.tokens_per_s,
+                "pays_above": plain.floor,
+            }
+        )
+    return lines
+
+
+def lines_table(lines: list[dict[str, Any]]) -> str:
+    """PAYS ABOVE: how likely a drafted token must be right to be worth it."""
+    from cluster.cli.console import columns
+
+    rows = [["ROWS", "TOKENS/S", "DRAFT", "TOKENS/STEP", "STEP ms", "TOKENS/S", "SPEED-UP", "LONGEST", "PAYS ABOVE"]]
+    for line in lines:
+        rows.append(
+            [
+                str(line["rows"]),
+                f"{line['tokens_per_s']:,.0f}",
+                str(line["length"] or "-"),
+                f"{line['tokens_per_row']:.2f}",
+                f"{line['step_ms']:.2f}",
+                f"{line['drafting_tokens_per_s']:,.0f}",
+                f"{line['speedup']:.2f}",
+                f"{line['longest_speedup']:.2f}",
+                f"{line['pays_above']:.2f}",
+            ]
+        )
+    return columns(rows)
+
+
+def _shares(text: str) -> list[float]:
+    """Of each place."""
+    wrong = SpecError(f"--drafts {text}: write shares from 0 to 1 for up to {_MAX_TOKENS} places: 0.8,0.7 or 0.75x8")
+    each, times, count = text.partition("x")
+    try:
+        shares = [float(share) for share in each.split(",")] * (int(count) if times else 1)
+    except ValueError:
+        raise wrong from None
+    if not (0 < len(shares) <= _MAX_TOKENS and all(0 <= share <= 1 for share in shares)):
+        raise wrong
+    return shares

@@ -1,0 +1,74 @@
+"""What drafts beside the served model, by what a spec says of it: a smaller model, or heads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cluster.model import source as model_source
+from cluster.model.draft_heads import HeadsKind
+from cluster.model.source import Progress
+from cluster.words.errors import SpecError
+
+if TYPE_CHECKING:
+    from cluster.words.spec import SpeculationSpec
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """A directory, and what it holds."""
+
+    kind: Literal["draft"] | HeadsKind
+    directory: Path
+
+    @property
+    def heads(self) -> HeadsKind | None:
+        """Which; None: it is a model of its own."""
+        return None if self.kind == "draft" else self.kind
+
+
+def draft_source(spec: SpeculationSpec, *, progress: Progress | None = None) -> DraftSource | None:
+    """What `speculation.model` names; None: nothing. May download. Raises SpecError."""
+    if spec.model is None or spec.method == "off":
+        return None
+    if spec.heads:
+        return DraftSource(spec.heads[0], model_source.resolve_heads(spec.model, progress=progress))
+    if spec.method == "auto" and (heads := _heads(spec.model, progress)):
+        return heads
+    try:
+        return DraftSource("draft", model_source.resolve(spec.model, progress=progress))
+    except SpecError as error:
+        raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
+
+
+def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:
+    """Raises SpecError unless the same text is the same tokens for both models."""
+    from tokenizers import Tokenizer
+
+    ours, theirs = (
+        Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
+        for directory in (model_dir, draft_dir)
+    )
+    if ours != theirs:
+        same = len(ours.items() & theirs.items())
+        raise SpecError(
+            f"speculation.model: {draft_dir} has another vocabulary than the served model: {same} of {len(ours)} "
+            "tokens are the same; name a smaller model of the same family"
+        )
+
+
+def _heads(source: str, progress: Progress | None) -> DraftSource | None:
+    """Where a source holds heads: which they are, by their config.json."""
+    if not (source.startswith("hf:") or Path(source).expanduser().is_dir()):
+        return None
+    directory = model_source.resolve_heads(source, progress=progress)
+    try:
+        raw = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # whoever reads it as a model says what is wrong
+    if "medusa_num_heads" in raw:
+        return DraftSource("medusa", directory)
+    is_eagle = any("eagle" in str(name).lower() for name in raw.get("architectures", ()))
+    return DraftSource("eagle", directory) if is_eagle else None

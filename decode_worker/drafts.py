@@ -1,0 +1,57 @@
+"""Who computes drafts on a decode replica: heads, a smaller model, or the model itself without some layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.model import source as model_source
+from cluster.model.draft_source import check_same_tokens, draft_source
+from cluster.words.spec import Spec
+from cluster.worker.replica_engine import EngineParts
+from engine.config import EngineConfig
+from engine.draft_models.draft_model import DraftModel, bytes_of
+from engine.draft_models.head_proposer import HeadProposer
+from engine.draft_models.own_layers import OwnLayers
+from engine.orders import Orders
+from engine.speculation.proposer import Computing
+
+
+def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
+    """By method, on rank 0. A model that drafts is loaded now. Raises SpecError."""
+    runner = parts.gang.runner
+    if spec.speculation.method == "self":
+        return {"self": OwnLayers(runner, parts.blocks, before_writing=lambda: _save_evicted(parts))}
+    drafts = draft_source(spec.speculation)
+    if drafts is None:
+        return {}
+    if drafts.heads:
+        return {drafts.heads: HeadProposer(runner)}
+    check_same_tokens(drafts.directory, model_source.resolve(spec.model.source))
+    config = _own_config(spec, drafts.directory, device=str(runner.device))
+    num_tokens = runner.pool.num_blocks * runner.layout.block_size
+    return {"draft": DraftModel.open(config, vocab_size=runner.config.vocab_size, num_tokens=num_tokens)}
+
+
+def draft_bytes(config: EngineConfig, spec: Spec) -> int:
+    """What a model that drafts will take of a rank's GPU: of each rank's, for their pools are equally large. config: of
+    the served model."""
+    drafts = draft_source(spec.speculation) if config.device.startswith("cuda") else None
+    return bytes_of(_own_config(spec, drafts.directory, device=config.device)) if drafts and not drafts.heads else 0
+
+
+def _own_config(spec: Spec, directory: Path, *, device: str) -> EngineConfig:
+    return EngineConfig(
+        model_dir=directory,
+        device=device,
+        dtype=spec.model.dtype,
+        weights=spec.model.weights,
+        block_size=spec.kv.block_size,
+        max_batch_tokens=spec.decode.max_batch_tokens,
+        max_running=spec.decode.max_running,
+    )
+
+
+def _save_evicted(parts: EngineParts) -> None:
+    """Blocks that were given away are copied to lower tiers before somebody writes to them."""
+    if orders := parts.tiers.table.take_orders():
+        parts.gang.execute(None, Orders(tiers=orders))

@@ -1,0 +1,89 @@
+"""What `speculation.model` may name, and what is said of what it may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.model.draft_source import check_same_tokens, draft_source
+from cluster.words.errors import SpecError
+from cluster.words.spec import SpeculationSpec
+from cluster.words.spec_file import parse_spec
+from tests.character_tokenizer import save_tokenizer
+from tests.cluster.model.test_config import write
+
+
+def _spec(**keys: Any) -> SpeculationSpec:
+    return parse_spec({"speculation": keys}).speculation
+
+
+def _model(directory: Path) -> Path:
+    directory.mkdir()
+    write(directory, architectures=["LlamaForCausalLM"])
+    (directory / "model.safetensors").touch()
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"medusa_num_heads": 3}, "medusa"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle"),
+        (None, "draft"),
+    ],
+)
+def test_auto_finds_out_what_a_directory_holds(tmp_path: Path, config: dict[str, Any] | None, kind: str) -> None:
+    directory = _model(tmp_path / "it")
+    if config:
+        (directory / "config.json").write_text(json.dumps(config))
+    found = draft_source(_spec(method="auto", model=str(directory)))
+    assert found and (found.kind, found.directory) == (kind, directory)
+    assert found.heads == (None if kind == "draft" else kind)
+
+
+def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    for kind in ("draft", "medusa", "eagle"):
+        found = draft_source(_spec(method=kind, model=str(directory)))
+        assert found and found.kind == kind
+    assert draft_source(_spec(method="auto")) is None
+    assert draft_source(_spec(method="off", model=str(directory))) is None
+    assert draft_source(_spec(method="self")) is None
+
+
+@pytest.mark.parametrize("method", ["draft", "auto", "medusa"])
+def test_what_is_not_there_is_named_by_its_key(tmp_path: Path, method: str) -> None:
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*nowhere: no such"):
+        draft_source(_spec(method=method, model=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"speculation": {"method": "draft"}}, "draft needs a smaller model of the same tokenizer; name its source"),
+        ({"speculation": {"method": "eagle"}}, "eagle drafts by heads; name the directory"),
+        ({"speculation": {"method": "self", "model": "m"}}, "self drafts without one; leave it out"),
+        ({"speculation": {"method": "ngram", "model": "m"}}, "ngram drafts without one; leave it out"),
+        (
+            {"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},
+            "self needs decode.tensor_parallel: 1; draft runs beside any",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_said(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        parse_spec(tree)
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    ours, theirs = _model(tmp_path / "ours"), _model(tmp_path / "theirs")
+    check_same_tokens(theirs, ours)
+    tokenizer = json.loads((theirs / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["!!"] = len(tokenizer["model"]["vocab"]) + 1
+    (theirs / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(SpecError, match=r"theirs has another vocabulary than the served model: \d+ of \d+ tokens"):
+        check_same_tokens(theirs, ours)

@@ -1,0 +1,237 @@
+"""What heads guess is what their papers say, however a sequence came to where it is; and answers stay what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cluster.words.errors import SpecError
+from cluster.words.request import Sampling
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.config import EngineConfig
+from engine.cpu.library import open_kernels
+from engine.draft_models.drawn import DrawnTokens
+from engine.draft_models.head_proposer import HeadProposer
+from engine.engine import SchedulerConfig
+from engine.heads.head_row import HeadRow
+from engine.runner import ModelRunner
+from engine.sequence import Sequence
+from engine.speculation.speculation import Speculation
+from tests.engine.asked import Asked, answers
+from tests.engine.heads.head_files import Choice, eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import MakeModel, MakeRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_NUM_TOKENS = 4
+_SMALL = SchedulerConfig(max_batch_tokens=48, max_running=24, max_waiting=32)
+
+Reference = Callable[[list[int], Choice], list[int]]
+
+
+class Case:
+    """A model, its heads, and what they say by definition."""
+
+    def __init__(self, runner: ModelRunner, reference: Reference) -> None:
+        self.runner, self.reference = runner, reference
+
+
+@pytest.fixture(params=["medusa", "eagle"])
+def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> Case:
+    return _case(request.param, tiny_model, make_runner, tmp_path)
+
+
+def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: Path, **config: Any) -> Case:
+    model_dir, model = tiny_model("llama")
+    reference = _medusa(model, directory) if kind == "medusa" else _eagle(model, directory)
+    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=kind, heads_dir=directory)
+    return Case(runner, reference)
+
+
+def _medusa(model: PreTrainedModel, directory: Path) -> Reference:
+    tensors = write_medusa(directory)
+    return lambda tokens, choose: medusa_reference(model, tensors, tokens, choose=choose)
+
+
+def _eagle(model: PreTrainedModel, directory: Path) -> Reference:
+    tensors = write_eagle(directory)
+    return lambda tokens, choose: eagle_reference(model, tensors, tokens, _NUM_TOKENS, layers=(0, 1, 2), choose=choose)
+
+
+class Checked:
+    """Implements Proposer: asked for every row of every step, it looks whether heads say what they are to say."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._heads = case, HeadProposer(case.runner)
+        self.num_checked = 0
+        self.num_empty = 0
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        proposals = self._heads.propose(sequences, _NUM_TOKENS)
+        for sequence, proposal in zip(sequences, proposals, strict=True):
+            if proposal.tokens:
+                assert list(proposal.tokens) == self._case.reference(list(sequence.tokens), _drawn(sequence))
+                self.num_checked += 1
+            else:
+                self.num_empty += 1
+        return proposals
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+
+def _drawn(sequence: Sequence) -> Choice:
+    """As the sequence's own tokens are drawn."""
+
+    def choose(logits_V: torch.Tensor, place: int) -> int:
+        (drawn,) = DrawnTokens().draw(logits_V[None], [sequence], place)
+        assert drawn
+        return drawn[0]
+
+    return choose
+
+
+@pytest.fixture
+def asked() -> list[Asked]:
+    every = prompts(3, 21, 9, 40, 33, 17)
+    samplings = [Sampling(max_tokens=20 + i, temperature=0.8 * (i % 2), seed=i) for i in range(len(every))]
+    return [
+        Asked(prompt, sampling, num_choices=1 + i % 2)
+        for i, (prompt, sampling) in enumerate(zip(every, samplings, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("num_blocks", [512, 30])
+def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
+    case: Case, asked: list[Asked], num_blocks: int
+) -> None:
+    """Prompts in chunks, choices that fork inside a block, rejected drafts at the ends of blocks, preemption."""
+    expected = answers(case.runner, asked)
+    checked = Checked(case)
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    found = answers(case.runner, asked, _SMALL, num_blocks, speculation=speculation)
+    assert found.ids == expected.ids
+    assert bool(found.num_preemptions) == (num_blocks == 30)
+    assert checked.num_checked > 100 and not checked.num_empty
+
+
+@pytest.mark.skipif(
+    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
+)
+def test_the_kernels_of_a_cpu_guess_as_torch_does(
+    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    """Entries of prompts and of answers, by one program and layer by layer: the head's layer of the pool is the same,
+    but for rounding."""
+    directory, model = tiny_model("llama")
+    _eagle(model, tmp_path)
+    heads = {"heads": "eagle", "heads_dir": tmp_path, "num_blocks": 12}
+    compiled, exact = make_runner(directory, dtype="bfloat16", **heads), make_runner(directory, **heads)
+    tokens = prompts(30)[0]
+    for start, end in ((0, 13), (13, 29), (29, 30)):
+        batch = Batch.of([Row(tokens[start:end], start, [3, 5, 7, 9], num_logits=1)], block_size=8)
+        for runner in (compiled, exact):
+            runner.forward(batch)
+    blocks = torch.tensor([3, 5, 7, 9])
+    for layer in range(4):
+        ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
+        assert (ours - theirs).abs().mean() < 0.03 * theirs.abs().mean(), layer
+    row = HeadRow(7, 30, [3, 5, 7, 9])
+    guessed: list[torch.Tensor] = []
+
+    def choose(logits_RV: torch.Tensor, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(logits_RV[0, logits_RV[0] > -1e29])
+        return [11 + place]
+
+    for runner in (compiled, exact):
+        runner.draft([row], 3, choose)
+    for ours, theirs in zip(guessed[:3], guessed[3:], strict=True):
+        assert (ours - theirs).abs().mean() < 0.1 * theirs.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "complaint"),
+    [
+        ("eagle", {"num_key_value_heads": 4}, "num_kv_heads is 4, and the model's is 2"),
+        ("eagle", {"head_dim": 8}, "head_dim is 8, and the model's is 16"),
+        ("eagle", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not EAGLE-3"),
+        ("eagle", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
+        ("eagle", {"draft_vocab_size": 41}, "wrong shape: lm_head.weight"),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "no three of the model"),
+        ("medusa", {"medusa_num_heads": 5}, "missing: 4.0.linear.weight"),
+        ("medusa", {"hidden_size": 64}, "hidden_size is 64, and the model's is 48"),
+        ("eagle", {"hidden_size": None}, "config.json"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_in_one_line(
+    kind: str,
+    changes: dict[str, Any],
+    complaint: str,
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
+    tmp_path: Path,
+) -> None:
+    (write_medusa if kind == "medusa" else write_eagle)(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(SpecError) as refused:
+        make_runner(tiny_model("llama")[0], heads=kind, heads_dir=tmp_path)
+    assert complaint in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_both_names_of_medusa_heads_are_read(
+    is_old: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    directory, model = tiny_model("llama")
+    tensors = write_medusa(tmp_path, is_old=is_old, num_residuals=1)
+    runner = make_runner(directory, heads="medusa", heads_dir=tmp_path)
+    tokens = prompts(12)[0]
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
+    guessed: list[int] = []
+
+    def choose(logits_RV: torch.Tensor, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(int(logits_RV.argmax()))
+        return guessed[-1:]
+
+    runner.draft([HeadRow(tokens[-1], 11, [0, 1])], 8, choose)
+    assert guessed == medusa_reference(model, tensors, tokens)
+
+
+def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_not(case: Case) -> None:
+    runner, tokens = case.runner, prompts(12)[0]
+    assert runner.heads
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
+    features, row = runner.heads.features.of([0, 1], 11), HeadRow(tokens[-1], 11, [4, 5])
+    assert len(features) == 48 * 4 and not runner.knows([row])
+    runner.heads.features.arrived([4, 5], 0, 11, b"")
+    assert not runner.knows([row]) and runner.heads.features.of([4, 5], 11) == b""
+    runner.heads.features.arrived([4, 5], 0, 11, features)
+    assert runner.knows([row]) and runner.heads.features.of([4, 5], 11) == features
+    runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
+    assert not runner.knows([row]), "of another model"
+
+
+def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:
+    directory, _ = tiny_model("llama")
+    write_eagle(tmp_path / "one")
+    write_eagle(tmp_path / "two", own_embedding=True)
+    write_medusa(tmp_path / "medusa")
+    plain = EngineConfig(model_dir=directory, dtype="float32").layout()
+    one, two, medusa = (
+        EngineConfig(model_dir=directory, dtype="float32", heads=kind, heads_dir=tmp_path / name).layout()
+        for kind, name in (("eagle", "one"), ("eagle", "two"), ("medusa", "medusa"))
+    )
+    assert len({plain.fingerprint, one.fingerprint, two.fingerprint}) == 3
+    assert medusa.fingerprint == plain.fingerprint, "its KV is the model's alone"
+    assert one.num_layers == plain.num_layers + 1
+    assert one.block_bytes == one.block_size * one.bytes_per_token() + 48 * 4
