@@ -46,7 +46,7 @@ class Penalties:
         self._tokens = tokens
         self._num_noted = num_prompt_tokens
         prompt = sorted(set(tokens[:num_prompt_tokens])) if sampling.repetition_penalty != 1.0 else []
-        self._counts = dict.fromkeys(prompt, 0)  # how often each was generated
+        self._counts = dict.fromkeys(prompt, 0)  # how often each was generated, if that matters
         self._ids = np.array(prompt, dtype=np.int32)
         self._taken = np.zeros(len(prompt), dtype=np.float32)
         self._row = np.zeros(1, dtype=_ROW)
@@ -73,15 +73,17 @@ class Penalties:
 
     def note(self) -> None:
         """The tokens that have come since the last call."""
-        for token in self._tokens[self._num_noted :]:
+        num_tokens = len(self._tokens)
+        for i in range(self._num_noted, num_tokens):
+            token = self._tokens[i]
             count = self._counts.get(token)
             if count is None:
                 count = 0
                 self._add(token)
-            self._counts[token] = count + 1
             if self._takes:
+                self._counts[token] = count + 1
                 self._taken[self._place(token)] = self._presence + self._frequency * np.float32(count + 1)
-        self._num_noted = len(self._tokens)
+        self._num_noted = num_tokens
 
     def _add(self, token: int) -> None:
         place = len(self._counts)
@@ -104,10 +106,10 @@ class Penalties:
         self._num_sorted, self._unsorted = count, dict[int, int]()
         most = max(most, int(self._ids[:count].max(initial=0)))
         num_stretches = 1 << (most // _STRETCH).bit_length()
-        marks = np.zeros(num_stretches * _STRETCH + 8, dtype=np.bool_)  # a kernel may read a byte too many
+        marks = np.zeros(num_stretches * _STRETCH, dtype=np.bool_)
         marks[self._ids[:count]] = True
         bits = np.packbits(marks, bitorder="little")
-        self._bits = bits.data[:-1]
+        self._bits = bits.data
         self._begins = self._ids[:count].searchsorted(np.arange(num_stretches + 1) * _STRETCH).astype(np.int32)
         self._row["token_ids"], self._row["taken"] = self._ids.ctypes.data, self._taken.ctypes.data
         self._row["bits"], self._row["begins"] = bits.ctypes.data, self._begins.ctypes.data

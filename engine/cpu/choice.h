@@ -2,7 +2,6 @@
 #pragma once
 #include <algorithm>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "vectors.h"
@@ -38,7 +37,7 @@ struct TokenChoices {
 
 constexpr int64_t PIECE = 64;       // tokens whose penalties are computed side by side
 constexpr int64_t STRETCH = 1024;   // logits in which the greatest is looked for, once it is known
-constexpr int PATIENCE = 4;         // stretches that are gone through one by one before all penalties are looked at
+constexpr int PATIENCE = 8;         // stretches with single tokens to look up, before all that have a penalty are gone through
 constexpr int ACROSS = 4;           // running maxima, so that none waits for itself
 
 // A choice lies between the product and the difference: they are rounded apart, as torch does it.
@@ -77,15 +76,8 @@ inline void penalise(const RowPenalties& row, int64_t begin, int64_t end, float*
     }
 }
 
-// Those of a part's lanes whose bit is set.
-inline IntPart lanes_of(uint32_t bits) {
-    IntPart lane;
-    for (int i = 0; i < PART_LANES; i++) lane[i] = 1 << i;
-    return (lane & int32_t(bits)) != 0;
-}
-
-// Of those whose bit is not set, if there are bits. Not a number, if one of all is not.
-inline float greatest_of(const float* x, int64_t count, const uint8_t* bits = nullptr) {
+// Not a number, if one of them is not.
+inline float greatest_of(const float* x, int64_t count) {
     float most = -std::numeric_limits<float>::infinity();
     bool is_number = true;
     int64_t i = 0;
@@ -95,12 +87,9 @@ inline float greatest_of(const float* x, int64_t count, const uint8_t* bits = nu
         for (int a = 0; a < ACROSS; a++) running[a] = most - FloatPart{};
         for (; i < STRETCH; i += ACROSS * PART_LANES)
             for (int a = 0; a < ACROSS; a++) {
-                const int64_t at = i + a * PART_LANES;
-                const FloatPart v = load<FloatPart>(x + at);
+                const FloatPart v = load<FloatPart>(x + i + a * PART_LANES);
+                running[a] = v > running[a] ? v : running[a];
                 none[a] |= v != v;
-                IntPart more = v > running[a];
-                if (bits) more &= ~lanes_of(load<uint16_t>(bits + at / 8) >> at % 8);
-                running[a] = more ? v : running[a];
             }
         for (int a = 0; a < ACROSS; a++)
             for (int lane = 0; lane < PART_LANES; lane++) {
@@ -109,8 +98,8 @@ inline float greatest_of(const float* x, int64_t count, const uint8_t* bits = nu
             }
     }
     for (; i < count; i++) {
+        most = std::max(most, x[i]);
         is_number &= x[i] == x[i];
-        if (!bits || !(bits[i / 8] >> i % 8 & 1)) most = std::max(most, x[i]);
     }
     return is_number ? most : std::numeric_limits<float>::quiet_NaN();
 }
@@ -151,18 +140,7 @@ inline Best choose(float* x, const RowPenalties& row, int64_t vocabulary) {
     return {x[best.at], best.at};
 }
 
-// The first of `most` among logits [first, end) that are not apart; there is one.
-inline int64_t first_of(float most, const float* x, int64_t first, int64_t end, const uint8_t* bits) {
-    for (int64_t block = first;; block += PIECE) {
-        const int64_t beyond = std::min(block + PIECE, end);
-        int32_t is_here = 0;
-        for (int64_t i = block; i < beyond; i++) is_here |= x[i] == most;
-        for (int64_t i = block; is_here && i < beyond; i++)
-            if (x[i] == most && !(bits && bits[i / 8] >> i % 8 & 1)) return i;
-    }
-}
-
-// Whether one of the tokens [begin, end), with its penalty, is better than the best so far.
+// One of the tokens [begin, end), with its penalty, may be better than the best so far.
 inline void look_among(const RowPenalties& row, int64_t begin, int64_t end, const float* x, int64_t vocabulary, Best& best) {
     for (int64_t first = begin; first < end; first += PIECE) {
         const Penalised piece(row, first, end, x, vocabulary);
@@ -173,8 +151,31 @@ inline void look_among(const RowPenalties& row, int64_t begin, int64_t end, cons
     }
 }
 
-// The same without a change to the logits. Where penalties only lower, most stretches have no logit above the best, and
-// so no token whose penalty must be known.
+// So may one of a stretch of logits [first, end). is_known: all that have a penalty have been looked at. Else penalties
+// only lower, so that no token matters whose logit is below the best.
+inline void look_into(const RowPenalties& row, bool is_known, int64_t first, int64_t end, const float* x, Best& best) {
+    const int64_t stretch = first / STRETCH;
+    const int32_t* const ids = row.token_ids;
+    for (int64_t block = first; block < end; block += PIECE) {
+        const int64_t beyond = std::min(block + PIECE, end);
+        int32_t reaches = 0;
+        for (int64_t i = block; i < beyond; i++) reaches |= x[i] >= best.most;
+        for (int64_t i = block; reaches && i < beyond; i++) {
+            if (!best.yields(x[i], i)) continue;
+            if (stretch >= row.stretches || !(row.bits[i / 8] >> i % 8 & 1)) {
+                best = {x[i], i};
+            } else if (!is_known) {
+                const int32_t* last = ids + row.begins[stretch + 1];
+                const int32_t* found = std::lower_bound(ids + row.begins[stretch], last, int32_t(i));
+                if (found == last || *found != i) continue;  // one that came later, and has been looked at
+                const float lowered = penalised(all(x[i]), all(float(row.repetition)), all(row.taken[found - ids]))[0];
+                if (best.yields(lowered, i)) best = {lowered, i};
+            }
+        }
+    }
+}
+
+// The same as `choose` without a change to the logits. Most stretches have none that could be the best.
 inline Best choose_apart(const float* x, const RowPenalties& row, int64_t vocabulary) {
     static thread_local std::vector<float> greatest;
     greatest.clear();
@@ -183,25 +184,14 @@ inline Best choose_apart(const float* x, const RowPenalties& row, int64_t vocabu
         if (greatest.back() != greatest.back()) return first_that_is_no_number(x, first);
     }
     Best best;
-    int64_t unknown = row.only_lowers ? row.sorted : 0;  // so many of the first tokens have not been looked at
-    look_among(row, unknown, row.tokens, x, vocabulary, best);
+    look_among(row, row.only_lowers ? row.sorted : 0, row.tokens, x, vocabulary, best);
     for (int turn = 0;; turn++) {
-        if (turn == PATIENCE) look_among(row, 0, std::exchange(unknown, 0), x, vocabulary, best);
         const auto next = std::max_element(greatest.begin(), greatest.end());
-        const int64_t stretch = next - greatest.begin(), first = stretch * STRETCH;
-        const int64_t end = std::min(first + STRETCH, vocabulary);
-        float most = *next;
-        if (!best.yields(most, first)) return best;
+        const int64_t first = (next - greatest.begin()) * STRETCH;
+        if (!best.yields(*next, first)) return best;
         *next = Best().most;
-        const uint8_t* bits = nullptr;
-        if (stretch < row.stretches) {
-            bits = row.bits;
-            if (unknown) look_among(row, row.begins[stretch], row.begins[stretch + 1], x, vocabulary, best);
-            most = greatest_of(x + first, end - first, bits + first / 8);
-            if (!best.yields(most, first)) continue;
-        }
-        const int64_t at = first_of(most, x, first, end, bits);
-        if (best.yields(most, at)) best = {x[at], at};
+        if (turn == PATIENCE && row.only_lowers) look_among(row, 0, row.sorted, x, vocabulary, best);
+        look_into(row, turn >= PATIENCE || !row.only_lowers, first, std::min(first + STRETCH, vocabulary), x, best);
     }
 }
 

@@ -109,16 +109,17 @@ class Features:
         return self.read(places).view(torch.uint8).cpu().numpy().tobytes() if (places != UNKNOWN).all() else b""
 
     def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, last: bytes) -> None:
-        """KV of positions [first_token, end_token) has come into this block table from elsewhere, and what is known
-        `of` them there."""
+        """KV of positions [first_token, end_token), perhaps none, has come into this block table from elsewhere, and
+        what is known `of` the last before end_token there."""
         slots = self._slots(blocks, first_token, end_token)
         self._place_of[slots] = UNKNOWN
         if self._of_blocks is not None:
             self._of_blocks[self._on_device(np.unique(slots // self._size))] = 0
-        if len(slots) and len(last) == self._ring_CE[0].nbytes:
+        if end_token and len(last) == self._ring_CE[0].nbytes:
+            slots = self._slots(blocks, end_token - 1, end_token)
             x_1E = torch.frombuffer(bytearray(last), dtype=self._ring_CE.dtype).to(self._pool.device)[None]
-            self.keep(slots[-1:], x_1E)
-            self.keep_ends(slots[-1:], x_1E)
+            self.keep(slots, x_1E)
+            self.keep_ends(slots, x_1E)
 
     def _slots_before(self, rows: Sequence[HeadRow]) -> Ints:
         size, before = self._size, [row.position - 1 for row in rows]

@@ -76,7 +76,7 @@ def _rows(sampling: Sampling, num_rows: int) -> dict[int, Penalties]:
         presence_penalty=st.sampled_from([0.0, 1.0, -1.0, 3e38]),
         frequency_penalty=st.sampled_from([0.0, 0.5, -0.5]),
     ),
-    st.sampled_from([1, 100, 1024, 1030, V]),
+    st.sampled_from([1, 100, 1024, 1030, V, 20_000]),
     st.sampled_from([0, 1, 3, 400]),
     st.sampled_from([0, 1, 3, 400]),
     st.sampled_from([1, 3, 40]),

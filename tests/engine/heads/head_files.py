@@ -50,7 +50,7 @@ def medusa_reference(
     model: PreTrainedModel, tensors: dict[str, Tensor], tokens: list[int], *, choose: Choice = likeliest
 ) -> list[int]:
     """What its heads guess behind `tokens`: Cai et al. 2024, section 2.1.1."""
-    hidden = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states[-1][0, -1]  # normed
+    hidden = _states(model, tokens)[-1][-1]  # normed
     guessed = []
     i = 0
     while f"{i}.0.linear.weight" in tensors:
@@ -112,8 +112,8 @@ def eagle_reference(
 ) -> list[int]:
     """What the head guesses behind `tokens`, one entry after another over all that are before it: Li et al. 2025,
     section 3.1. Entry t is made of token t and what the model has seen of t - 1; of nothing at 0."""
-    states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-    fused_TE = F.linear(torch.cat([states[layer][0] for layer in layers], dim=-1), tensors["fc.weight"])
+    states = _states(model, tokens)
+    fused_TE = F.linear(torch.cat([states[layer] for layer in layers], dim=-1), tensors["fc.weight"])
     features = [torch.zeros(HIDDEN), *fused_TE]
     embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
     ids = torch.tensor(tokens)
@@ -126,6 +126,18 @@ def eagle_reference(
         ids = torch.cat((ids, torch.tensor([guessed[-1]])))
         features.append(x_TE[-1])
     return guessed
+
+
+def _states(model: PreTrainedModel, tokens: list[int]) -> list[Tensor]:
+    """(T, E) each, before the first layer and after every one, of all tokens but the last. Of several that begin alike
+    the longest comes first, if it is to be quick."""
+    known: dict[tuple[int, ...], list[Tensor]] = model.__dict__.setdefault("known_states", {})
+    wanted = tuple(tokens[:-1])
+    longer = next((one for one in known if one[: len(wanted)] == wanted), None)
+    if longer is None:
+        found = model(torch.tensor([wanted]), output_hidden_states=True).hidden_states
+        longer, known[wanted] = wanted, [state[0] for state in found]
+    return [state[: len(wanted)] for state in known[longer]]
 
 
 def _eagle_layer(tensors: dict[str, Tensor], embedded_TE: Tensor, feature_TE: Tensor) -> Tensor:

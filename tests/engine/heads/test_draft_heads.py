@@ -217,6 +217,9 @@ def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_
     assert not runner.knows([row]) and runner.heads.features.of([4, 5], 11) == b""
     runner.heads.features.arrived([4, 5], 0, 11, features)
     assert runner.knows([row]) and runner.heads.features.of([4, 5], 11) == features
+    runner.heads.features.arrived([4, 5], 0, 11, b"")
+    runner.heads.features.arrived([4, 5], 11, 11, features)
+    assert runner.knows([row]), "all of it was here, but for that"
     runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
     assert not runner.knows([row]), "of another model"
 

@@ -13,6 +13,7 @@ from cluster.cli.app import run
 from cluster.model.kv_arithmetic import KVArithmetic
 from cluster.model.shape import ModelConfig
 from cluster.words.spec_file import load_spec
+from router.simulator.profile import load_profile
 
 
 @pytest.fixture
@@ -53,7 +54,33 @@ def test_a_plan_is_written_as_a_spec(trace: str, tmp_path: Path, capsys: pytest.
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "-o", str(spec), "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert load_spec(str(spec)).topology == best["topology"]
+    assert "block_size" not in spec.read_text(), "the plan says what nobody asked for"
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "0.001", "--max-replicas", "2"]) == 1
+
+
+def test_a_plan_says_whether_roles_apart_pay(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a profile of a processor whose replicas may have two threads."""
+    steps = {"base_s": 0.01, "token_s": 1e-4, "pair_s": 0.0, "context_s": 0.0}
+    wide = steps | {"token_s": 5e-5}
+    known = load_profile("h100-llama-3.1-8b").model_dump() | {
+        "steps": steps,
+        "slowdown": [1.0, 1.0],
+        "wider": [{"width": 2, "steps": wide, "decode_steps": wide}],
+    }
+    profile, spec = tmp_path / "here.json", tmp_path / "plan.yaml"
+    profile.write_text(json.dumps(known))
+    limits = ["--slo-ttft-ms", "100", "--slo-itl-ms", "1000", "--max-replicas", "2", "--profile", str(profile)]
+    asked = ["plan", "--trace", trace, *limits, "--speedup", "0.2", "--block-size", "32"]
+    assert run([*asked, "-o", str(spec), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["same_resources"]["better"] == plan["best"]["topology"] == "0P1D"
+    assert plan["same_resources"]["apart"]["good_share"] < plan["same_resources"]["colocated"]["good_share"]
+    written = load_spec(str(spec))
+    assert written.topology == "0P1D" and written.decode.resources.cpus == 2 and written.kv.block_size == 32
+    assert run(asked) == 0
+    said = capsys.readouterr().out
+    assert "of the same resources 0P1D (threads 2, chunks " in said and " against " in said
+    assert sum("1P1D" in line for line in said.splitlines()) >= 2, "the one that lost has no row"
 
 
 @pytest.mark.parametrize(("name", "begin"), [("frontier.png", b"\x89PNG"), ("frontier.svg", b"<?xml")])

@@ -43,3 +43,14 @@ def test_a_step_may_begin_when_another_ends() -> None:
     cores.run(1.0, lambda: cores.run(2.0, lambda: ends.append(clock.now)))
     clock.run()
     assert ends == [3.0]
+
+
+def test_a_wide_step_counts_as_several_and_is_not_slowed_by_itself() -> None:
+    clock = Clock()
+    cores = Cores(clock, [1.0, 1.2, 3.0])
+    ends: dict[str, float] = {}
+    cores.run(1.0, lambda: ends.setdefault("wide", clock.now), width=2)
+    clock.at(0.5, lambda: cores.run(1.0, lambda: ends.setdefault("narrow", clock.now)))
+    clock.run()
+    # Alone until 0.5; then three at a time, which is 3 / 1.2 times as slow for the wide one; then the narrow one alone.
+    assert ends == pytest.approx({"wide": 0.5 + 0.5 * 2.5, "narrow": 1.75 + 1.0 - 1.25 / 3.0})

@@ -16,7 +16,7 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.simulator.fleet_setup import FleetSetup
 from router.simulator.plan import make_plan
 from router.simulator.prefix_hashes import PrefixHashes
-from router.simulator.profile import load_profile, shipped_profiles
+from router.simulator.profile import Profile, Steps, WiderSteps, load_profile, shipped_profiles
 from router.simulator.run import simulate
 
 _PROFILE = load_profile("h100-llama-3.1-8b")
@@ -149,6 +149,43 @@ def test_the_plan_is_the_smallest_that_keeps_the_slo() -> None:
     assert all(c.good_share < 0.9 for c in plan.tried if c.size < plan.best.size)
     shares = [c.good_share for c in plan.frontier]
     assert shares == sorted(set(shares))
+
+
+def _two_cores(*, wider_speed: float) -> Profile:
+    """Steps of which two at a time do not slow each other down, and replicas of two threads."""
+    narrow = Steps(base_s=0.01, token_s=0.001, pair_s=0.0, context_s=0.0)
+    wide = narrow.model_copy(update={"token_s": 0.001 / wider_speed})
+    changes = {"steps": narrow, "slowdown": [1.0, 1.0], "wider": [WiderSteps(width=2, steps=wide, decode_steps=wide)]}
+    return _PROFILE.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("slo_ttft_s", "slo_itl_s", "is_colocated"),
+    [
+        (0.4, 1.0, True),  # half the time to the first token, where nobody minds that others' tokens wait
+        (1.5, 0.016, False),
+    ],
+)
+def test_the_plan_says_which_serves_better_of_the_same_resources(
+    slo_ttft_s: float, slo_itl_s: float, is_colocated: bool
+) -> None:
+    trace = [TraceRequest(number=i, arrival_s=0.6 * i, num_tokens=512, num_output=200, ids=None) for i in range(20)]
+    plan = make_plan(
+        replace(_SETUP, decode_batch_tokens=1024, max_running=16),
+        _two_cores(wider_speed=1.8),
+        trace,
+        slo_ttft_s=slo_ttft_s,
+        slo_itl_s=slo_itl_s,
+        good_share=0.95,
+        max_replicas=2,
+    )
+    assert plan.best and plan.best.size == plan.apart.size == plan.colocated.size == 2
+    assert plan.best is (plan.colocated if is_colocated else plan.apart)
+    assert not plan.apart.is_colocated and plan.colocated.is_colocated
+    if is_colocated:
+        assert (plan.best.num_decode, plan.best.decode_threads) == (1, 2)
+    else:
+        assert plan.colocated.decode_batch_tokens < 1024, "shorter chunks were not tried"
 
 
 def test_equal_ids_and_only_they_have_equal_hashes() -> None:
