@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling
+from engine.draft_models.head_proposer import HeadProposer
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
-from engine.speculation.head_proposer import HeadProposer
 from engine.speculation.speculation import Speculation
 from engine.training.answers import FileAsker
 from engine.training.eagle import EagleLearner
@@ -222,8 +222,8 @@ class _Noted:
     """Implements Proposer: keeps what heads have said of each sequence, by its length then."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        assert runner.drafter
-        self._heads = HeadProposer(runner.drafter)
+        assert runner.heads
+        self._heads = HeadProposer(runner)
         self.said: dict[tuple[Sequence, int], Any] = {}
 
     def propose(self, sequences: Any, max_tokens: int) -> Any:
@@ -246,14 +246,14 @@ class _Noted:
         return sum(right) / len(right)
 
 
-@pytest.mark.parametrize(("kind", "drafter"), [("eagle3", "eagle"), ("medusa", "medusa")])
+@pytest.mark.parametrize(("kind", "heads"), [("eagle3", "eagle"), ("medusa", "medusa")])
 def test_heads_draft_in_an_engine_as_they_were_measured(
-    whole: _Whole, model_dir: Path, make_runner: MakeRunner, kind: Kind, drafter: str
+    whole: _Whole, model_dir: Path, make_runner: MakeRunner, kind: Kind, heads: str
 ) -> None:
     """Loaded from what was published, asked in every step of the answers held out. bfloat16 in training, float32 here,
     and other steps: about as often, then."""
     directory, report = whole[kind]
-    runner = make_runner(model_dir, drafter=drafter, drafter_dir=directory, num_blocks=512)
+    runner = make_runner(model_dir, heads=heads, heads_dir=directory, num_blocks=512)
     noted = _Noted(runner)
     held_out = [one for number, one in enumerate(_conversations()) if number % 16 == 0]
     asked = [Asked(list(one.tokens), Sampling(temperature=0.0, max_tokens=24)) for one in held_out]
