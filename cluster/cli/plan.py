@@ -170,8 +170,8 @@ def _better(found: CapacityPlan) -> tuple[Candidate, Candidate]:
 def _name(c: Candidate) -> str:
     """With what tells it from others of its topology."""
     if c.is_colocated:
-        return f"{c.topology} ({c.decode_threads} threads, chunks of {c.decode_batch_tokens})"
-    return f"{c.topology} ({c.prefill_threads} + {c.decode_threads} threads)"
+        return f"{c.topology} (threads {c.decode_threads}, chunks {c.decode_batch_tokens})"
+    return f"{c.topology} (threads {c.prefill_threads} + {c.decode_threads})"
 
 
 def _memory(source: str) -> dict[str, Any]:

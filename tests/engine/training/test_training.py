@@ -222,7 +222,6 @@ class _Noted:
     """Implements Proposer: keeps what heads have said of each sequence, by its length then."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        assert runner.heads
         self._heads = HeadProposer(runner)
         self.said: dict[tuple[Sequence, int], Any] = {}
 

@@ -79,7 +79,7 @@ def test_a_plan_says_whether_roles_apart_pay(trace: str, tmp_path: Path, capsys:
     assert written.topology == "0P1D" and written.decode.resources.cpus == 2 and written.kv.block_size == 32
     assert run(asked) == 0
     said = capsys.readouterr().out
-    assert "of the same resources 0P1D (2 threads, chunks of " in said and " against " in said
+    assert "of the same resources 0P1D (threads 2, chunks " in said and " against " in said
     assert sum("1P1D" in line for line in said.splitlines()) >= 2, "the one that lost has no row"
 
 
