@@ -112,3 +112,14 @@ async def test_the_stream_is_bounded_and_goes_by_itself(redis: Redis) -> None:
         await one.write(bytes(MAX_MESSAGE_BYTES // 4))
     assert await redis.xlen(_STREAM) < 1700
     assert 0 < await redis.ttl(_STREAM) <= 3600
+
+
+async def test_who_skips_numbers_does_not_run_a_counter_over(redis: Redis) -> None:
+    """Counts are told in 64 bits: one that did not fit would end whoever tells it."""
+    one, other = _end(redis), _end(redis)
+    await one.write(b"first")
+    one._num_written = (1 << 64) - 2
+    assert await other.read() == [b"first"]
+    await one.write(b"last")
+    assert await other.read() == [b"last"]
+    assert 0 < other.num_missed < 1 << 16
