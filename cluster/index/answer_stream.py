@@ -107,7 +107,7 @@ class AnswerStream:
         last = self._numbers.get(writer)
         if last is not None and number <= last:
             return None
-        self.num_missed += number - last - 1 if last is not None else 0
+        self.num_missed += min(number - last - 1, _MAX_ENTRIES) if last is not None else 0
         self._numbers[writer] = number
         self._numbers.move_to_end(writer)
         if len(self._numbers) > _MAX_WRITERS:

@@ -14,6 +14,8 @@ from cluster.words.errors import SpecError
 
 HeadsKind = Literal["medusa", "eagle"]
 
+_MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
@@ -39,6 +41,8 @@ def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsCon
         return _medusa(directory, raw, model) if kind == "medusa" else _eagle(directory, raw, model)
     except KeyError as error:
         raise SpecError(f"{directory / 'config.json'}: {error.args[0]} is missing: are these {kind} heads?") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise SpecError(f"{directory / 'config.json'}: {error}") from error
 
 
 def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
@@ -49,8 +53,8 @@ def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Head
         directory=directory,
         fingerprint=model_config.fingerprint(directory),
         layers=(model.num_layers,),
-        num_heads=int(raw["medusa_num_heads"]),
-        num_residuals=int(raw.get("medusa_num_layers", 1)),
+        num_heads=_count(raw["medusa_num_heads"], "medusa_num_heads", least=1),
+        num_residuals=_count(raw.get("medusa_num_layers", 1), "medusa_num_layers", least=0),
     )
 
 
@@ -59,7 +63,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
     if model.latent:
         raise SpecError(f"{directory}: EAGLE heads keep keys and values, and {model.architecture} keeps latents")
     architecture = (raw.get("architectures") or ["(none)"])[0]
-    if "Eagle3" not in architecture:
+    if "Eagle3" not in str(architecture):
         raise SpecError(f"{directory}: architecture {architecture} is not EAGLE-3; expected LlamaForCausalLMEagle3")
     shape = model_config.load(directory, architecture="LlamaForCausalLM")
     if shape.num_layers != 1:
@@ -83,11 +87,18 @@ def _eagle_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -
     said = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     said = said or raw.get("eagle_aux_hidden_state_layer_ids")
     layers = tuple(sorted(said)) if said else tuple(sorted((2, model.num_layers // 2, model.num_layers - 3)))
-    if len({*layers}) != 3 or not 0 <= layers[0] <= layers[2] <= model.num_layers:
+    are_numbers = all(type(layer) is int for layer in layers)
+    if not are_numbers or len({*layers}) != 3 or not 0 <= layers[0] <= layers[2] <= model.num_layers:
         raise SpecError(
             f"{directory}: hidden states after layers {layers} of {model.num_layers}: no three of the model"
         )
     return layers
+
+
+def _count(found: Any, name: str, *, least: int) -> int:
+    if type(found) is not int or not least <= found <= _MOST:
+        raise ValueError(f"{name} is {found!r}, and must be a number from {least} to {_MOST}")
+    return found
 
 
 def _check_same(directory: Path, name: str, found: int, wanted: int) -> None:

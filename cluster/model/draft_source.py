@@ -68,7 +68,9 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
         raw = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
         return None  # whoever reads it as a model says what is wrong
+    if not isinstance(raw, dict):
+        return None
     if "medusa_num_heads" in raw:
         return DraftSource("medusa", directory)
-    is_eagle = any("eagle" in str(name).lower() for name in raw.get("architectures", ()))
+    is_eagle = "eagle" in str(raw.get("architectures")).lower()
     return DraftSource("eagle", directory) if is_eagle else None

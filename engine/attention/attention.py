@@ -33,6 +33,14 @@ class PromptQueries:
     end: int
     runs_2RKB: Tensor
     mask_QL: Tensor | None  # None: plainly causal, and L is cut to Q
+    num_keys: int  # of L: its own
+
+    def gather(self, pool: KVPool, layer: int, dtype: torch.dtype) -> Tensor:
+        """See KVPool.gather. What lies behind the row's own keys is zero: whoever had the block before may have left
+        NaN there, which no mask hides."""
+        kv_2RKLD = pool.gather(layer, self.runs_2RKB, dtype)
+        kv_2RKLD[..., self.num_keys :, :] = 0
+        return kv_2RKLD
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,14 @@ class Singles:
     tokens_R: Tensor
     runs_2RKB: Tensor
     mask_R11L: Tensor
+    fewest_keys: int  # of L: what every row has of its own
+
+    def gather(self, pool: KVPool, layer: int, dtype: torch.dtype) -> Tensor:
+        """As for prompts."""
+        kv_2RKLD = pool.gather(layer, self.runs_2RKB, dtype)
+        is_hidden_R1N1 = self.mask_R11L[..., self.fewest_keys :].isneginf().transpose(-1, -2)
+        kv_2RKLD[..., self.fewest_keys :, :].masked_fill_(is_hidden_R1N1, 0)
+        return kv_2RKLD
 
 
 @dataclass(frozen=True)
@@ -81,12 +97,12 @@ def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan
     q_TKGD = q_THD.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, dim)
     out_TKGD = torch.empty_like(q_TKGD)
     for prompt in plan.prompts:
-        k_1KLD, v_1KLD = pool.gather(layer, prompt.runs_2RKB, q_THD.dtype)
+        k_1KLD, v_1KLD = prompt.gather(pool, layer, q_THD.dtype)
         out_TKGD[prompt.first : prompt.end] = attend_prompt(
             q_TKGD[prompt.first : prompt.end], k_1KLD[0], v_1KLD[0], prompt.mask_QL
         )
     for singles in plan.singles:
-        k_RKLD, v_RKLD = pool.gather(layer, singles.runs_2RKB, q_THD.dtype)
+        k_RKLD, v_RKLD = singles.gather(pool, layer, q_THD.dtype)
         # The G queries that share a kv head take the place of the query positions: no key is read twice.
         q_RKGD = q_TKGD[singles.tokens_R]
         mask_RKGL = singles.mask_R11L.expand(*q_RKGD.shape[:-1], -1)
@@ -131,10 +147,11 @@ class _Planner:
         first, end = int(self._ends[row] - self._batch.query_lens[row]), int(self._ends[row])
         low, high = int(self._low[row]), int(self._high[row])
         runs_2RKB = self._pool.runs(self._batch.block_tables[row : row + 1, low:high])
+        num_keys = int(self._batch.context_lens[row]) - low * self._pool.layout.block_size
         if self._starts[row] == 0 and (self._window is None or self._window >= end - first):
-            return PromptQueries(first, end, runs_2RKB, None)
+            return PromptQueries(first, end, runs_2RKB, None, num_keys)
         mask_1QL = self._mask(self._batch.positions[None, first:end], self._low[[row]], high - low)
-        return PromptQueries(first, end, runs_2RKB, mask_1QL[0])
+        return PromptQueries(first, end, runs_2RKB, mask_1QL[0], num_keys)
 
     def singles(self, rows: Ints) -> Singles:
         low, high = self._low[rows], self._high[rows]
@@ -147,6 +164,7 @@ class _Planner:
             tokens_R=torch.from_numpy(tokens).to(self._pool.device),
             runs_2RKB=self._pool.runs(self._batch.block_tables[rows[:, None], columns]),
             mask_R11L=mask_R1L.unsqueeze(1),
+            fewest_keys=int((self._batch.context_lens[rows] - low * self._pool.layout.block_size).min()),
         )
 
     def _mask(self, positions_RQ: Ints, low_R: Ints, width: int) -> Tensor:

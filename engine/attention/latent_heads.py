@@ -124,7 +124,7 @@ class TorchLatentHeads:
         return out_THW
 
     def _attend_prompt(self, layer: int, q_THD: Tensor, prompt: PromptQueries, expansion: Expansion) -> Tensor:
-        rows_LD = self._pool.gather(layer, prompt.runs_2RKB, q_THD.dtype)[0, 0, 0]
+        rows_LD = prompt.gather(self._pool, layer, q_THD.dtype)[0, 0, 0]
         latent_LC, key_LP = rows_LD.tensor_split((expansion.latent_dim,), dim=-1)
         k_HLN, v_HLW = (latent_LC @ made.transpose(1, 2) for made in (expansion.key_HNC, expansion.value_HWC))
         k_HLD = torch.cat((k_HLN, key_LP.expand(len(k_HLN), -1, -1)), dim=-1)
@@ -132,7 +132,7 @@ class TorchLatentHeads:
         return attend_prompt(q_QH1D, k_HLD, v_HLW, prompt.mask_QL, scale=self._scale).squeeze(2)
 
     def _attend_singles(self, layer: int, q_THD: Tensor, singles: Singles, expansion: Expansion) -> Tensor:
-        rows_R1LD = self._pool.gather(layer, singles.runs_2RKB, q_THD.dtype)[0]
+        rows_R1LD = singles.gather(self._pool, layer, q_THD.dtype)[0]
         q_R1HD = expansion.absorb_keys(q_THD[singles.tokens_R]).unsqueeze(1)
         mask_R1HL = singles.mask_R11L.expand(-1, -1, q_R1HD.shape[2], -1)
         latents_R1LC = rows_R1LD[..., : expansion.latent_dim]

@@ -48,6 +48,7 @@ class DraftTables:
         """Its table, with room for so many tokens. What was drafted and did not come is forgotten. None if there is no
         room but that of `keep`."""
         self._forget_gone()
+        self.blocks.take_changes()  # which nobody is told of: else they would be kept for ever
         table = self._of(sequence)
         if table is None:
             table = DraftTable()

@@ -53,8 +53,9 @@ class Eagle:
         reader, shape = room.reader, config.shape
         assert shape is not None
         found = reader.checkpoint.shapes
-        optional = {"t2d", "embed_tokens.weight", *(("d2t",) if config.draft_vocab_size == model.vocab_size else ())}
-        check_tensors(found, _expected(config, shape), optional=frozenset(optional & {*found}))
+        also = {"embed_tokens.weight": (model.vocab_size, shape.hidden_size), "d2t": (config.draft_vocab_size,)}
+        expected = {**_expected(config, shape), **{name: size for name, size in also.items() if name in found}}
+        check_tensors(found, expected, optional=frozenset({"t2d"}))
         self.layers = config.layers
         self._room = room
         self._index = model.num_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _MEMORY = 512.0  # rows: what is older counts for little
+_LEAST = 1e-6  # tokens of a row: what is left of drafts long ago, and is nothing
 
 
 class RowYield:
@@ -25,4 +26,5 @@ class RowYield:
 
     @property
     def drafted_per_row(self) -> float:
-        return self._drafted / self._rows if self._rows else 0.0
+        drafted = self._drafted / self._rows if self._rows else 0.0
+        return drafted if drafted >= _LEAST else 0.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from hashlib import blake2b
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from redis.asyncio import Redis
 
 from cluster.index.answer_stream import MAX_MESSAGE_BYTES, AnswerStream
@@ -112,3 +114,15 @@ async def test_the_stream_is_bounded_and_goes_by_itself(redis: Redis) -> None:
         await one.write(bytes(MAX_MESSAGE_BYTES // 4))
     assert await redis.xlen(_STREAM) < 1700
     assert 0 < await redis.ttl(_STREAM) <= 3600
+
+
+async def test_who_skips_numbers_does_not_run_a_counter_over(redis: Redis) -> None:
+    """Counts are told in 64 bits: one that did not fit would end whoever tells it."""
+    other, writer = _end(redis), bytes(16)
+    cipher = AESGCM(blake2b(writer, key=_KEY, digest_size=32, person=b"writer").digest())
+    for number in (1, (1 << 64) - 1):
+        nonce = number.to_bytes(12, "big")
+        sealed = cipher.encrypt(nonce, b"some", b"c")
+        await redis.xadd(_STREAM, {"message": writer + nonce[4:] + sealed})
+    assert await other.read() == [b"some", b"some"]
+    assert 0 < other.num_missed < 1 << 16

@@ -45,6 +45,14 @@ def test_auto_finds_out_what_a_directory_holds(tmp_path: Path, config: dict[str,
     assert found.heads == (None if kind == "draft" else kind)
 
 
+@pytest.mark.parametrize("tree", [{"architectures": None}, {"architectures": 5}, [1], "text", None])
+def test_what_is_neither_heads_nor_a_model_is_refused_in_one_line(tmp_path: Path, tree: Any) -> None:
+    directory = _model(tmp_path / "it")
+    (directory / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(SpecError, match=r"config\.json: "):
+        draft_source(_spec(method="auto", model=str(directory)))
+
+
 def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
     directory = _model(tmp_path / "it")
     for kind in ("draft", "medusa", "eagle"):

@@ -134,6 +134,18 @@ def test_blocks_of_drafted_tokens_that_did_not_come_go_back(runner: ModelRunner)
     assert blocks.num_blocks - blocks.num_available == 2
 
 
+def test_nothing_is_noted_for_nobody() -> None:
+    """A replica that lives for months drafts for millions of sequences."""
+    tables = DraftTables(8, block_size=_SIZE)
+    for asked in _asked(*[40] * 50):
+        (sequence,) = _sequences([asked])
+        table = tables.open(sequence, 40, keep=[sequence])
+        assert table
+        tables.computed(sequence, table, 40 - table.num_known)
+        tables.forget(sequence)
+    assert len(tables.blocks.take_changes()) <= 2 * tables.blocks.num_blocks
+
+
 def test_a_prompt_that_another_sequence_has_is_computed_once(runner: ModelRunner) -> None:
     draft = _draft(runner)
     first, second = _sequences(_asked(30) * 2)

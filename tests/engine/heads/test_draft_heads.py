@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from cluster.words.errors import SpecError
@@ -170,6 +171,15 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
         ("medusa", {"medusa_num_heads": 5}, "missing: 4.0.linear.weight"),
         ("medusa", {"hidden_size": 64}, "hidden_size is 64, and the model's is 48"),
         ("eagle", {"hidden_size": None}, "config.json"),
+        ("eagle", {"architectures": [None]}, "None is not EAGLE-3"),
+        ("eagle", {"architectures": 5}, "config.json"),
+        ("eagle", {"eagle_config": "low"}, "config.json"),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a", 1, 2]}}, "config.json"),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0.5, 1, 2]}}, "no three of the model"),
+        ("medusa", {"medusa_num_heads": None}, "medusa_num_heads is None, and must be a number from 1 to 64"),
+        ("medusa", {"medusa_num_heads": 0}, "medusa_num_heads is 0, and must be a number"),
+        ("medusa", {"medusa_num_heads": 10**9}, "medusa_num_heads is 1000000000, and must be a number"),
+        ("medusa", {"medusa_num_layers": 10**9}, "medusa_num_layers is 1000000000, and must be a number from 0"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_in_one_line(
@@ -186,6 +196,26 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
     with pytest.raises(SpecError) as refused:
         make_runner(tiny_model("llama")[0], heads=kind, heads_dir=tmp_path)
     assert complaint in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("d2t", torch.zeros(5, dtype=torch.int64)),
+        ("d2t", torch.zeros(0, dtype=torch.int64)),
+        ("embed_tokens.weight", torch.zeros(VOCAB_SIZE - 1, 48)),
+        ("embed_tokens.weight", torch.zeros(VOCAB_SIZE, 47)),
+    ],
+)
+def test_what_heads_need_not_have_must_fit_where_they_have_it(
+    name: str, tensor: torch.Tensor, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    """It would be the first step that failed, and with it the replica."""
+    tensors = write_eagle(tmp_path, draft_vocab_size=VOCAB_SIZE)
+    whole = {"lm_head.weight": torch.zeros(VOCAB_SIZE, 48), "d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64)}
+    save_file(tensors | whole | {name: tensor}, tmp_path / "model.safetensors")
+    with pytest.raises(SpecError, match=f"wrong shape: {name}"):
+        make_runner(tiny_model("llama")[0], heads="eagle", heads_dir=tmp_path)
 
 
 @pytest.mark.parametrize("is_old", [True, False])

@@ -1,0 +1,36 @@
+"""What somebody has left in a block that was given back reaches nobody who has it next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from tests.engine.steps import prompts
+from tests.engine.tiny_models import MakeModel, MakeRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["llama", "mistral", "deepseek_v3"])
+def test_nan_behind_a_sequence_is_not_attended_to(
+    model: str, dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
+) -> None:
+    """Of one request that has failed, or from a peer: the requests of others go on. Prompts, what follows them, and
+    rows of unlike lengths."""
+    runner = make_runner(tiny_model(model)[0], dtype=dtype, num_blocks=12)
+    long, short = prompts(29, 9)
+    steps = [
+        [Row(long[:20], 0, [0, 1, 2, 3], num_logits=1), Row(short[:5], 0, [4, 5], num_logits=1)],
+        [Row(long[20:28], 20, [0, 1, 2, 3], num_logits=1), Row(short[5:8], 5, [4, 5], num_logits=1)],
+        [Row(long[28:], 28, [0, 1, 2, 3], num_logits=1), Row(short[8:], 8, [4, 5], num_logits=1)],
+    ]
+    found: list[list[torch.Tensor]] = []
+    for left in (0.0, torch.nan):
+        for codes in runner.pool.codes:
+            codes.fill_(left)
+        found.append([runner.forward(Batch.of(rows, block_size=8)).clone() for rows in steps])
+    for clean, other in zip(*found, strict=True):
+        assert torch.equal(clean, other)
