@@ -54,12 +54,6 @@ def _drafts_by(spec: Spec) -> tuple[object, ...]:
     return (drafts.method, drafts.model) if drafts.model and drafts.method != "draft" else ()
 
 
-def _heads(spec: Spec) -> object:
-    """Which of them a replica of either role has loaded, if any."""
-    speculation = spec.speculation
-    return speculation.heads or (speculation.model if speculation.method == "auto" else None)
-
-
 def _fixed(pool: PoolSpec) -> dict[str, object]:
     experts = {name: DecodePoolSpec.model_fields[name].default for name in _OF_DECODE}
     own = {name: getattr(pool, name) for name in _OF_DECODE if hasattr(pool, name)}
