@@ -72,7 +72,7 @@ class Drafting:
         price = self._price(rows, num_tokens)
         for sequence in rows:
             sequence.drafts = sequence.drafts or DraftTally()
-            sequence.drafts.floors += price.token * len(rows) / price.plain
+            sequence.drafts.floors += price.floor(len(rows))
         drafts = self._speculation.draft(rows, price, max_tokens=most, blocks=self._blocks)
         if self._pace and (asking_s := self._speculation.take_asking_s()):
             self._pace.set_aside(asking_s)

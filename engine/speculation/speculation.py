@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import takewhile
 from types import MappingProxyType
 
 from engine.kv.block_manager import BlockManager
@@ -134,10 +133,9 @@ class Speculation:
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""
-        counts, pairs = self.counts[draft.method], zip(draft.tokens, chosen, strict=False)
-        num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        counts = self.counts[draft.method]
         counts.drafted.update(range(len(draft.tokens)))
-        counts.accepted.update(range(num_accepted))
+        counts.accepted.update(range(draft.num_right(chosen)))
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
