@@ -166,9 +166,10 @@ class Engine(Generic[Logits]):
             if token.finish_reason:
                 self._finished(sequence)
         running = self.decoding.running
+        self._drafting.computed(
+            [sequence for sequence, _ in step.decoding], step.drafts, num_tokens=step.num_tokens - result.num_drafted
+        )
         for sequence, num_tokens in step.decoding:
-            if sequence.drafts:
-                sequence.drafts.steps += 1
             if step.drafts and (draft := step.drafts.get(sequence)):
                 self._verify(step, sequence, num_tokens, draft, chosen, result)
                 continue

@@ -111,8 +111,6 @@ class Speculation:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(tokens=guess.tokens[:taken], num_blocks=num_blocks, method=method)
-            elif not guess and row.drafts:
-                row.drafts.unguessed += 1
         return drafts
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:
@@ -130,6 +128,10 @@ class Speculation:
             return True
         self._asking.looked(price)
         return False
+
+    def has_guess(self, row: Sequence) -> bool:
+        """Whether anybody has said what follows, the last time that somebody looked."""
+        return self._guesses.best(row)[1] is not None
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""
