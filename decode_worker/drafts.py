@@ -12,7 +12,6 @@ from engine.config import EngineConfig
 from engine.draft_models.draft_model import DraftModel, bytes_of
 from engine.draft_models.head_proposer import HeadProposer
 from engine.draft_models.own_layers import OwnLayers
-from engine.orders import Orders
 from engine.speculation.proposer import Computing
 
 
@@ -20,7 +19,7 @@ def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
     """By method, on rank 0. A model that drafts is loaded now. Raises SpecError."""
     runner = parts.gang.runner
     if spec.speculation.method == "self":
-        return {"self": OwnLayers(runner, parts.blocks, before_writing=lambda: _save_evicted(parts))}
+        return {"self": OwnLayers(runner, parts.blocks, before_writing=parts.save_evicted)}
     drafts = draft_source(spec.speculation)
     if drafts is None:
         return {}
@@ -49,9 +48,3 @@ def _own_config(spec: Spec, directory: Path, *, device: str) -> EngineConfig:
         max_batch_tokens=spec.decode.max_batch_tokens,
         max_running=spec.decode.max_running,
     )
-
-
-def _save_evicted(parts: EngineParts) -> None:
-    """Blocks that were given away are copied to lower tiers before somebody writes to them."""
-    if orders := parts.tiers.table.take_orders():
-        parts.gang.execute(None, Orders(tiers=orders))

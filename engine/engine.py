@@ -166,9 +166,10 @@ class Engine(Generic[Logits]):
             if token.finish_reason:
                 self._finished(sequence)
         running = self.decoding.running
+        self._drafting.computed(
+            [sequence for sequence, _ in step.decoding], step.drafts, num_tokens=step.num_tokens - result.num_drafted
+        )
         for sequence, num_tokens in step.decoding:
-            if sequence.drafts:
-                sequence.drafts.steps += 1
             if step.drafts and (draft := step.drafts.get(sequence)):
                 self._verify(step, sequence, num_tokens, draft, chosen, result)
                 continue
@@ -200,12 +201,12 @@ class Engine(Generic[Logits]):
         choices = choices_of(draft, sequence, chosen, self._sampler, step.logits)
         tokens, is_found = verify(draft, sequence, num_tokens, choices, self.blocks)
         result.sampled += [(sequence, token) for token in tokens]
+        ids = [token.token_id for token in tokens]
         if tally := sequence.drafts:
-            pairs = zip(tokens, draft.tokens, strict=False)
             tally.drafts += 1
             tally.drafted += len(draft.tokens)
-            tally.accepted += sum(token.token_id == drafted for token, drafted in pairs)
-        self._drafting.verified(draft, [token.token_id for token in tokens])
+            tally.accepted += draft.num_right(ids)
+        self._drafting.verified(draft, ids)
         if not is_found:
             self._fail(sequence, result)
         elif tokens[-1].finish_reason:

@@ -57,9 +57,8 @@ class AnswerStream:
         self._writer = secrets.token_bytes(_WRITER_BYTES)
         self._cipher = self._cipher_of(self._writer)
         self._num_written = 0
-        self._last: tuple[bytes, bytes] | None = (
-            None  # id and value that were read last; None: begin with what is there
-        )
+        # Id and value that were read last; None: begin with what is there.
+        self._last: tuple[bytes, bytes] | None = None
         self._numbers: OrderedDict[bytes, int] = OrderedDict()  # of each writer's last message, whoever is one
         self._look = redis.register_script(_LOOK)
         self.num_refused = 0  # entries that nobody of this deployment has written so

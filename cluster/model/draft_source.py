@@ -34,13 +34,20 @@ def draft_source(spec: SpeculationSpec, *, progress: Progress | None = None) -> 
     if spec.model is None or spec.method == "off":
         return None
     if spec.heads:
-        return DraftSource(spec.heads[0], model_source.resolve_heads(spec.model, progress=progress))
+        return DraftSource(spec.heads, model_source.resolve_heads(spec.model, progress=progress))
     if spec.method == "auto" and (heads := _heads(spec.model, progress)):
         return heads
     try:
         return DraftSource("draft", model_source.resolve(spec.model, progress=progress))
     except SpecError as error:
         raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
+
+
+def heads_source(spec: SpeculationSpec) -> DraftSource | None:
+    """The heads that every replica loads with its model; None: there are none, and a smaller model that `draft` names
+    need not be on this host. May download. Raises SpecError."""
+    source = None if spec.method == "draft" else draft_source(spec)
+    return source if source and source.heads else None
 
 
 def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:

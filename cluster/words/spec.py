@@ -216,9 +216,6 @@ class EngineSpec(_Section):
         return "off" if value is False else value  # YAML reads a bare off as false
 
 
-_HEADS = ("medusa", "eagle")
-
-
 class SpeculationSpec(_Section):
     """Tokens that a decode replica drafts, and computes together with those that are certain. Answers stay token for
     token what they are without."""
@@ -246,18 +243,16 @@ class SpeculationSpec(_Section):
     def _who_drafts_is_somewhere(self) -> SpeculationSpec:
         if self.method == "draft" and not self.model:
             raise ValueError("model: draft needs a smaller model of the same tokenizer; name its source")
-        if self.method in _HEADS and not self.model:
+        if self.heads and not self.model:
             raise ValueError(f"model: {self.method} drafts by heads; name the directory that holds them")
         if self.method in ("ngram", "suffix", "self") and self.model:
             raise ValueError(f"model: {self.method} drafts without one; leave it out")
         return self
 
     @property
-    def heads(self) -> tuple[Literal["medusa", "eagle"], str] | None:
-        """Which, and where they are; None: there are none."""
-        if self.method == "medusa" or self.method == "eagle":
-            return self.method, self.model or ""
-        return None
+    def heads(self) -> Literal["medusa", "eagle"] | None:
+        """Those that the method names; None: none, but `auto` may find some in `model`."""
+        return self.method if self.method == "medusa" or self.method == "eagle" else None
 
 
 class RouterSpec(_Section):

@@ -15,7 +15,7 @@ from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.membership import Member
 from cluster.index.redis_client import connect_redis
 from cluster.model import source as model_source
-from cluster.model.draft_source import draft_source
+from cluster.model.draft_source import heads_source
 from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
@@ -176,7 +176,7 @@ class RankBody(Generic[W]):
         max_batch_tokens, max_running = largest_step(spec, setup.role)
         torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
-        drafts = draft_source(spec.speculation)
+        heads = heads_source(spec.speculation)
         config = EngineConfig(
             model_dir=model_source.resolve(spec.model.source),
             device=str(self.device),
@@ -190,8 +190,8 @@ class RankBody(Generic[W]):
             max_context=spec.model.max_context,
             link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
-            heads=drafts.heads if drafts else None,
-            heads_dir=drafts.directory if drafts and drafts.heads else None,
+            heads=heads.heads if heads else None,
+            heads_dir=heads.directory if heads else None,
         )
 
         def is_loaded() -> None:

@@ -48,6 +48,11 @@ class EngineParts:
     grants: Grants
     tiers: Tiers[Prompt]
 
+    def save_evicted(self) -> None:
+        """What was evicted is copied to lower tiers, on every rank, before somebody writes to its block."""
+        if orders := self.tiers.table.take_orders():
+            self.gang.execute(None, Orders(tiers=orders))
+
 
 class ReplicaEngine:
     """Owned by the step thread of rank 0."""
@@ -89,6 +94,7 @@ class ReplicaEngine:
             on_arrival=self.note_arrival,
         )
         self.grants = parts.grants
+        self._parts = parts
         self._gang = parts.gang
         self._blocks = parts.blocks
         self._tiers = parts.tiers
@@ -157,10 +163,8 @@ class ReplicaEngine:
         return Orders(grants=self.grants.take_orders(), aborts=self.grants.take_aborts())
 
     def save_evicted(self) -> None:
-        """What was evicted is copied before a peer may write to its block: on the other ranks, too, for what is opened
-        there waits for this step."""
-        if orders := self._tiers.table.take_orders():
-            self._gang.execute(None, Orders(tiers=orders))
+        """Before a peer may write to a block: what is opened on the other ranks waits for this step."""
+        self._parts.save_evicted()
 
     def heartbeat(self) -> None:
         """Keep the other ranks from giving us up while there is nothing to do."""
@@ -186,8 +190,7 @@ class ReplicaEngine:
 
     def let_ranks_go(self) -> None:
         """They do what is left to do, and follow no more."""
-        if orders := self._tiers.table.take_orders():
-            self._gang.execute(None, Orders(tiers=orders))
+        self._parts.save_evicted()
         if self._gang.has_others:
             self._gang.execute(None, Orders(stop=True))
 

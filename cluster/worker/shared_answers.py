@@ -101,14 +101,14 @@ class SharedAnswers:
             self._reach.missed(error)
 
     def _messages(self, answers: Seq[Answer]) -> Iterator[pb.ToldAnswers]:
-        """With the newest of them."""
-        told, num_left = list[pb.ToldAnswer](), _MAX_TOLD
-        for answer in reversed(answers):
-            parts = [pb.ToldAnswer(**answer.scope._asdict(), tokens=part) for part in _parts(answer.tokens)]
-            num_left -= len(answer.tokens)
+        """With the newest of them, and of one that is too long for a look with its end."""
+        told, num_left = deque[pb.ToldAnswer](), _MAX_TOLD
+        for part in _newest_first(answers):
+            num_left -= len(part.tokens)
             if num_left < 0:
                 break
-            told[:0] = [part for part in parts if part.ByteSize() <= MAX_MESSAGE_BYTES // 2]
+            if part.ByteSize() <= MAX_MESSAGE_BYTES // 2:
+                told.appendleft(part)
         message = pb.ToldAnswers(model=self._model)
         for part in told:
             if message.ByteSize() + part.ByteSize() > MAX_MESSAGE_BYTES - _FRAMING_BYTES:
@@ -150,6 +150,13 @@ class SharedAnswers:
         self._num_waiting -= num_tokens
         self._heard_tokens += num_tokens
         return taken
+
+
+def _newest_first(answers: Seq[Answer]) -> Iterator[pb.ToldAnswer]:
+    """Part by part, each answer from its end on."""
+    for answer in reversed(answers):
+        for tokens in reversed([*_parts(answer.tokens)]):
+            yield pb.ToldAnswer(**answer.scope._asdict(), tokens=tokens)
 
 
 def _parts(tokens: Seq[int]) -> Iterator[Seq[int]]:

@@ -2,8 +2,8 @@
 
 A sequence goes on behind the last position that was computed of it. In a step that is the last of its row, or, where
 the row had a draft, any from its last own token on, as the draft turns out. All of these are kept for some steps, in a
-ring. Of a block that is full a row is kept as long as its KV, in the pool: whoever finds the block in the cache, in a
-lower tier or behind a fork goes on from there.
+ring. Where the layout has room for it (EAGLE), of a block that is full a row is kept as long as its KV, in the pool:
+whoever finds the block in the cache, in a lower tier or behind a fork goes on from there.
 """
 
 from __future__ import annotations

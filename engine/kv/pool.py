@@ -23,7 +23,7 @@ class KVPool:
     """The blocks of one rank, for every layer. It knows nothing of who uses which block: see BlockManager.
 
     `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for a pool of 8 bits, else `scales` is
-    empty. See KVLayout.
+    empty. See KVLayout. Layers that draft have spare blocks behind these B.
     A slot is block id * S + offset. `features` is (B, feature_bytes) uint8, where the layout has any.
     """
 

@@ -129,10 +129,6 @@ class Asking:
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
-    def price(self, method: str) -> AskPrice | None:
-        """As it is known; None: nobody has asked."""
-        return self._methods[method].learnt.price
-
     def _offer(self, name: str, rows: Seq[Sequence], most: Seq[int], price: StepPrice) -> Offer:
         method = self._methods[name]
         chances: list[Seq[float]] = []

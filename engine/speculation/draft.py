@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
@@ -17,6 +18,11 @@ class Draft:
     num_blocks: int  # that the sequence had before
     method: str = ""
     first_logits: int = field(default=-1, init=False)  # where the row's logits begin, once somebody has counted
+
+    def num_right(self, chosen: Seq[int]) -> int:
+        """Leading tokens of it that are what was chosen."""
+        pairs = zip(self.tokens, chosen, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def give_back(self, sequence: Sequence, blocks: BlockManager) -> None:
         """The blocks that were taken for what has turned out to be wrong."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """What a step takes: seconds, or anything in proportion."""
+    """What a step takes: seconds; or anything in proportion, where nobody is asked whose answers take time."""
 
     plain: float  # without drafts
     token: float  # each drafted token
@@ -16,6 +16,10 @@ class StepPrice:
 
     def step(self, num_drafted: int) -> float:
         return (self.plain + self.token * num_drafted) * self.drafting if num_drafted else self.plain
+
+    def floor(self, num_rows: int) -> float:
+        """The chance above which a drafted token can pay: beside the tokens that so many rows get anyway."""
+        return self.token * num_rows / self.plain
 
 
 _LEAST_GAIN = 1.01  # to guess takes time, too
@@ -30,7 +34,7 @@ def plan_drafts(chances: Seq[Seq[float]], num_rows: int, price: StepPrice, max_t
     num_rows: that get a token anyway.
     """
     # No token pays that would not pay alone, beside those that come anyway.
-    floor = price.token * num_rows / price.plain
+    floor = price.floor(num_rows)
     tokens = sorted(((chance, i) for i, row in enumerate(chances) for chance in row if chance > floor), reverse=True)
     best, best_rate = 0, num_rows / price.plain * (_LEAST_GAIN if price.token else 1.0)
     expected = float(num_rows)

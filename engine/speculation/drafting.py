@@ -70,9 +70,6 @@ class Drafting:
         if most < 1:
             return {}
         price = self._price(rows, num_tokens)
-        for sequence in rows:
-            sequence.drafts = sequence.drafts or DraftTally()
-            sequence.drafts.floors += price.token * len(rows) / price.plain
         drafts = self._speculation.draft(rows, price, max_tokens=most, blocks=self._blocks)
         if self._pace and (asking_s := self._speculation.take_asking_s()):
             self._pace.set_aside(asking_s)
@@ -85,6 +82,18 @@ class Drafting:
             return False
         rows = list(running)
         return self._speculation.awaits(rows, self._price(rows, len(rows)), max_tokens=most)
+
+    def computed(self, rows: Seq[Sequence], drafts: Collection[Sequence], *, num_tokens: int) -> None:
+        """A step of these rows is over, in which some had drafts: note for each why it had none. Before they get their
+        tokens. num_tokens: of the step, but for those that were drafted."""
+        if self._speculation is None or not rows:
+            return
+        floor = self._price(rows, num_tokens).floor(len(rows))
+        for row in rows:
+            tally = row.drafts = row.drafts or DraftTally()
+            tally.steps += 1
+            tally.unguessed += row not in drafts and not self._speculation.has_guess(row)
+            tally.floors += floor
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import takewhile
 from types import MappingProxyType
 
 from engine.kv.block_manager import BlockManager
@@ -112,8 +111,6 @@ class Speculation:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(tokens=guess.tokens[:taken], num_blocks=num_blocks, method=method)
-            elif not guess and row.drafts:
-                row.drafts.unguessed += 1
         return drafts
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:
@@ -132,12 +129,15 @@ class Speculation:
         self._asking.looked(price)
         return False
 
+    def has_guess(self, row: Sequence) -> bool:
+        """Whether anybody has said what follows, the last time that somebody looked."""
+        return self._guesses.best(row)[1] is not None
+
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""
-        counts, pairs = self.counts[draft.method], zip(draft.tokens, chosen, strict=False)
-        num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        counts = self.counts[draft.method]
         counts.drafted.update(range(len(draft.tokens)))
-        counts.accepted.update(range(num_accepted))
+        counts.accepted.update(range(draft.num_right(chosen)))
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""

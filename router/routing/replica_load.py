@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from cluster.index.membership import Member
 from cluster.index.prefix_index import Depths
@@ -100,12 +101,13 @@ class UsualRates:
 
     @classmethod
     def of(cls, loads: Sequence[ReplicaLoad]) -> UsualRates:
+        measured = [load for load in loads if load.tokens_per_row]
         return cls(
             _mean([load.prefill_tokens_per_s for load in loads], _DEFAULT_PREFILL_TOKENS_PER_S),
             _mean([load.decode_step_s for load in loads], _DEFAULT_STEP_S),
             _mean([load.link_bytes_per_s for load in loads], _DEFAULT_LINK_BYTES_PER_S),
             _mean([load.tokens_per_row for load in loads], 1.0),
-            _mean([load.drafted_per_row for load in loads if load.tokens_per_row], 0.0),
+            fmean(load.drafted_per_row for load in measured) if measured else 0.0,  # of some it is 0
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from cluster.grammar.compiler import CompiledGrammar
 from cluster.words.request import Sampling
+from cluster.words.timing import StepTiming
 from engine.cpu.library import open_kernels
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -128,6 +129,35 @@ def test_an_answer_that_ends_within_a_draft_ends_there(asking: str, max_tokens: 
     expected, found = answers(runner, ask), answers(runner, ask, speculation=_speculation(oracle=proposer))
     compare(found, expected)
     assert proposer.finished_with == [[*free.prompt, *expected.ids[0]]]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("guesses", [False, True])
+def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahead(
+    guesses: bool, runs_ahead: bool, runner: ModelRunner
+) -> None:
+    """Nobody guesses, or a guess is never worth it: beside one row a token costs as much as a step."""
+    speculation = _speculation(one=FakeProposer(lambda tokens, most: [0] * most if guesses else []))
+    blocks, config = BlockManager(64), SchedulerConfig(max_batch_tokens=64, max_running=4, max_waiting=4)
+    engine = Engine(
+        runner, sample, blocks, config, block_size=8, speculation=speculation, prices=_Dear(), runs_ahead=runs_ahead
+    )
+    sequence = sequence_of(Asked(prompts(9)[0], Sampling(max_tokens=12)), "0", block_size=8)
+    engine.add(Prompt(sequence))
+    while engine.step().did_work:
+        pass
+    tally = sequence.drafts
+    assert tally and (tally.steps, tally.drafts, tally.unguessed) == (11, 0, 0 if guesses else 11)
+    assert tally.floors / tally.steps == pytest.approx(1.5, rel=0.01)
+
+
+class _Dear:
+    """Implements Prices: whatever is computed costs a second a token, and nothing else."""
+
+    timing, draft_factor = StepTiming(base_s=0.0, token_s=1.0), 1.0
+
+    def set_aside(self, seconds: float) -> None:
+        pass
 
 
 def test_a_wrong_number_for_a_position_is_seen(

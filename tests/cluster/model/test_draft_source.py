@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.model.draft_source import check_same_tokens, draft_source
+from cluster.model.draft_source import check_same_tokens, draft_source, heads_source
 from cluster.words.errors import SpecError
 from cluster.words.spec import SpeculationSpec
 from cluster.words.spec_file import parse_spec
@@ -67,6 +67,16 @@ def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
 def test_what_is_not_there_is_named_by_its_key(tmp_path: Path, method: str) -> None:
     with pytest.raises(SpecError, match=r"^speculation\.model: .*nowhere: no such"):
         draft_source(_spec(method=method, model=str(tmp_path / "nowhere")))
+
+
+def test_a_replica_that_does_not_draft_needs_heads_and_no_smaller_model(tmp_path: Path) -> None:
+    assert heads_source(_spec(method="draft", model=str(tmp_path / "elsewhere"))) is None
+    directory = _model(tmp_path / "it")
+    assert heads_source(_spec(method="auto", model=str(directory))) is None
+    found = heads_source(_spec(method="eagle", model=str(directory)))
+    assert found and found.heads == "eagle"
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*elsewhere: no such"):  # it may have been heads
+        heads_source(_spec(method="auto", model=str(tmp_path / "elsewhere")))
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,14 @@ async def test_a_long_answer_comes_in_parts_and_what_is_too_long_is_cut(redis_ur
         await becomes(lambda: other.knows(5))
 
 
+async def test_of_more_than_is_told_in_a_look_it_is_the_newest(redis_url: str) -> None:
+    async with _sides(redis_url) as (one, other):
+        long = tuple((i * i * 7 + i // 3) % _VOCAB for i in range(12_000))
+        one.corpus.add(Answer(_SCOPE, long))
+        await becomes(lambda: other.corpus.continuations(_SCOPE, long[-9:-1], 1))
+        assert 7000 < one.answers.shared.told_tokens <= 8192
+
+
 async def test_who_starts_hears_the_latest_of_before(redis_url: str) -> None:
     async with _sides(redis_url) as (one, _):
         for number in range(9):
