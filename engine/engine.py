@@ -166,9 +166,7 @@ class Engine(Generic[Logits]):
             if token.finish_reason:
                 self._finished(sequence)
         running = self.decoding.running
-        self._drafting.computed(
-            [sequence for sequence, _ in step.decoding], step.drafts, num_tokens=step.num_tokens - result.num_drafted
-        )
+        self._drafting.computed(step.decoding, step.drafts, num_tokens=step.num_tokens)
         for sequence, num_tokens in step.decoding:
             if step.drafts and (draft := step.drafts.get(sequence)):
                 self._verify(step, sequence, num_tokens, draft, chosen, result)

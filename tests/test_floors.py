@@ -41,7 +41,7 @@ cluster.worker: cluster(grammar index model process rpc wire words) engine(batch
     pace parallel prompts rate runner sampler scorer sequence speculation step tiers) kvtransfer(links movers
     protocol)
 decode_worker.actor: cluster(rpc words worker) engine(config speculation) decode_worker(drafts server worker)
-decode_worker.drafts: cluster(model words worker) engine(config draft_models orders speculation)
+decode_worker.drafts: cluster(model words worker) engine(config draft_models speculation)
 decode_worker.server: cluster(worker) decode_worker(worker)
 decode_worker.ticket: cluster(words) engine(prompts)
 decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculation step) kvtransfer(protocol)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -83,12 +83,16 @@ class Drafting:
         rows = list(running)
         return self._speculation.awaits(rows, self._price(rows, len(rows)), max_tokens=most)
 
-    def computed(self, rows: Seq[Sequence], drafts: Collection[Sequence], *, num_tokens: int) -> None:
-        """A step of these rows is over, in which some had drafts: note for each why it had none. Before they get their
-        tokens. num_tokens: of the step, but for those that were drafted."""
-        if self._speculation is None or not rows:
+    def computed(
+        self, decoding: Seq[tuple[Sequence, int]], drafts: Mapping[Sequence, Draft], *, num_tokens: int
+    ) -> None:
+        """A step of so many tokens is over: note of its rows why those without a draft had none. Before they get their
+        tokens."""
+        if self._speculation is None or not decoding:
             return
-        floor = self._price(rows, num_tokens).floor(len(rows))
+        rows = [sequence for sequence, _ in decoding]
+        num_drafted = sum(len(draft.tokens) for draft in drafts.values())
+        floor = self._price(rows, num_tokens - num_drafted).floor(len(rows))
         for row in rows:
             tally = row.drafts = row.drafts or DraftTally()
             tally.steps += 1
