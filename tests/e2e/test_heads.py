@@ -30,11 +30,14 @@ _NUM_TOKENS = 3
 _GREEDY = Sampling(max_tokens=20, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=20, temperature=1.0, seed=5)
 _PROMPTS = prompts(20, 33, 48, 18)
+_WHOLE = _PROMPTS[2]  # three blocks
+_TELLING = 52  # tokens of _WHOLE and its answer: what is guessed then depends on all of its entries
+_ALONE_FROM = 32  # what the model has seen inside a shipped prefix is not shipped: docs/ARCHITECTURE.md
 _BLOCK = (4 * 2 * 2 * 16 * 4 * 16 + 48 * 4) / 2**30  # GiB: four layers, one of them the head's, and a row of features
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Guesses = Callable[[list[int]], list[int]]
+Guesses = Callable[[list[int]], list[list[int]]]  # any of these
 
 
 class Recorded:
@@ -62,9 +65,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-_SHARE = 0.05  # of guesses: acceptance is to be 0.95 of what it is where nothing travels
-
-
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Of all replicas of this process: the tokens of a sequence, and what was guessed to follow them."""
@@ -80,14 +80,20 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     return said
 
 
-def _heads(kind: str, model_dir: Path, directory: Path) -> Guesses:
-    """Write them, and say what is to be guessed."""
+def _heads(kind: str, model_dir: Path, directory: Path, *, may_go_on_alone: bool = False) -> Guesses:
+    """Write them, and say what is to be guessed. may_go_on_alone: the decode replica computes the last block of _WHOLE
+    where the router knows that it has all of it."""
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     if kind == "medusa":
         medusa = write_medusa(directory, num_heads=_NUM_TOKENS)
-        return lambda tokens: medusa_reference(model, medusa, tokens)
+        return lambda tokens: [medusa_reference(model, medusa, tokens)]
     eagle = write_eagle(directory)
-    return lambda tokens: eagle_reference(model, eagle, tokens, _NUM_TOKENS, layers=(0, 1, 2))
+
+    def guesses(tokens: list[int]) -> list[list[int]]:
+        unknown = (0, _ALONE_FROM) if may_go_on_alone and tokens[: len(_WHOLE)] == _WHOLE else (0,)
+        return [eagle_reference(model, eagle, tokens, _NUM_TOKENS, layers=(0, 1, 2), unknown=at) for at in unknown]
+
+    return guesses
 
 
 def _tree(kind: str, directory: Path, *, decode: int = 1, prefill: int = 1) -> dict[str, Any]:
@@ -97,17 +103,15 @@ def _tree(kind: str, directory: Path, *, decode: int = 1, prefill: int = 1) -> d
 
 async def _check(said: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
     """Guesses are right: of the first steps of sequences, wherever they came from, and of every fourth later one."""
-    known = cache(lambda tokens: tuple(guesses(list(tokens))))
+    known = cache(lambda tokens: guesses(list(tokens)))
     first_lengths = {len(tokens) for tokens, _ in said[:8]}
-    looked_at = [one for i, one in enumerate(said) if i % 4 == 0 or len(one[0]) in first_lengths]
+    looked_at = [one for i, one in enumerate(said) if i % 4 == 0 or len(one[0]) in {*first_lengths, _TELLING}]
     looked_at.sort(key=lambda one: -len(one[0]))
 
     def wrong() -> list[list[int]]:
-        return [tokens for tokens, found in looked_at if tuple(found) != known(tuple(tokens))]
+        return [tokens for tokens, found in looked_at if found not in known(tuple(tokens))]
 
-    found = await asyncio.to_thread(wrong)
-    # On a busy machine one guess of these has differed, always the same; it is not known why. No answer depends on it.
-    assert len(said) >= least and len(found) <= max(1, _SHARE * len(looked_at)), found
+    assert len(said) >= least and not await asyncio.to_thread(wrong)
     said.clear()
 
 
@@ -128,7 +132,7 @@ async def test_after_a_handoff_and_a_cache_hit(
     kind: str, checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, said: list[Any]
 ) -> None:
     model_dir = checkpoint("llama")
-    guesses = _heads(kind, model_dir, tmp_path)
+    guesses = _heads(kind, model_dir, tmp_path, may_go_on_alone=True)
     async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path)) as cluster:
         await _ask(cluster, _expected(reference, model_dir, _SAMPLED), _SAMPLED)
         expected = _expected(reference, model_dir, _GREEDY)
