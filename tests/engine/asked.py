@@ -193,3 +193,44 @@ def _compare_logprobs(ours: SampledToken, theirs: SampledToken, *, atol: float) 
         assert [id for id, _ in ours.logprob.top] == [id for id, _ in theirs.logprob.top]
         ours_told = [ours.logprob.logprob, *(value for _, value in ours.logprob.top)]
         assert_allclose(ours_told, [theirs.logprob.logprob, *(value for _, value in theirs.logprob.top)], atol=atol)
+
+
+def check_with_leavers(
+    runner: ModelRunner,
+    asked: Sequence[Asked],
+    expected: Said,
+    speculation: Speculation,
+    *,
+    blocks: BlockManager,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """One comes at every second step, and one leaves at every fifth: the others have all of what is expected, those as
+    much as had come, and no block is lost."""
+    num_free = blocks.num_available
+    engine = Engine(runner, sample, blocks, AMPLE, block_size=runner.layout.block_size, speculation=speculation)
+    got: dict[tuple[str, int], list[int]] = {}
+    left: set[str] = set()
+    waiting = [Prompt(sequence_of(one, str(i), block_size=runner.layout.block_size)) for i, one in enumerate(asked)]
+    num_steps = 0
+    running: dict[str, list[TokenSequence]] = {}
+    while waiting or engine.num_running or engine.num_waiting:
+        if waiting and num_steps % 2 == 0:
+            engine.add(waiting.pop(0))
+        result = engine.step()
+        num_steps += 1
+        for prefilled in result.prefilled:
+            running[prefilled.prompt.sequence.request.id] = prefilled.sequences
+        first = [pair for p in result.prefilled for pair in zip(p.sequences, p.tokens, strict=True)]
+        for sequence, token in (*first, *result.sampled):
+            got.setdefault((sequence.request.id, sequence.choice), []).append(token.token_id)
+        if num_steps % 5 == 0 and running:
+            id, sequences = running.popitem()
+            left.add(id)
+            for sequence in sequences:
+                engine.end(sequence)
+        blocks.check_integrity()
+        after_step()
+    assert blocks.num_available == num_free and len(left) > 2
+    for (id, choice), tokens in got.items():
+        whole = [token.token_id for token in expected.tokens[id, choice]]
+        assert tokens == (whole[: len(tokens)] if id in left else whole)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
@@ -36,15 +35,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         return made[key]
 
     return make
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For models as small as these: on a busy machine two wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sampling import SamplingRow
-from engine.sequence import Sequence
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculation import Speculation
 from tests.engine.asked import (
@@ -27,6 +26,7 @@ from tests.engine.asked import (
     Asked,
     Said,
     answers,
+    check_with_leavers,
     compare,
     letters_grammar,
     num_accepted,
@@ -173,35 +173,7 @@ def test_a_wrong_number_for_a_position_is_seen(
 def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, asked: list[Asked]) -> None:
     expected = answers(runner, asked)
     proposer = FakeProposer(Oracle(expected, asked, lambda i: i % 5 > 0))
-    blocks = BlockManager(200)
-    engine = Engine(
-        runner, sample, blocks, AMPLE, block_size=runner.layout.block_size, speculation=_speculation(oracle=proposer)
-    )
-    got: dict[tuple[str, int], list[int]] = {}
-    left: set[str] = set()
-    waiting = [Prompt(sequence_of(one, str(i), block_size=runner.layout.block_size)) for i, one in enumerate(asked)]
-    num_steps = 0
-    running: dict[str, list[Sequence]] = {}
-    while waiting or engine.num_running or engine.num_waiting:
-        if waiting and num_steps % 2 == 0:
-            engine.add(waiting.pop(0))
-        result = engine.step()
-        num_steps += 1
-        for prefilled in result.prefilled:
-            running[prefilled.prompt.sequence.request.id] = prefilled.sequences
-        first = [pair for p in result.prefilled for pair in zip(p.sequences, p.tokens, strict=True)]
-        for sequence, token in (*first, *result.sampled):
-            got.setdefault((sequence.request.id, sequence.choice), []).append(token.token_id)
-        if num_steps % 5 == 0 and running:
-            id, sequences = running.popitem()
-            left.add(id)
-            for sequence in sequences:
-                engine.end(sequence)
-        blocks.check_integrity()
-    assert blocks.num_available == 200 and len(left) > 2
-    for (id, choice), tokens in got.items():
-        whole = [token.token_id for token in expected.tokens[id, choice]]
-        assert tokens == (whole[: len(tokens)] if id in left else whole)
+    check_with_leavers(runner, asked, expected, _speculation(oracle=proposer), blocks=BlockManager(200))
 
 
 @pytest.mark.skipif(

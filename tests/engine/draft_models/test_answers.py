@@ -13,15 +13,21 @@ from cluster.words.request import Sampling
 from engine.cpu.library import open_kernels
 from engine.draft_models.draft_model import DraftModel
 from engine.draft_models.own_layers import OwnLayers
-from engine.engine import Engine, SchedulerConfig
+from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.prompts import Prompt
 from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.sequence import Sequence
 from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
-from tests.engine.asked import AMPLE, Asked, answers, compare, letters_grammar, one_of_each_kind, sequence_of
+from tests.engine.asked import (
+    AMPLE,
+    Asked,
+    answers,
+    check_with_leavers,
+    compare,
+    letters_grammar,
+    one_of_each_kind,
+    sequence_of,
+)
 from tests.engine.draft_models.smaller_model import first_layers
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
@@ -102,35 +108,11 @@ def test_who_leaves_early_changes_nothing_and_keeps_nothing(
     expected = answers(runner, asked)
     draft = DraftModel(make_runner(first_layers(model_dir, 2), num_blocks=256), vocab_size=VOCAB_SIZE)
     speculation = Speculation({}, computing={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE)
-    blocks = BlockManager(200)
-    engine = Engine(runner, sample, blocks, AMPLE, block_size=runner.layout.block_size, speculation=speculation)
-    got: dict[tuple[str, int], list[int]] = {}
-    left: set[str] = set()
-    running: dict[str, list[Sequence]] = {}
-    waiting = [Prompt(sequence_of(one, str(i), block_size=runner.layout.block_size)) for i, one in enumerate(asked)]
-    num_steps = 0
-    while waiting or engine.num_running or engine.num_waiting:
-        if waiting and num_steps % 2 == 0:
-            engine.add(waiting.pop(0))
-        result = engine.step()
-        num_steps += 1
-        for prefilled in result.prefilled:
-            running[prefilled.prompt.sequence.request.id] = prefilled.sequences
-        first = [pair for p in result.prefilled for pair in zip(p.sequences, p.tokens, strict=True)]
-        for sequence, token in (*first, *result.sampled):
-            got.setdefault((sequence.request.id, sequence.choice), []).append(token.token_id)
-        if num_steps % 5 == 0 and running:
-            id, sequences = running.popitem()
-            left.add(id)
-            for sequence in sequences:
-                engine.end(sequence)
-        blocks.check_integrity()
-        draft.tables.blocks.check_integrity()
-    assert blocks.num_available == 200 and len(left) > 2
-    assert draft.tables.blocks.num_available == draft.tables.blocks.num_blocks and not len(draft.tables)
-    for (id, choice), tokens in got.items():
-        whole = [token.token_id for token in expected.tokens[id, choice]]
-        assert tokens == (whole[: len(tokens)] if id in left else whole)
+    draft_blocks = draft.tables.blocks
+    check_with_leavers(
+        runner, asked, expected, speculation, blocks=BlockManager(200), after_step=draft_blocks.check_integrity
+    )
+    assert draft_blocks.num_available == draft_blocks.num_blocks and not len(draft.tables)
 
 
 def test_blocks_that_others_are_still_to_save_are_not_written_to(runner: ModelRunner) -> None:
