@@ -228,6 +228,20 @@ class LocalCluster:
         return found
 
 
+async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], under: Ceiling) -> Answer:
+    """What is asked of the first decode replica, and stands there under the ceiling, moves to a new one and ends there."""
+    task = asyncio.create_task(answering)
+    source = cluster.pools[Role.DECODE][0]
+    await cluster.until(lambda: cluster.seen(source).status.running)
+    target = await cluster.add(Role.DECODE)
+    async with beside(cluster.drain(source)):
+        await cluster.until(lambda: cluster.seen(target).status.context_tokens)  # it decodes there
+        under.lift()
+        answer = await task
+    assert answer.route.decode_replica == target.id and answer.route.attempts == 1
+    return answer
+
+
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs `work`, which does not end by itself, until the block ends."""

@@ -22,7 +22,7 @@ from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.local_cluster import LocalCluster, local_cluster, moved
 from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
 
@@ -124,13 +124,5 @@ async def test_a_choice_that_moves_within_them(
     ceiling = Ceiling(num_tokens)
     ceiling.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
-        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _SAMPLED, grammar=_GRAMMAR))
-        source = cluster.pools[Role.DECODE][0]
-        await cluster.until(lambda: cluster.seen(source).status.running)
-        target = await cluster.add(Role.DECODE)
-        async with beside(cluster.drain(source)):
-            await cluster.until(lambda: cluster.seen(target).status.running)
-            ceiling.lift()
-            moved = await moving
-        assert moved.route.decode_replica == target.id and moved.route.attempts == 1
-        assert moved.ids == expected[0]
+        answer = await moved(cluster, cluster.generate(_PROMPTS[0], _SAMPLED, grammar=_GRAMMAR), ceiling)
+        assert answer.ids == expected[0]

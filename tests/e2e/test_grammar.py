@@ -19,7 +19,7 @@ from tests.ceiling import Ceiling
 from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, beside, local_cluster
+from tests.local_cluster import Answer, LocalCluster, local_cluster, moved
 from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
 
@@ -81,18 +81,10 @@ async def test_a_choice_that_moves_goes_on_where_it_was(
     ceiling.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         ruled = replace(_SAMPLED, token_rules=TokenRules(logit_bias=((_FIVE, 2.0),), bad_words=((_FIVE, _FIVE), (_Z,))))
-        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], ruled, grammar=_GRAMMAR))
-        source = cluster.pools[Role.DECODE][0]
-        await cluster.until(lambda: cluster.seen(source).status.running)
-        target = await cluster.add(Role.DECODE)
-        async with beside(cluster.drain(source)):
-            await cluster.until(lambda: cluster.seen(target).status.running)
-            ceiling.lift()
-            moved = await moving
-        assert moved.route.decode_replica == target.id
-        _check(moved, "[a-c](?!.*55)[1-9]{12,20}(xy){6,8}")
+        answer = await moved(cluster, cluster.generate(_PROMPTS[0], ruled, grammar=_GRAMMAR), ceiling)
+        _check(answer, "[a-c](?!.*55)[1-9]{12,20}(xy){6,8}")
         stayed = await cluster.generate(_PROMPTS[0], ruled, grammar=_GRAMMAR)
-        assert stayed.ids == moved.ids
+        assert stayed.ids == answer.ids
 
 
 async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Path, redis_url: str) -> None:

@@ -22,7 +22,7 @@ from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.e2e.test_pull import FakePolicy
 from tests.engine.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.local_cluster import LocalCluster, local_cluster, moved
 from tests.waiting import WITHIN_S
 
 _NUM_TOKENS = 3
@@ -147,16 +147,8 @@ async def test_after_a_move(
     async with local_cluster(model_dir, redis_url, **_tree("eagle", tmp_path)) as cluster:
         ceiling = Ceiling(9)
         ceiling.arm(monkeypatch.setattr)
-        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _GREEDY))
-        source = cluster.pools[Role.DECODE][0]
-        await cluster.until(lambda: cluster.seen(source).status.running)
-        target = await cluster.add(Role.DECODE)
-        async with beside(cluster.drain(source)):
-            await cluster.until(lambda: cluster.seen(target).status.context_tokens)  # it decodes there
-            ceiling.lift()
-            moved = await moving
-        assert moved.route.decode_replica == target.id and moved.route.attempts == 1
-        assert moved.ids == _expected(reference, model_dir, _GREEDY)[0]
+        answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
+        assert answer.ids == _expected(reference, model_dir, _GREEDY)[0]
         await _check(said, guesses, least=19)
 
 

@@ -22,7 +22,7 @@ from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
 from tests.engine.draft_models.smaller_model import first_layers
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, LocalReplica, beside, local_cluster
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, beside, local_cluster, moved
 from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
 
@@ -203,13 +203,5 @@ async def test_a_choice_that_moves_among_them(
         assert await _ask(cluster) == expected
         ceiling = Ceiling(num_tokens)
         ceiling.arm(monkeypatch.setattr)
-        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _SAMPLED))
-        source = cluster.pools[Role.DECODE][0]
-        await cluster.until(lambda: cluster.seen(source).status.running)
-        target = await cluster.add(Role.DECODE)
-        async with beside(cluster.drain(source)):
-            await cluster.until(lambda: cluster.seen(target).status.context_tokens)  # it decodes there
-            ceiling.lift()
-            moved = await moving
-        assert moved.route.decode_replica == target.id and moved.route.attempts == 1
-        assert moved.ids == expected[0]
+        answer = await moved(cluster, cluster.generate(_PROMPTS[0], _SAMPLED), ceiling)
+        assert answer.ids == expected[0]

@@ -18,7 +18,7 @@ from tests.ceiling import Ceiling
 from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.local_cluster import LocalCluster, local_cluster, moved
 from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
 
@@ -114,16 +114,8 @@ async def test_a_choice_that_moves_before_within_and_behind_its_marker(
     ceiling.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         thinking = cluster.generate(_PROMPTS[2], replace(_SAMPLED, seed=2), thinking=_budget(9))
-        moving = asyncio.create_task(thinking)
-        source = cluster.pools[Role.DECODE][0]
-        await cluster.until(lambda: cluster.seen(source).status.running)
-        target = await cluster.add(Role.DECODE)
-        async with beside(cluster.drain(source)):
-            await cluster.until(lambda: cluster.seen(target).status.running)
-            ceiling.lift()
-            moved = await moving
-        assert moved.route.decode_replica == target.id and moved.route.attempts == 1
-        assert moved.ids == expected[4]
+        answer = await moved(cluster, thinking, ceiling)
+        assert answer.ids == expected[4]
 
 
 async def test_a_worker_of_an_older_version_is_not_asked(model_dir: Path, redis_url: str) -> None:
