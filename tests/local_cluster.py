@@ -229,7 +229,7 @@ class LocalCluster:
 
 
 async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], under: Ceiling) -> Answer:
-    """What is asked of the first decode replica, and stands there under the ceiling, moves to a new one and ends there."""
+    """What stands under the ceiling on the first decode replica moves to a new one, and ends there."""
     task = asyncio.create_task(answering)
     source = cluster.pools[Role.DECODE][0]
     await cluster.until(lambda: cluster.seen(source).status.running)
