@@ -54,15 +54,16 @@ class Guesses:
         """The guess that promises most tokens, and whose it is."""
         return max(self._row(sequence).guesses.items(), key=_promise, default=("", None))
 
+    def learn(self, sequences: Iterable[Sequence]) -> None:
+        """From what was said of fewer tokens than they have now. Before anything else is asked of them."""
+        for sequence in sequences:
+            row = self._row(sequence)
+            for method in [name for name, guess in row.guesses.items() if guess.start != len(sequence.tokens)]:
+                self._learn(method, row, sequence)
+
     def is_missing(self, method: str, sequence: Sequence) -> bool:
-        """Whether the method has said nothing of the tokens that the sequence has now. What it said of fewer is learnt
-        from."""
-        row = self._row(sequence)
-        guess = row.guesses.get(method)
-        if guess is not None and guess.start == len(sequence.tokens):
-            return False
-        self._learn(method, row, sequence)
-        return True
+        """Whether the method has said nothing of the tokens that the sequence has now."""
+        return method not in self._row(sequence).guesses
 
     def promised(self, method: str, sequence: Sequence, num_tokens: int) -> list[float]:
         """What the method's next guess is worth: of each of its tokens, by place, the chance that it and all before it
@@ -93,9 +94,7 @@ class Guesses:
 
     def _learn(self, method: str, row: _Row, sequence: Sequence) -> None:
         """From what has become of the last guess, as far as the row has come since then."""
-        guess = row.guesses.pop(method, None)
-        if guess is None:
-            return
+        guess = row.guesses.pop(method)
         known = sequence.tokens[guess.start : guess.start + len(guess.tokens)]
         num_right = next((i for i, token in enumerate(known) if token != guess.tokens[i]), len(known))
         num_reached = min(num_right + 1, len(known))

@@ -166,13 +166,11 @@ class Speculation:
 
     def _look_up(self, rows: Seq[Sequence]) -> None:
         """See to it that there are guesses of the tokens that sequences have now, by those who look up."""
+        self._guesses.learn(rows)
         for method, proposer in self._methods.items():
             if asked := [row for row in rows if self._guesses.is_missing(method, row)]:
                 for row, proposal in zip(asked, proposer.propose(asked, self._max_tokens), strict=True):
                     self._guesses.note(method, row, proposal)
-        for method in self._computing:
-            for row in rows:
-                self._guesses.is_missing(method, row)  # what was said of fewer tokens is learnt from
 
     def _chances(self, rows: Seq[Sequence], most: Seq[int]) -> list[Seq[float]]:
         """Of the best guess for each, as far as it may be drafted."""
