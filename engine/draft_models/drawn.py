@@ -30,20 +30,28 @@ class DrawnTokens:
     def __init__(self) -> None:
         self._rows: WeakKeyDictionary[Sequence, SamplingRow] = WeakKeyDictionary()
 
-    def draw(self, logits_RV: Tensor, sequences: Seq[Sequence], place: int) -> list[tuple[int, int] | None]:
+    def draw(
+        self, logits_RV: Tensor, sequences: Seq[Sequence], place: int, *, ids_V: Tensor | None = None
+    ) -> list[tuple[int, int] | None]:
         """Of each the token behind so many drafted ones, and its kind (see Proposal): how sure the model is. None where
-        the logits are not finite. logits_RV: fp32, may be overwritten. Waits for the device."""
+        the logits are not finite. Waits for the device.
+
+        logits_RV: fp32, may be overwritten; ids_V: of which tokens they are, on the same device; None: of all. Where
+        they ascend, that gives what all would if the others' logits were far below."""
         rows = [self._row(sequence).behind(place) for sequence in sequences]
-        temperatures = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
-        scale_R1 = torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)
         given_RV = logits_RV if all(row.is_plain for row in rows) else logits_RV.clone()
-        log_norms_R1 = (given_RV / scale_R1).logsumexp(dim=-1, keepdim=True)
+        if not all(row.sampling.is_greedy for row in rows):
+            temperatures = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
+            given_RV = given_RV / torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)
+        log_norms_R1 = given_RV.logsumexp(dim=-1, keepdim=True)
         sampled = sample(logits_RV, rows)
-        ids_R1 = torch.as_tensor(sampled.token_ids, device=logits_RV.device).long().clamp_min(0).unsqueeze(-1)
-        chances_R1 = (given_RV.gather(-1, ids_R1) / scale_R1 - log_norms_R1).exp()
+        places_R1 = torch.as_tensor(sampled.token_ids, device=logits_RV.device).long().clamp_min(0).unsqueeze(-1)
+        chances_R1 = (given_RV.gather(-1, places_R1) - log_norms_R1).exp()
         degrees = (chances_R1 * NUM_DEGREES).nan_to_num().clamp(0, NUM_DEGREES - 1).long().flatten().tolist()
         kinds = [NUM_DEGREES * (not row.sampling.is_greedy) + one for row, one in zip(rows, degrees, strict=True)]
-        return [(one[0], kind) if one else None for one, kind in zip(sampled.wait(), kinds, strict=True)]
+        ids = places_R1.flatten() if ids_V is None else ids_V[places_R1.flatten()]
+        chosen = zip(sampled.wait(), ids.tolist(), kinds, strict=True)
+        return [(token, kind) if one else None for one, token, kind in chosen]
 
     def _row(self, sequence: Sequence) -> SamplingRow:
         row = self._rows.get(sequence)

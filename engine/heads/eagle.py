@@ -6,8 +6,8 @@
     next   while it drafts, its own x, not normed, takes the place of f
 
 So what slot t keeps follows from the tokens up to t, as in every other layer; the layer is one more of the KV pool, and
-whoever ships, stores or finds a block has it along. A step puts keys and values of its tokens there, which takes fc and
-two narrow products; all the rest is computed only where a draft is asked for.
+whoever ships, stores or finds a block has it along. For keys and values of a token, fc and two narrow products are
+computed, by the step or later (`LateEntries`); all the rest only where a draft is asked for.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from torch import Tensor
 from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
-from engine.attention.cpu_heads import CompiledHeads
+from engine.attention.cpu_heads import CompiledHeads, store_kv
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.rotary import Rotary
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Ints, Row
-from engine.heads.features import UNKNOWN, Features, begin_slots, going_on
-from engine.heads.head_row import Choose, HeadRow
+from engine.heads.features import UNKNOWN, Features, going_on
+from engine.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.heads.heads import HeadsRoom
+from engine.heads.late import Entries, LateEntries
 from engine.kernels.rotary import rotate
 from engine.kv.pool import KVPool
 from engine.layers.residual import Residual
@@ -41,7 +42,6 @@ from engine.weights.checkpoint import Shape, check_tensors
 # T tokens of a step, R rows, E hidden_size, K kv heads, D tokens that the head knows, V vocabulary
 
 _LAYER = "midlayer"
-_NEVER = -1e30  # a logit: infinite ones are of models that have failed
 
 
 class Eagle:
@@ -79,7 +79,6 @@ class Eagle:
         self._embed: Callable[[Tensor], Tensor] = room.model.embed
         if "embed_tokens.weight" in found:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
-        self._vocab_size = model.vocab_size
         self._known_D: Tensor | None = None  # which of the model's tokens the head's are; None: they are the same
         if "d2t" in found:
             offsets_D = reader.checkpoint.read("d2t").long()
@@ -94,32 +93,50 @@ class Eagle:
             pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
         )
         self._pool = pool
+        self._late = LateEntries(pool.num_blocks * pool.layout.block_size)
 
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
-        pool, device = self._pool, self._pool.device
-        fused_TE = self._fuse(torch.cat([taps[layer] for layer in self.layers], dim=-1))
-        begin_R = torch.from_numpy(np.cumsum(batch.query_lens) - batch.query_lens).to(device)
-        before_TE = torch.roll(fused_TE, 1, dims=0)
-        before_TE[begin_R] = self._read(begin_slots(batch, block_size=pool.layout.block_size))
-        assert taps.token_ids_T is not None
-        positions_T = torch.from_numpy(batch.positions).to(device)
-        cos_T1F, sin_T1F = self._rotary(positions_T, fused_TE.dtype)
-        kv_TND = torch.unflatten(self._kv(self._entry(taps.token_ids_T, before_TE)), -1, (-1, self._dim))
-        if self._room.reader.kernels is not None:
-            heads = CompiledHeads(self._room.reader.kernels, batch, pool, cos_T1F, sin_T1F)
-            heads.store(self._index, kv_TND, q_norm=None, k_norm=None)  # no queries
-        else:
-            k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
-            slots_T = torch.from_numpy(batch.slots).to(device)
-            pool.write(self._index, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
+        entries = Entries.of(batch, taps, self.layers, block_size=self._pool.layout.block_size)
+        decodes = len(batch.logits_rows) == batch.num_tokens
+        if decodes and on_layer is None and self._room.can_wait:
+            self._late.add(entries)
+            if self._late.are_enough:
+                self.settle()
+            return
+        self.settle()
+        self._put(entries, going_on(batch))
         if on_layer is not None:
             on_layer(self._index)
-        last_N = going_on(batch)
-        self.features.keep(batch.slots[last_N], fused_TE[torch.from_numpy(last_N).to(device)])
-        self.features.keep_ends(batch.slots, fused_TE)
+
+    def settle(self) -> None:
+        if entries := self._late.take():
+            self._put(entries, np.arange(len(entries.slots_N)))
+
+    def knows(self, rows: Sequence[HeadRow]) -> bool:
+        return self.features.knows(rows, self._late.has)
+
+    def _put(self, entries: Entries, going_on_M: Ints) -> None:
+        """Into the pool; sequences may go on from so many of them."""
+        pool, device, slots_N = self._pool, self._pool.device, entries.slots_N
+        fused_NE = self._fuse(entries.hidden_NW)
+        places_N = self._late.places(slots_N, entries.before_N)
+        before_NE = fused_NE[torch.from_numpy(np.maximum(places_N, 0)).to(device)]
+        first_F = np.flatnonzero(places_N == UNKNOWN)
+        before_NE[torch.from_numpy(first_F).to(device)] = self._read(entries.before_N[first_F])
+        positions_N = torch.from_numpy(entries.positions_N).to(device)
+        cos_N1F, sin_N1F = self._rotary(positions_N, fused_NE.dtype)
+        kv_NKD = torch.unflatten(self._kv(self._entry(entries.token_ids_N, before_NE)), -1, (-1, self._dim))
+        if self._room.reader.kernels is not None:
+            store_kv(self._room.reader.kernels, pool, self._index, slots_N, kv_NKD, cos_N1F, sin_N1F)
+        else:
+            k_NKD, v_NKD = kv_NKD.chunk(2, dim=1)
+            pool.write(self._index, torch.from_numpy(slots_N).to(device), rotate(k_NKD, cos_N1F, sin_N1F), v_NKD)
+        self.features.keep(slots_N[going_on_M], fused_NE[torch.from_numpy(going_on_M).to(device)])
+        self.features.keep_ends(slots_N, fused_NE)
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         """At most a block of tokens of at most `max_rows` rows: so much is spare."""
+        self.settle()
         pool, size, most_rows = self._pool, self._pool.layout.block_size, self._room.max_rows
         known, feature_RE = self.features.before(rows[:most_rows])
         if not known:
@@ -137,13 +154,8 @@ class Eagle:
             feature_RE = self._layer(Batch.of(entries, block_size=size), token_ids_R, feature_RE)
             token_ids = choose(self._logits(feature_RE), known, place)
 
-    def _logits(self, feature_RE: Tensor) -> Tensor:
-        """(R, V) fp32, of the model's tokens."""
-        logits_RD = self._head(feature_RE, before=self._norm).float()
-        if self._known_D is None:
-            return logits_RD
-        logits_RV = torch.full((len(logits_RD), self._vocab_size), _NEVER, device=logits_RD.device)
-        return logits_RV.index_copy_(1, self._known_D, logits_RD)
+    def _logits(self, feature_RE: Tensor) -> HeadLogits:
+        return HeadLogits(self._head(feature_RE, before=self._norm).float(), self._known_D)
 
     def _layer(self, batch: Batch, token_ids_R: Tensor, feature_RE: Tensor) -> Tensor:
         """Of one entry of each row: (R, E), not normed."""

@@ -8,7 +8,7 @@ whoever finds the block in the cache, in a lower tier or behind a fork goes on f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -76,9 +76,12 @@ class Features:
         known = np.flatnonzero(places_R != UNKNOWN)
         return known.tolist(), self.read(places_R[known])
 
-    def knows(self, rows: Sequence[HeadRow]) -> bool:
-        """Whether anything is known of the position before the last token of all of them."""
-        return bool((self.find(self._slots_before(rows)) != UNKNOWN).all())
+    def knows(self, rows: Sequence[HeadRow], is_coming: Callable[[Ints], Ints] | None = None) -> bool:
+        """Whether anything is known of the position before the last token of all of them. is_coming: of which slots
+        something will be."""
+        slots_R = self._slots_before(rows)
+        is_known_R = self.find(slots_R) != UNKNOWN
+        return bool((is_known_R | is_coming(slots_R)).all() if is_coming else is_known_R.all())
 
     def read(self, places_N: Ints) -> Tensor:
         """(N, E); zeros where nothing is known."""

@@ -149,7 +149,7 @@ class _Lessons:
         self._plan = plan  # of each pass its steps' texts
         self._num_steps = sum(map(len, plan))
         self._optimizer = torch.optim.AdamW(
-            learner.module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
+            learner.module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
     def give(self, progress: TrainingProgress, *, save_every_s: float) -> None:

@@ -22,7 +22,7 @@ from engine.cpu.library import open_kernels
 from engine.draft_models.drawn import DrawnTokens
 from engine.draft_models.head_proposer import HeadProposer
 from engine.engine import SchedulerConfig
-from engine.heads.head_row import HeadRow
+from engine.heads.head_row import HeadLogits, HeadRow
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.speculation import Speculation
@@ -142,6 +142,7 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
         batch = Batch.of([Row(tokens[start:end], start, [3, 5, 7, 9], num_logits=1)], block_size=8)
         for runner in (compiled, exact):
             runner.forward(batch)
+            runner.settle()
     blocks = torch.tensor([3, 5, 7, 9])
     for layer in range(4):
         ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
@@ -149,8 +150,8 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
     row = HeadRow(7, 30, [3, 5, 7, 9])
     guessed: list[torch.Tensor] = []
 
-    def choose(logits_RV: torch.Tensor, rows: Seq[int], place: int) -> list[int]:
-        guessed.append(logits_RV[0, logits_RV[0] > -1e29])
+    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(logits.values_RD[0])
         return [11 + place]
 
     for runner in (compiled, exact):
@@ -229,8 +230,8 @@ def test_both_names_of_medusa_heads_are_read(
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
     guessed: list[int] = []
 
-    def choose(logits_RV: torch.Tensor, rows: Seq[int], place: int) -> list[int]:
-        guessed.append(int(logits_RV.argmax()))
+    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(int(logits.values_RD.argmax()))
         return guessed[-1:]
 
     runner.draft([HeadRow(tokens[-1], 11, [0, 1])], 8, choose)
