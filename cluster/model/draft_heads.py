@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +12,9 @@ from cluster.model import config as model_config
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
 
-HeadsKind = Literal["medusa", "eagle"]
+HeadsKind = Literal["medusa", "eagle", "mtp"]
 
+_FURTHER = "num_nextn_predict_layers"
 _MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
 
 
@@ -22,23 +23,23 @@ class HeadsConfig:
     """What drafts beside one model."""
 
     kind: HeadsKind
-    directory: Path
+    directory: Path  # mtp: the model's own
     fingerprint: str
     layers: tuple[int, ...]  # hidden states that it wants: those after so many layers of the model
     num_kv_layers: int = 0  # of its own, behind the model's in the KV pool
     keeps_features: bool = False  # of the last position of every block, beside the block's KV
     num_heads: int = 0  # medusa: each guesses one token further
     num_residuals: int = 0  # medusa: blocks before each head's projection
-    shape: ModelConfig | None = None  # eagle: of its layer
+    shape: ModelConfig | None = None  # eagle, mtp: of its layer
     draft_vocab_size: int = 0  # eagle: tokens that it knows
 
 
 def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
-    """Read the config.json of a directory of heads. Raises SpecError where they are no such heads, or not for this
-    model."""
+    """Read the config.json of a directory of heads; of `mtp` the model's own. Raises SpecError where they are no such
+    heads, or not for this model."""
     raw = _read_json(directory / "config.json")
     try:
-        return _medusa(directory, raw, model) if kind == "medusa" else _eagle(directory, raw, model)
+        return _READERS[kind](directory, raw, model)
     except KeyError as error:
         raise SpecError(f"{directory / 'config.json'}: {error.args[0]} is missing: are these {kind} heads?") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -93,6 +94,41 @@ def _eagle_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -
             f"{directory}: hidden states after layers {layers} of {model.num_layers}: no three of the model"
         )
     return layers
+
+
+def predicts_further(directory: Path) -> bool:
+    """Whether a model directory has layers of its own that predict further tokens."""
+    return bool(_read_json(directory / "config.json").get(_FURTHER))
+
+
+def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
+    """DeepSeek-V3, arXiv:2412.19437, section 2.2: a layer more, behind the model's last."""
+    if model.architecture != "DeepseekV3ForCausalLM" or not raw.get(_FURTHER):
+        raise SpecError(
+            f"{directory}: mtp drafts by layers of a DeepseekV3ForCausalLM's own ({_FURTHER} in config.json), and this "
+            f"{model.architecture} has none; choose another speculation.method"
+        )
+    if raw[_FURTHER] != 1:
+        raise SpecError(f"{directory}: {_FURTHER} {raw[_FURTHER]} is not supported; supported: 1")
+    experts = model.experts and replace(model.experts, is_sparse=(*model.experts.is_sparse, True))
+    return HeadsConfig(
+        kind="mtp",
+        directory=directory,
+        fingerprint="mtp",  # beside that of the weights, whose part it is
+        layers=(model.num_layers,),
+        num_kv_layers=1,
+        keeps_features=True,
+        shape=replace(
+            model, num_layers=model.num_layers + 1, experts=experts, sliding_windows=(*model.sliding_windows, None)
+        ),
+    )
+
+
+_READERS: Mapping[HeadsKind, Callable[[Path, Mapping[str, Any], ModelConfig], HeadsConfig]] = {
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "mtp": _mtp,
+}
 
 
 def _count(found: Any, name: str, *, least: int) -> int:

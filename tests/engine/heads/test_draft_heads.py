@@ -28,6 +28,7 @@ from engine.sequence import Sequence
 from engine.speculation.speculation import Speculation
 from tests.engine.asked import Asked, answers
 from tests.engine.heads.head_files import Choice, eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.heads.mtp_files import write_mtp
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
@@ -46,14 +47,17 @@ class Case:
         self.runner, self.reference = runner, reference
 
 
-@pytest.fixture(params=["medusa", "eagle"])
+@pytest.fixture(params=["medusa", "eagle", "mtp"])
 def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> Case:
     return _case(request.param, tiny_model, make_runner, tmp_path)
 
 
 def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: Path, **config: Any) -> Case:
-    model_dir, model = tiny_model("llama")
-    reference = _medusa(model, directory) if kind == "medusa" else _eagle(model, directory)
+    model_dir, model = (directory, None) if kind == "mtp" else tiny_model("llama")
+    if model is None:
+        reference = _mtp(directory)
+    else:
+        reference = _medusa(model, directory) if kind == "medusa" else _eagle(model, directory)
     runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=kind, heads_dir=directory)
     return Case(runner, reference)
 
@@ -66,6 +70,11 @@ def _medusa(model: PreTrainedModel, directory: Path) -> Reference:
 def _eagle(model: PreTrainedModel, directory: Path) -> Reference:
     tensors = write_eagle(directory)
     return lambda tokens, choose: eagle_reference(model, tensors, tokens, _NUM_TOKENS, layers=(0, 1, 2), choose=choose)
+
+
+def _mtp(directory: Path) -> Reference:
+    mtp = write_mtp(directory)
+    return lambda tokens, choose: mtp.reference(tokens, _NUM_TOKENS, choose=choose)
 
 
 class Checked:
