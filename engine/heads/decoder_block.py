@@ -29,7 +29,7 @@ from engine.weights.checkpoint import Shape
 
 @dataclass(frozen=True)
 class DecoderBlock:
-    """y = x + attention(entry), then y + mlp(norm(y)). No norm before the attention: who calls it has made the entry."""
+    """y = x + attention(entry), then y + mlp(norm(y)). No norm before attention: who calls has made the entry."""
 
     index: int
     head_dim: int
