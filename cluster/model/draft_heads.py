@@ -31,7 +31,7 @@ class HeadsConfig:
     num_heads: int = 0  # medusa: each guesses one token further
     num_residuals: int = 0  # medusa: blocks before each head's projection
     shape: ModelConfig | None = None  # eagle, mtp: of its layer
-    draft_vocab_size: int = 0  # eagle: tokens that it knows
+    draft_vocab_size: int = 0  # EAGLE-3: tokens that it knows; 0: the model's head says all of them
 
 
 def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
@@ -60,26 +60,32 @@ def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Head
 
 
 def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
-    """EAGLE-3: Li et al. 2025, arXiv:2503.01840; config.json as of its own repository, and of vLLM's and SGLang's."""
+    """EAGLE-3: Li et al. 2025, arXiv:2503.01840; config.json as of its own repository, and of vLLM's and SGLang's.
+    EAGLE-1: Li et al. 2024, arXiv:2401.15077; its config.json is often a Llama's, so that its weights say what it
+    is."""
     if model.latent:
         raise SpecError(f"{directory}: EAGLE heads keep keys and values, and {model.architecture} keeps latents")
-    architecture = (raw.get("architectures") or ["(none)"])[0]
-    if "Eagle3" not in str(architecture):
-        raise SpecError(f"{directory}: architecture {architecture} is not EAGLE-3; expected LlamaForCausalLMEagle3")
+    architecture = str((raw.get("architectures") or ["(none)"])[0])
+    is_third = "Eagle3" in architecture
+    if not is_third and not is_eagle1(directory):
+        raise SpecError(
+            f"{directory}: architecture {architecture} is not EAGLE-3; expected LlamaForCausalLMEagle3, or the weights "
+            "of EAGLE-1, where fc.weight is hidden_size times twice that"
+        )
     shape = model_config.load(directory, architecture="LlamaForCausalLM")
     if shape.num_layers != 1:
-        raise SpecError(f"{directory}: EAGLE-3 heads of {shape.num_layers} layers are not supported; supported: 1")
+        raise SpecError(f"{directory}: EAGLE heads of {shape.num_layers} layers are not supported; supported: 1")
     for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
     return HeadsConfig(
         kind="eagle",
         directory=directory,
         fingerprint=model_config.fingerprint(directory),
-        layers=_eagle_layers(directory, raw, model),
+        layers=_eagle_layers(directory, raw, model) if is_third else (model.num_layers,),
         num_kv_layers=1,
         keeps_features=True,
         shape=replace(shape, sliding_windows=(None,)),
-        draft_vocab_size=raw.get("draft_vocab_size") or model.vocab_size,
+        draft_vocab_size=(raw.get("draft_vocab_size") or model.vocab_size) if is_third else 0,
     )
 
 
@@ -94,6 +100,21 @@ def _eagle_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -
             f"{directory}: hidden states after layers {layers} of {model.num_layers}: no three of the model"
         )
     return layers
+
+
+def is_eagle1(directory: Path) -> bool:
+    """By the tensors that it holds. Raises SpecError where it holds none."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in model_config.weight_files(directory):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                if "fc.weight" in tensors.keys():
+                    rows, columns = tensors.get_slice("fc.weight").get_shape()
+                    return bool(columns == 2 * rows)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise SpecError(f"{file}: not readable as safetensors: {error}") from None
+    return False
 
 
 def predicts_further(directory: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster.model import source as model_source
-from cluster.model.draft_heads import HeadsKind, predicts_further
+from cluster.model.draft_heads import HeadsKind, is_eagle1, predicts_further
 from cluster.model.source import Progress
 from cluster.words.errors import SpecError
 
@@ -84,5 +84,14 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
         return None
     if "medusa_num_heads" in raw:
         return DraftSource("medusa", directory)
-    is_eagle = "eagle" in str(raw.get("architectures")).lower()
+    is_eagle = "eagle" in str(raw.get("architectures")).lower() or (
+        raw.get("num_hidden_layers") == 1 and _is_eagle1(directory)
+    )
     return DraftSource("eagle", directory) if is_eagle else None
+
+
+def _is_eagle1(directory: Path) -> bool:
+    try:
+        return is_eagle1(directory)
+    except SpecError:
+        return False  # whoever reads it as a model says what is wrong

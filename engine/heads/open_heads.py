@@ -10,6 +10,7 @@ from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
 from engine.heads.draft_layer import DraftLayer
 from engine.heads.eagle import Eagle
+from engine.heads.eagle1_layer import Eagle1Layer
 from engine.heads.eagle3_layer import Eagle3Layer
 from engine.heads.heads import DraftHeads, HeadsRoom, ModelParts
 from engine.heads.medusa import Medusa
@@ -18,7 +19,7 @@ from engine.layers.shards import ShardReader
 from engine.weights.open_checkpoint import open_checkpoint
 
 _LAYERS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftLayer]] = {
-    "eagle": Eagle3Layer,
+    "eagle": lambda *read: (Eagle3Layer if read[0].draft_vocab_size else Eagle1Layer)(*read),
     "mtp": MtpLayer,
 }
 

@@ -21,6 +21,7 @@ from router.routing.policy import Option
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.e2e.test_pull import FakePolicy
+from tests.engine.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
@@ -35,13 +36,17 @@ _PROMPTS = prompts(20, 33, 48, 18)
 _WHOLE = _PROMPTS[2]  # three blocks
 _TELLING = 52  # tokens of _WHOLE and its answer: what is guessed then depends on all of its entries
 _ALONE_FROM = 32  # what the model has seen inside a shipped prefix is not shipped: docs/ARCHITECTURE.md
-_ROWS = {"eagle": 2 * 2 * 16, "mtp": LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]}  # numbers of a token
+_ROWS = {
+    "eagle": 2 * 2 * 16,
+    "eagle1": 2 * 2 * 16,
+    "mtp": LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"],
+}  # numbers of a token
 # GiB: four layers, one of them the head's, and a row of features
 _BLOCKS = {kind: (4 * numbers * 4 * 16 + 48 * 4) / 2**30 for kind, numbers in _ROWS.items()}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-_CHAINED = ["eagle", pytest.param("mtp", marks=pytest.mark.slow)]
+_CHAINED = ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle1", "mtp"))]
 
 Guesses = Callable[[list[int]], list[list[int]]]  # any of these
 
@@ -92,9 +97,11 @@ def _heads(kind: str, model_dir: Path, directory: Path, *, may_go_on_alone: bool
         if kind == "medusa":
             medusa = write_medusa(directory, num_heads=_NUM_TOKENS)
             return lambda tokens: [medusa_reference(model, medusa, tokens)]
-        eagle = write_eagle(directory)
+        eagle, eagle1 = (write_eagle(directory), None) if kind == "eagle" else ({}, write_eagle1(directory))
 
         def chained(tokens: list[int], unknown: int) -> list[int]:
+            if eagle1:
+                return eagle1_reference(model, eagle1, tokens, _NUM_TOKENS, unknown=unknown)
             return eagle_reference(model, eagle, tokens, _NUM_TOKENS, layers=(0, 1, 2), unknown=unknown)
 
     def guesses(tokens: list[int]) -> list[list[int]]:
@@ -105,7 +112,8 @@ def _heads(kind: str, model_dir: Path, directory: Path, *, may_go_on_alone: bool
 
 
 def _tree(kind: str, directory: Path, *, decode: int = 1, prefill: int = 1) -> dict[str, Any]:
-    speculation = {"method": kind, "model": None if kind == "mtp" else str(directory), "max_tokens": _NUM_TOKENS}
+    method = "eagle" if kind == "eagle1" else kind
+    speculation = {"method": method, "model": None if kind == "mtp" else str(directory), "max_tokens": _NUM_TOKENS}
     return exact_tree(prefill, decode) | {"speculation": speculation}
 
 

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from cluster.model.draft_source import check_same_tokens, draft_source, heads_source
 from cluster.words.errors import SpecError
@@ -43,6 +45,16 @@ def test_auto_finds_out_what_a_directory_holds(tmp_path: Path, config: dict[str,
     found = draft_source(_spec(method="auto", model=str(directory)))
     assert found and (found.kind, found.directory) == (kind, directory)
     assert found.heads == (None if kind == "draft" else kind)
+
+
+def test_eagle_1_is_known_by_its_weights(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    write(directory, architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+    for columns, kind in ((2, "eagle"), (3, "draft")):
+        weights = {"fc.weight": numpy.zeros((4, 4 * columns), numpy.float32)}
+        save_file(weights, directory / "model.safetensors")
+        found = draft_source(_spec(method="auto", model=str(directory)))
+        assert found and found.kind == kind
 
 
 @pytest.mark.parametrize("tree", [{"architectures": None}, {"architectures": 5}, [1], "text", None])

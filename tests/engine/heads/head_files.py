@@ -173,23 +173,26 @@ def _eagle_layer(tensors: dict[str, Tensor], embedded_TE: Tensor, feature_TE: Te
     def of(name: str) -> Tensor:
         return tensors[f"midlayer.{name}.weight"]
 
-    num_tokens = len(embedded_TE)
     both = torch.cat((normed(embedded_TE, of("input_layernorm")), normed(feature_TE, of("hidden_norm"))), dim=-1)
-    q, k, v = (F.linear(both, of(f"self_attn.{name}_proj")).view(num_tokens, -1, DIM).transpose(0, 1) for name in "qkv")
-    q, k = rotated(q), rotated(k)
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-    x_TE = feature_TE + F.linear(attended, of("self_attn.o_proj"))
+    attended_TF = attended(*(F.linear(both, of(f"self_attn.{name}_proj")) for name in "qkv"))
+    x_TE = feature_TE + F.linear(attended_TF, of("self_attn.o_proj"))
     mlp_TE = normed(x_TE, of("post_attention_layernorm"))
     gated = F.silu(F.linear(mlp_TE, of("mlp.gate_proj"))) * F.linear(mlp_TE, of("mlp.up_proj"))
     return x_TE + F.linear(gated, of("mlp.down_proj"))
+
+
+def attended(q_TF: Tensor, k_TF: Tensor, v_TF: Tensor) -> Tensor:
+    q, k, v = (x.view(len(x), -1, DIM).transpose(0, 1) for x in (q_TF, k_TF, v_TF))
+    q, k = _rotated(q), _rotated(k)
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 
 
-def rotated(x_HTD: Tensor) -> Tensor:
+def _rotated(x_HTD: Tensor) -> Tensor:
     half = DIM // 2
     angles = torch.outer(torch.arange(x_HTD.shape[1]), THETA ** (-torch.arange(half) / half))
     first, second = x_HTD[..., :half], x_HTD[..., half:]
