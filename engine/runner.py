@@ -233,7 +233,7 @@ class ModelRunner:
         found, model = config.load_heads(self.config), self._model
         if found is None:
             return None
-        parts = ModelParts(embed=model.embed, norm=model.normed, logits=model.logits)
+        parts = ModelParts(embed=model.embed, norm=model.normed, logits=model.logits, head=model.head)
         return open_heads(found, self.config, reader=reader, parts=parts, max_rows=config.max_running)
 
     def _capture_maker(self, recorded_rows: int, capture: Capture | None) -> Callable[[], Capture] | None:

@@ -8,14 +8,15 @@ so that nothing is put together before the product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_heads import attention_call, rotary_call
+from engine.attention.cpu_heads import StepRows, attention_call, rotary_call
+from engine.batch.batch import Batch
 from engine.batch.rows import Ints
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import ProductCall, Step
@@ -54,7 +55,7 @@ class EagleParts:
 class CompiledEagle:
     """Owned by the step thread."""
 
-    def __init__(self, kernels: Kernels, parts: EagleParts, pool: KVPool, layer: int, *, dim: int) -> None:
+    def __init__(self, kernels: Kernels, parts: EagleParts, pool: KVPool, *, layer: int, dim: int) -> None:
         """layer: the pool's; dim: of a head. All matrices are packed."""
         self._pool = pool
         self.most_tokens = min(_MOST, *(_packed(matrix).torch_rows - 1 for matrix in parts.matrices))
@@ -66,9 +67,9 @@ class CompiledEagle:
         self._embedded_CE, self._x_CE = room(hidden), room(hidden)
         self._hidden_CW = room(_packed(parts.fuse.matrix).num_inputs)
         self._fused_CE = room(hidden)
-        self._kv_CMD = room(_packed(parts.kv[0]).num_outputs).unflatten(-1, (-1, dim))
-        self._heads_CND = room(_packed(parts.qkv[0]).num_outputs).unflatten(-1, (-1, dim))
-        self._attended_CHD = room(_packed(parts.output.matrix).num_inputs).unflatten(-1, (-1, dim))
+        self._kv_CMD = torch.unflatten(room(_packed(parts.kv[0]).num_outputs), -1, (-1, dim))
+        self._heads_CND = torch.unflatten(room(_packed(parts.qkv[0]).num_outputs), -1, (-1, dim))
+        self._attended_CHD = torch.unflatten(room(_packed(parts.output.matrix).num_inputs), -1, (-1, dim))
         self._gate_up_CI = room(_packed(parts.mlp.gate_up.matrix).num_outputs)
         self._logits_CD = room(_packed(parts.head.matrix).num_outputs)
         heads, attended, x, gate_up = self._heads_CND, self._attended_CHD, self._x_CE, self._gate_up_CI
@@ -109,36 +110,17 @@ class CompiledEagle:
             Step(tokens=num_tokens, slots=slots_N.ctypes.data, cos=cos_N1F.data_ptr(), sin=sin_N1F.data_ptr())
         )
 
-    def begin(self, tables: Sequence[Sequence[int]], positions: Sequence[int], feature_RE: Tensor) -> None:
-        """Of rows whose next entries have these positions, and know this of the position before. tables: of blocks,
-        with room for all that will be drafted."""
-        width = max(map(len, tables))
-        self._tables_RB = np.array([[*table, *[0] * (width - len(table))] for table in tables], dtype=np.int64)
-        self._positions_R = np.array(positions, dtype=np.int64)
-        self._ones_R = np.ones(len(positions), dtype=np.int64)
-        self._x_CE[: len(positions)] = feature_RE
-
-    def draft(self, embedded_RE: Tensor, cos_R1F: Tensor, sin_R1F: Tensor) -> Tensor:
-        """One entry of each row, of the token behind those before: its logits (R, D) bf16, valid until the next call.
-        What it has made takes the place of what is known of its position."""
-        positions_R, size, num_rows = self._positions_R, self._pool.layout.block_size, len(self._positions_R)
+    def draft(
+        self, batch: Batch, embedded_RE: Tensor, before_RE: Tensor, cos_R1F: Tensor, sin_R1F: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of one entry of each row the feature that follows (R, E), and its logits (R, D); both bf16, and good until
+        the next call, which may be given these features."""
+        num_rows = len(embedded_RE)
         self._embedded_CE[:num_rows] = embedded_RE
-        slots_R = self._tables_RB[np.arange(num_rows), positions_R // size] * size + positions_R % size
-        self._positions_R = ends_R = positions_R + 1
-        self._draft.run(
-            Step(
-                tokens=num_rows,
-                sequences=num_rows,
-                table_width=self._tables_RB.shape[1],
-                slots=slots_R.ctypes.data,
-                cos=cos_R1F.data_ptr(),
-                sin=sin_R1F.data_ptr(),
-                tables=self._tables_RB.ctypes.data,
-                query_lens=self._ones_R.ctypes.data,
-                context_lens=ends_R.ctypes.data,
-            )
-        )
-        return self._logits_CD[:num_rows]
+        if before_RE.data_ptr() != self._x_CE.data_ptr():
+            self._x_CE[:num_rows] = before_RE
+        self._draft.run(StepRows(batch, cos_R1F, sin_R1F).step)
+        return self._x_CE[:num_rows], self._logits_CD[:num_rows]
 
     def _entry(self, parts: EagleParts, halves: tuple[Matrix, Matrix], out_CO: Tensor) -> Iterable[ProductCall]:
         yield from _products(halves[0], self._embedded_CE, out_CO, before=parts.embedding_norm)

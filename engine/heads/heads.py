@@ -27,6 +27,7 @@ class ModelParts:
     embed: Callable[[Tensor], Tensor]  # token ids (T,) -> (T, E)
     norm: Callable[[Tensor], Tensor]  # the last one
     logits: Callable[[Tensor], Tensor]  # hidden states (R, E), not normed -> (R, V) fp32
+    head: Callable[[Tensor], Tensor]  # the same of what has been normed
 
 
 @dataclass(frozen=True, kw_only=True)

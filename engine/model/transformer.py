@@ -177,6 +177,10 @@ class Transformer:
         """Of what the last layer leaves, not normed: (R, V) in fp32, on every rank."""
         return self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size).float()
 
+    def head(self, x_RE: Tensor) -> Tensor:
+        """Of what has been normed: (R, V) in fp32, on every rank."""
+        return self._parallel.all_gather(self._head(x_RE), self._config.vocab_size).float()
+
     def without(self, layers: Collection[int]) -> Transformer:
         """The same weights, but for some layers: their KV is neither read nor written."""
         part = copy(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
@@ -20,8 +21,11 @@ from router.routing.policy import Option
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.e2e.test_pull import FakePolicy
+from tests.engine.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
+from tests.engine.tiny_models import LATENT
 from tests.local_cluster import LocalCluster, local_cluster, moved
 from tests.waiting import WITHIN_S
 
@@ -32,9 +36,17 @@ _PROMPTS = prompts(20, 33, 48, 18)
 _WHOLE = _PROMPTS[2]  # three blocks
 _TELLING = 52  # tokens of _WHOLE and its answer: what is guessed then depends on all of its entries
 _ALONE_FROM = 32  # what the model has seen inside a shipped prefix is not shipped: docs/ARCHITECTURE.md
-_BLOCK = (4 * 2 * 2 * 16 * 4 * 16 + 48 * 4) / 2**30  # GiB: four layers, one of them the head's, and a row of features
+_ROWS = {
+    "eagle": 2 * 2 * 16,
+    "eagle1": 2 * 2 * 16,
+    "mtp": LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"],
+}  # numbers of a token
+# GiB: four layers, one of them the head's, and a row of features
+_BLOCKS = {kind: (4 * numbers * 4 * 16 + 48 * 4) / 2**30 for kind, numbers in _ROWS.items()}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+_CHAINED = ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle1", "mtp"))]
 
 Guesses = Callable[[list[int]], list[list[int]]]  # any of these
 
@@ -73,22 +85,41 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
 def _heads(kind: str, model_dir: Path, directory: Path, *, may_go_on_alone: bool = False) -> Guesses:
     """Write them, and say what is to be guessed. may_go_on_alone: the decode replica computes the last block of _WHOLE
     where the router knows that it has all of it."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
-    if kind == "medusa":
-        medusa = write_medusa(directory, num_heads=_NUM_TOKENS)
-        return lambda tokens: [medusa_reference(model, medusa, tokens)]
-    eagle = write_eagle(directory)
+    chained: Callable[[list[int], int], list[int]]
+    if kind == "mtp":
+        mtp = write_mtp(directory)
+        shutil.copy(model_dir / "tokenizer.json", directory)
+
+        def chained(tokens: list[int], unknown: int) -> list[int]:
+            return mtp.reference(tokens, _NUM_TOKENS, unknown=unknown)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+        if kind == "medusa":
+            medusa = write_medusa(directory, num_heads=_NUM_TOKENS)
+            return lambda tokens: [medusa_reference(model, medusa, tokens)]
+        eagle, eagle1 = (write_eagle(directory), None) if kind == "eagle" else ({}, write_eagle1(directory))
+
+        def chained(tokens: list[int], unknown: int) -> list[int]:
+            if eagle1:
+                return eagle1_reference(model, eagle1, tokens, _NUM_TOKENS, unknown=unknown)
+            return eagle_reference(model, eagle, tokens, _NUM_TOKENS, layers=(0, 1, 2), unknown=unknown)
 
     def guesses(tokens: list[int]) -> list[list[int]]:
         unknown = (0, _ALONE_FROM) if may_go_on_alone and tokens[: len(_WHOLE)] == _WHOLE else (0,)
-        return [eagle_reference(model, eagle, tokens, _NUM_TOKENS, layers=(0, 1, 2), unknown=at) for at in unknown]
+        return [chained(tokens, at) for at in unknown]
 
     return guesses
 
 
 def _tree(kind: str, directory: Path, *, decode: int = 1, prefill: int = 1) -> dict[str, Any]:
-    speculation = {"method": kind, "model": str(directory), "max_tokens": _NUM_TOKENS}
+    method = "eagle" if kind == "eagle1" else kind
+    speculation = {"method": method, "model": None if kind == "mtp" else str(directory), "max_tokens": _NUM_TOKENS}
     return exact_tree(prefill, decode) | {"speculation": speculation}
+
+
+def _served(kind: str, checkpoint: Checkpoint, directory: Path) -> Path:
+    """The model that the heads draft for: `mtp` is in it."""
+    return directory if kind == "mtp" else checkpoint("llama")
 
 
 async def _check(said: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
@@ -117,12 +148,12 @@ def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list
     return [[token.token_id for token in tokens] for tokens in reference(model_dir, _PROMPTS, sampling)]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", *_CHAINED])
 async def test_after_a_handoff_and_a_cache_hit(
     kind: str, checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, said: list[Any]
 ) -> None:
-    model_dir = checkpoint("llama")
-    guesses = _heads(kind, model_dir, tmp_path, may_go_on_alone=True)
+    guesses = _heads(kind, checkpoint("llama"), tmp_path, may_go_on_alone=True)
+    model_dir = _served(kind, checkpoint, tmp_path)
     async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path)) as cluster:
         await _ask(cluster, _expected(reference, model_dir, _SAMPLED), _SAMPLED)
         expected = _expected(reference, model_dir, _GREEDY)
@@ -134,7 +165,9 @@ async def test_after_a_handoff_and_a_cache_hit(
         await cluster.idle()
 
 
+@pytest.mark.parametrize("kind", _CHAINED)
 async def test_after_a_move(
+    kind: str,
     checkpoint: Checkpoint,
     reference: Reference,
     redis_url: str,
@@ -142,9 +175,9 @@ async def test_after_a_move(
     said: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model_dir = checkpoint("llama")
-    guesses = _heads("eagle", model_dir, tmp_path)
-    async with local_cluster(model_dir, redis_url, **_tree("eagle", tmp_path)) as cluster:
+    guesses = _heads(kind, checkpoint("llama"), tmp_path)
+    model_dir = _served(kind, checkpoint, tmp_path)
+    async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path)) as cluster:
         ceiling = Ceiling(9)
         ceiling.arm(monkeypatch.setattr)
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
@@ -152,12 +185,13 @@ async def test_after_a_move(
         await _check(said, guesses, least=19)
 
 
-async def test_after_a_pull(checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]) -> None:
+@pytest.mark.parametrize("kind", _CHAINED)
+async def test_after_a_pull(kind: str, checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]) -> None:
     """By a prefill replica that ships what it makes of it, and by a decode replica that computes itself."""
-    model_dir, policy = checkpoint("llama"), FakePolicy()
-    guesses = _heads("eagle", model_dir, tmp_path)
+    guesses = _heads(kind, checkpoint("llama"), tmp_path)
+    model_dir, policy = _served(kind, checkpoint, tmp_path), FakePolicy()
     first = prompts(70)[0]
-    tree = _tree("eagle", tmp_path, prefill=2, decode=2)
+    tree = _tree(kind, tmp_path, prefill=2, decode=2)
     async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
         for prompt, prefill, source, decode in (
             (first, "prefill-0", None, "decode-2"),
@@ -172,12 +206,15 @@ async def test_after_a_pull(checkpoint: Checkpoint, redis_url: str, tmp_path: Pa
         await cluster.idle()
 
 
-async def test_after_a_lower_tier(checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]) -> None:
+@pytest.mark.parametrize("kind", _CHAINED)
+async def test_after_a_lower_tier(
+    kind: str, checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
+) -> None:
     """Of a decode replica that computes prompts itself."""
-    model_dir = checkpoint("llama")
-    guesses = _heads("eagle", model_dir, tmp_path)
-    tree = _tree("eagle", tmp_path)
-    tree["decode"] |= {"kv_memory_gib": 14.1 * _BLOCK, "kv_host_gib": 60 * _BLOCK}
+    guesses = _heads(kind, checkpoint("llama"), tmp_path)
+    model_dir, block = _served(kind, checkpoint, tmp_path), _BLOCKS[kind]
+    tree = _tree(kind, tmp_path)
+    tree["decode"] |= {"kv_memory_gib": 14.1 * block, "kv_host_gib": 60 * block}
     tree["router"] |= {"max_local_prefill": 1000}
     longer = prompts(100, 100, 100)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
