@@ -47,6 +47,7 @@ class Eagle:
     def attach(self, pool: KVPool) -> None:
         """pool: with a spare block for every row that is asked about at a time."""
         self._layer.attach(pool)
+        self._can_wait = self._room.can_wait
         self._late = LateEntries(pool.num_blocks * pool.layout.block_size)
         self.features = Features(
             pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
@@ -56,7 +57,7 @@ class Eagle:
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
         entries = Entries.of(batch, taps, self.layers, block_size=self._pool.layout.block_size)
         decodes = len(batch.logits_rows) == batch.num_tokens
-        if decodes and on_layer is None and self._room.can_wait:
+        if self._can_wait and decodes and on_layer is None:
             self._late.add(entries)
             if self._late.are_enough:
                 self.settle()

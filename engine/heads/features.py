@@ -137,11 +137,16 @@ class Features:
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._pool.device)
 
 
-def begin_slots(batch: Batch, *, block_size: int) -> Ints:
-    """The slot before each row's first position, (R,); UNKNOWN where it begins at 0."""
-    before_R = batch.context_lens - batch.query_lens - 1
-    blocks_R = batch.block_tables[np.arange(len(before_R)), np.maximum(before_R, 0) // block_size]
-    return np.where(before_R >= 0, blocks_R * block_size + before_R % block_size, UNKNOWN)
+def slots_before(batch: Batch, *, block_size: int) -> Ints:
+    """(T,) of the position before each; UNKNOWN where there is none."""
+    before_T = batch.slots - 1
+    first_in_block = np.flatnonzero(batch.positions % block_size == 0)
+    if len(first_in_block):
+        rows = np.searchsorted(np.cumsum(batch.query_lens), first_in_block, side="right")
+        positions = batch.positions[first_in_block] - 1
+        slots = (batch.block_tables[rows, positions // block_size] + 1) * block_size - 1
+        before_T[first_in_block] = np.where(positions < 0, UNKNOWN, slots)
+    return before_T
 
 
 def going_on(batch: Batch) -> Ints:

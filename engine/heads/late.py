@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
-from engine.heads.features import UNKNOWN, begin_slots
+from engine.heads.features import UNKNOWN, slots_before
 from engine.model.taps import Taps
 
 # N tokens, S slots of the pool, W numbers that are known of each
@@ -37,13 +37,11 @@ class Entries:
     def of(cls, batch: Batch, taps: Taps, layers: tuple[int, ...], *, block_size: int) -> Entries:
         """Good until the next step."""
         assert taps.token_ids_T is not None
-        before_N = np.roll(batch.slots, 1)
-        before_N[np.cumsum(batch.query_lens) - batch.query_lens] = begin_slots(batch, block_size=block_size)
         return cls(
             token_ids_N=taps.token_ids_T[: batch.num_tokens],
             positions_N=batch.positions,
             slots_N=batch.slots,
-            before_N=before_N,
+            before_N=slots_before(batch, block_size=block_size),
             hidden_NW=torch.cat([taps[layer] for layer in layers], dim=-1),
         )
 
