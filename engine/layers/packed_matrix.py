@@ -153,7 +153,7 @@ class PackedMatrix:
             rows=rows_T.data_ptr(),
             out=out_TI.data_ptr(),
         )
-        self._kernels.widen_rows(stored)
+        self._kernels.widen_stored_rows(stored)
         return out_TI
 
     def multiply(
