@@ -46,7 +46,7 @@ class PackedPart:
 
 class PackedMatrix:
     """A (O, I) matrix in the order of matrix.h, or of formats.h. A row's product does not depend on the rows beside
-    it, until `measure` has found out from how many rows on torch is quicker."""
+    it, until `measure` has found out from how many rows on AMX or torch is quicker."""
 
     is_fixed = False  # nothing records on a CPU
 
