@@ -84,7 +84,8 @@ class ModelRunner:
             self.config.check_deterministic()
             if kernels is None or config.weights == "quantized":
                 raise SpecError(
-                    "engine: deterministic needs a CPU, bfloat16 and a C++ compiler on the worker's machine"
+                    "engine: deterministic needs a CPU, bfloat16, weights as_stored or int8, and a C++ compiler "
+                    "on the worker's machine"
                 )
         self._measured = MeasuredWays.of_this_machine(kernels.version) if kernels and not config.deterministic else None
         reader = ShardReader(
