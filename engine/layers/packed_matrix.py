@@ -28,7 +28,7 @@ _PANEL = 16
 _NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of product.h
 
 NEVER = 1 << 62
-_ROWS_MEASURED = (512, 128, 32)
+_ROWS_MEASURED = (2048, 512, 128, 32)  # of a step: from above, for as long as the kernels lose
 _LEAST_WEIGHTS = 1 << 17  # with fewer, a call from Python costs what it could save
 _MOST_ERROR = 0.02  # of AMX's products: two that bf16 rounds apart differ by less
 _WIDENED_AT_ONCE = 1 << 21  # weights; more would only push them through memory
