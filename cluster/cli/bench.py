@@ -165,6 +165,10 @@ def _host_lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _times(ms: dict[str, float]) -> str:
+    return ", ".join(f"{way} {took} ms" for way, took in ms.items())
+
+
 def _share(decode: dict[str, Any]) -> str:
     share = decode["bandwidth_share"]
     return "" if share is None else f", {share:4.0%} of the bandwidth"
