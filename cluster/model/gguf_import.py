@@ -108,6 +108,9 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
         return float(found)
 
     num_heads, hidden_size = count("attention.head_count"), count("embedding_length")
+    num_layers = count("block_count")
+    if num_layers > len(names):  # what is made for each layer, before its tensors are looked for, must be little
+        raise SpecError(f"{architecture}.block_count is {num_layers}, and there are {len(names)} tensors")
     window = value("attention.sliding_window", 0) if architecture == "llama" else 0
     return {
         "architectures": ["MistralForCausalLM" if window else _ARCHITECTURES[architecture]],
@@ -115,7 +118,7 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": count("feed_forward_length"),
-        "num_hidden_layers": count("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": count("attention.head_count_kv", num_heads),
         "head_dim": count("attention.key_length", count("rope.dimension_count", hidden_size // num_heads)),
@@ -152,6 +155,9 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any]) -> StoredTen
     if tensor.ggml_type not in GGML_TYPES:
         known = ", ".join(sorted(kind.name for kind in GGML_TYPES.values()))
         raise SpecError(f"tensor {tensor.name} has ggml type {tensor.ggml_type}; supported: {known}")
+    kind, row = GGML_TYPES[tensor.ggml_type], tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    if row % kind.block:  # a part of them would not begin where a block does
+        raise SpecError(f"tensor {tensor.name} of shape {tensor.shape} has no rows of whole blocks of {kind.name}")
     role = tensor.name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     stored = StoredTensor(
