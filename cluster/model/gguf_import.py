@@ -49,9 +49,11 @@ def import_gguf(gguf: Path, into: Path) -> None:
     header = files[0][1]
     try:
         config = _config(header, {tensor.name for _, part in files for tensor in part.tensors})
-        factors = [_read_f32(path, t) for path, part in files for t in part.tensors if t.name == _ROPE_FACTORS]
-        if factors:
-            config["rope_scaling"] = {"rope_type": "factors", "factors": factors[0]}
+        found = [_read_f32(path, t) for path, part in files for t in part.tensors if t.name == _ROPE_FACTORS]
+        for factors in found:
+            if len(factors) != config["head_dim"] // 2 or not all(0 < factor < math.inf for factor in factors):
+                raise SpecError(f"tensor {_ROPE_FACTORS} does not divide the {config['head_dim'] // 2} frequencies")
+            config["rope_scaling"] = {"rope_type": "factors", "factors": factors}
         tensors = [
             _stored(tensor, path, config)
             for path, part in files
@@ -188,7 +190,7 @@ def _read_f32(path: Path, tensor: GGUFTensor) -> list[float]:
         raise SpecError(f"tensor {tensor.name} is not stored as F32")
     with path.open("rb") as file:
         file.seek(tensor.offset)
-        return list(struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0])))
+        return list(struct.unpack(f"<{tensor.shape[-1]}f", file.read(4 * tensor.shape[-1])))
 
 
 def _write_tokenizer(metadata: dict[str, Any], into: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ _SOUND: dict[str, Any] = dict.fromkeys((f"llama.{key}" for key in _COUNTS), 4) |
 }
 
 
-def _write(path: Path, metadata: dict[str, Any], embedding: np.ndarray) -> Path:
+def _write(path: Path, metadata: dict[str, Any], embedding: np.ndarray, factors: Sequence[float] = ()) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     writer.add_tensor("token_embd.weight", embedding)
+    if factors:
+        writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -78,6 +81,14 @@ def test_so_is_a_tensor_without_dimensions(tmp_path: Path) -> None:
     path = _write(tmp_path / "wrong.gguf", _SOUND, np.float32(1.0).reshape(()))
     with pytest.raises(SpecError, match="has 0 dimensions"):
         import_gguf(path, tmp_path)
+
+
+@pytest.mark.parametrize("factors", [[1.0], [1.0] * 3, [1.0, 0.0], [1.0, float("nan")]], ids=str)
+def test_so_are_factors_that_are_not_those_of_the_frequencies(tmp_path: Path, factors: list[float]) -> None:
+    two = {"llama.attention.key_length": 4}
+    import_gguf(_write(tmp_path / "a.gguf", _SOUND | two, _EMBEDDING, [1.0, 8.0]), tmp_path)
+    with pytest.raises(SpecError, match=r"wrong\.gguf: tensor rope_freqs\.weight does not divide the 2 frequencies"):
+        import_gguf(_write(tmp_path / "wrong.gguf", _SOUND | two, _EMBEDDING, factors), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
