@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 
 _TRY_EVERY = 64  # looks after which nobody was asked
 _TRIAL_SHARE = 0.01  # of the time of steps: what trials may take in the long run
+_MOST_STEPS = 64.0  # whose time lies in the purse: what long idling has saved is not spent at once
 _FIRST_STEPS = 16  # whose time may go into each of the first trials
 _NUM_FIRST = 4  # trials without waiting
 _MOST_TRIED = 4  # tokens
@@ -132,7 +133,7 @@ class Asking:
         self._num_in_vain += 1
         for method in self._methods.values():
             method.num_looks += 1
-        self._purse_s += _TRIAL_SHARE * price.plain
+        self._purse_s = min(self._purse_s + _TRIAL_SHARE * price.plain, _MOST_STEPS * price.plain)
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
