@@ -112,11 +112,11 @@ class Eagle:
             k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
             slots_T = torch.from_numpy(batch.slots).to(device)
             pool.write(self._index, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
-        if on_layer is not None:
-            on_layer(self._index)
         last_N = going_on(batch)
         self.features.keep(batch.slots[last_N], fused_TE[torch.from_numpy(last_N).to(device)])
         self.features.keep_ends(batch.slots, fused_TE)
+        if on_layer is not None:  # what full blocks keep is shipped with this layer
+            on_layer(self._index)
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         """At most a block of tokens of at most `max_rows` rows: so much is spare."""

@@ -28,6 +28,7 @@ DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
+_WITH_BLOCKS = "features with blocks"  # else: a replica which does not ship them has nothing to do with one that does
 EIGHT_BITS = {"fp8": "fp8_e4m3", "int8": "int8"}  # short names, for tables and rows of figures
 
 
@@ -66,7 +67,7 @@ class KVLayout:
             self.weights,
             self.num_sides,
             self.exact_dim,
-            *((self.draft, self.num_draft_layers, self.feature_bytes) if self.draft else ()),
+            *((self.draft, self.num_draft_layers, self.feature_bytes, _WITH_BLOCKS) if self.draft else ()),
         )
         return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 

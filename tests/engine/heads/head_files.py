@@ -109,14 +109,12 @@ def eagle_reference(
     *,
     layers: tuple[int, ...],
     choose: Choice = likeliest,
-    unknown: int = 0,
 ) -> list[int]:
     """What the head guesses behind `tokens`, one entry after another over all that are before it: Li et al. 2025,
-    section 3.1. Entry t is made of token t and what the model has seen of t - 1; of nothing at 0, and at `unknown`."""
+    section 3.1. Entry t is made of token t and what the model has seen of t - 1; of nothing at 0."""
     states = _states(model, tokens)
     fused_TE = F.linear(torch.cat([states[layer] for layer in layers], dim=-1), tensors["fc.weight"])
     features = [torch.zeros(HIDDEN), *fused_TE]
-    features[unknown] = features[0]
     embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
     ids = torch.tensor(tokens)
     guessed: list[int] = []

@@ -252,6 +252,10 @@ def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_
     assert runner.knows([row]), "all of it was here, but for that"
     runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
     assert not runner.knows([row]), "of another model"
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [4, 5], num_logits=1)], block_size=8))
+    assert runner.knows([row])
+    runner.heads.features.arrived([4, 5], 11, 11, b"")
+    assert not runner.knows([row]), "what is there is of whoever had the blocks before"
 
 
 def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:
