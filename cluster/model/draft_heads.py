@@ -14,6 +14,7 @@ from cluster.words.errors import SpecError
 
 HeadsKind = Literal["medusa", "eagle"]
 
+STEPS_KEPT = 4  # features of positions that sequences may go on from are kept of so many full steps
 _MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
 
 
@@ -31,6 +32,15 @@ class HeadsConfig:
     num_residuals: int = 0  # medusa: blocks before each head's projection
     shape: ModelConfig | None = None  # eagle: of its layer
     draft_vocab_size: int = 0  # eagle: tokens that it knows
+
+    def feature_bytes(self, model: ModelConfig, *, itemsize: int) -> int:
+        """Beside each block. itemsize: of a number of the model's activations."""
+        return model.hidden_size * itemsize if self.keeps_features else 0
+
+    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, layer_bytes: int) -> int:
+        """On each rank, whatever the pool's size: features of the positions that rows may go on from, and a spare block
+        of the heads' own layers for every row. layer_bytes: of one block of one layer."""
+        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + self.num_kv_layers * layer_bytes)
 
 
 def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:

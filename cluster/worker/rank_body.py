@@ -22,8 +22,9 @@ from cluster.wire.frames import FrameHub, WorkerServicer
 from cluster.words.credentials import Purpose
 from cluster.words.errors import ReplicaFailed
 from cluster.words.network import check_link
+from cluster.words.role_switch import largest_step
 from cluster.words.spec import Spec
-from cluster.worker.estate import Estate, LeaderEstate, largest_step
+from cluster.worker.estate import Estate, LeaderEstate
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.grammars import Grammars
 from cluster.worker.inbox import Inbox

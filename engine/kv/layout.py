@@ -95,10 +95,19 @@ class KVLayout:
 
     def bytes_per_token(self) -> int:
         """KV bytes of one token on one rank, all layers, scales included."""
-        per_head = self.row_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
-        return self.num_layers * self.num_sides * self.heads_per_rank * per_head
+        return self.num_layers * self._layer_bytes_per_token
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block on one rank, scales included."""
+        return self.block_size * self._layer_bytes_per_token
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block on one rank: KV of all layers, scales included, and the features."""
         return self.block_size * self.bytes_per_token() + self.feature_bytes
+
+    @property
+    def _layer_bytes_per_token(self) -> int:
+        per_head = self.row_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
+        return self.num_sides * self.heads_per_rank * per_head

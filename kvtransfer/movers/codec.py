@@ -79,7 +79,9 @@ class Codec:
         layout = self._layout
         if not layout.feature_bytes or segment.layers.stop < layout.num_layers:
             return 0
-        return (segment.end_token // layout.block_size - segment.first_token // layout.block_size) * layout.feature_bytes
+        return (
+            segment.end_token // layout.block_size - segment.first_token // layout.block_size
+        ) * layout.feature_bytes
 
     def _full_blocks(self, segment: Segment, slots_T: Tensor) -> Tensor:
         """(N,) int64: the blocks of the positions that fill them."""

@@ -170,7 +170,8 @@ async def test_after_a_lower_tier(checkpoint: Checkpoint, redis_url: str, tmp_pa
     model_dir = checkpoint("llama")
     guesses = _heads("eagle", model_dir, tmp_path)
     tree = _tree("eagle", tmp_path)
-    tree["decode"] |= {"kv_memory_gib": 14.1 * _BLOCK, "kv_host_gib": 60 * _BLOCK}
+    beside = 64 * (4 * 48 * 4) / 2**30 + 64 * _BLOCK / 4  # of 64 rows, features of four steps and a spare block
+    tree["decode"] |= {"kv_memory_gib": 14.1 * _BLOCK + beside, "kv_host_gib": 60 * _BLOCK}
     tree["router"] |= {"max_local_prefill": 1000}
     longer = prompts(100, 100, 100)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
