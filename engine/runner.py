@@ -69,6 +69,7 @@ class ModelRunner:
         self.parallel = parallel or TensorParallel()
         self.layout = config.layout(tensor_parallel=self.parallel.size)
         self.config: ModelConfig = model_config.load(config.model_dir)
+        self._max_drafted = config.max_running
         self._max_context = min(self.config.max_context, config.max_context or self.config.max_context)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
@@ -168,6 +169,11 @@ class ModelRunner:
         """What the heads guess of sequences that decode: see DraftHeads."""
         assert self.heads, "nothing drafts here"
         self.heads.draft(rows, max_tokens, choose)
+
+    @property
+    def max_drafted(self) -> int:
+        """Rows that heads of this rank are asked about at a time."""
+        return self._max_drafted if self.heads else 0
 
     def knows(self, rows: Sequence[HeadRow]) -> bool:
         """Whether the heads have seen what these rows go on from."""

@@ -32,11 +32,13 @@ from engine.heads.features import UNKNOWN, Features, begin_slots, going_on
 from engine.heads.head_row import Choose, HeadRow
 from engine.heads.heads import HeadsRoom
 from engine.kernels.rotary import rotate
+from engine.kv.layout import head_range
 from engine.kv.pool import KVPool
 from engine.layers.residual import Residual
 from engine.model.gated_mlp import GatedMLP
 from engine.model.taps import Taps
-from engine.weights.checkpoint import Shape, check_tensors
+from engine.parallel import TensorParallel
+from engine.weights.checkpoint import Shape, Span, check_tensors
 
 # T tokens of a step, R rows, E hidden_size, K kv heads, D tokens that the head knows, V vocabulary
 
@@ -59,23 +61,20 @@ class Eagle:
         self._room = room
         self._index = model.num_layers
         self._hidden_size, self._dim = shape.hidden_size, shape.head_dim
-        attention, q_rows, kv_rows = (
-            f"{_LAYER}.self_attn",
-            shape.num_q_heads * self._dim,
-            shape.num_kv_heads * self._dim,
-        )
-        kv = {f"{attention}.k_proj": (0, kv_rows), f"{attention}.v_proj": (0, kv_rows)}
+        attention, q_rows, kv_rows = f"{_LAYER}.self_attn", *_own_rows(shape, reader.parallel)
+        kv = {f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
         eps = shape.rms_norm_eps
-        self._fuse = reader.linear({"fc": (0, shape.hidden_size)})
+        self._fuse = reader.linear({"fc": (0, shape.hidden_size)})  # whole: every rank keeps the same features
         self._embedding_norm = reader.norm(f"{_LAYER}.input_layernorm", eps)
         self._feature_norm = reader.norm(f"{_LAYER}.hidden_norm", eps)
         self._kv = reader.linear(kv)
-        self._qkv = reader.linear({f"{attention}.q_proj": (0, q_rows)} | kv)
-        self._output = reader.row_parallel(f"{attention}.o_proj", (0, q_rows))
+        self._qkv = reader.linear({f"{attention}.q_proj": q_rows} | kv)
+        self._output = reader.row_parallel(f"{attention}.o_proj", q_rows)
         self._mlp_norm = reader.norm(f"{_LAYER}.post_attention_layernorm", eps)
         self._mlp = GatedMLP.read(reader, shape, f"{_LAYER}.mlp")
         self._norm = reader.norm("norm", eps)
-        self._head = reader.linear({"lm_head": (0, config.draft_vocab_size)})
+        self._head = reader.linear({"lm_head": reader.parallel.span(config.draft_vocab_size)})
+        self._num_known = config.draft_vocab_size
         self._embed: Callable[[Tensor], Tensor] = room.model.embed
         if "embed_tokens.weight" in found:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
@@ -139,7 +138,8 @@ class Eagle:
 
     def _logits(self, feature_RE: Tensor) -> Tensor:
         """(R, V) fp32, of the model's tokens."""
-        logits_RD = self._head(feature_RE, before=self._norm).float()
+        own_RD = self._head(feature_RE, before=self._norm)
+        logits_RD = self._room.reader.parallel.all_gather(own_RD, self._num_known).float()
         if self._known_D is None:
             return logits_RD
         logits_RV = torch.full((len(logits_RD), self._vocab_size), _NEVER, device=logits_RD.device)
@@ -172,6 +172,14 @@ class Eagle:
     def _read(self, slots_R: Ints) -> Tensor:
         """Zeros where nothing is known, and before the first position."""
         return self.features.read(np.where(slots_R == UNKNOWN, UNKNOWN, self.features.find(slots_R)))
+
+
+def _own_rows(shape: ModelConfig, parallel: TensorParallel) -> tuple[Span, Span]:
+    """Of queries, and of keys and values: the heads that this rank has of every layer."""
+    q_first, q_end = parallel.span(shape.num_q_heads)
+    kv_first, kv_end = head_range(shape.num_kv_heads, rank=parallel.rank, num_ranks=parallel.size)
+    dim = shape.head_dim
+    return (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
 
 
 def _expected(config: HeadsConfig, shape: ModelConfig) -> Mapping[str, Shape]:

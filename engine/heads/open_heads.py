@@ -12,18 +12,33 @@ from engine.heads.eagle import Eagle
 from engine.heads.heads import DraftHeads, HeadsRoom, ModelParts
 from engine.heads.medusa import Medusa
 from engine.layers.shards import ShardReader
+from engine.parallel import TensorParallel
 from engine.weights.open_checkpoint import open_checkpoint
+
+_SHARED = frozenset({"eagle"})  # of those with layers in the pool: every rank computes its share of them
 
 _KINDS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftHeads]] = {"medusa": Medusa, "eagle": Eagle}
 
 
 def open_heads(
     config: HeadsConfig, model: ModelConfig, *, reader: ShardReader, parts: ModelParts, max_rows: int
-) -> DraftHeads:
-    """reader: as the model's own matrices are read. Raises SpecError."""
-    if reader.parallel.size > 1:
-        raise SpecError(f"speculation: {config.kind} heads need tensor_parallel 1: they are asked by rank 0 alone")
-    own = replace(reader, checkpoint=open_checkpoint(config.directory), spreads_experts=False, redundant_experts=0)
+) -> DraftHeads | None:
+    """reader: as the model's own matrices are read. None: heads that keep nothing in the pool are rank 0's alone, and
+    this is another one. Raises SpecError."""
+    parallel = reader.parallel
+    if not config.num_kv_layers:
+        if not parallel.is_leader:
+            return None
+        parallel = TensorParallel()
+    elif parallel.size > 1 and config.kind not in _SHARED:
+        raise SpecError(f"speculation: {config.kind} heads need tensor_parallel 1: they are not cut for several ranks")
+    own = replace(
+        reader,
+        checkpoint=open_checkpoint(config.directory),
+        parallel=parallel,
+        spreads_experts=False,
+        redundant_experts=0,
+    )
     try:
         return _KINDS[config.kind](config, model, HeadsRoom(reader=own, model=parts, max_rows=max_rows))
     except SpecError as error:

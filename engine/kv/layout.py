@@ -81,7 +81,8 @@ class KVLayout:
 
     @property
     def heads_per_rank(self) -> int:
-        return max(1, self.num_kv_heads // self.tensor_parallel)
+        first, end = self.head_range(0)
+        return end - first
 
     @property
     def row_dim(self) -> int:
@@ -90,8 +91,7 @@ class KVLayout:
 
     def head_range(self, rank: int) -> tuple[int, int]:
         """The model's kv heads [start, end) that `rank` holds."""
-        start = rank * self.num_kv_heads // self.tensor_parallel
-        return start, start + self.heads_per_rank
+        return head_range(self.num_kv_heads, rank=rank, num_ranks=self.tensor_parallel)
 
     def bytes_per_token(self) -> int:
         """KV bytes of one token on one rank, all layers, scales included."""
@@ -111,3 +111,9 @@ class KVLayout:
     def _layer_bytes_per_token(self) -> int:
         per_head = self.row_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
         return self.num_sides * self.heads_per_rank * per_head
+
+
+def head_range(num_kv_heads: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
+    """The kv heads [start, end) of a model that one of so many ranks holds."""
+    start = rank * num_kv_heads // num_ranks
+    return start, start + max(1, num_kv_heads // num_ranks)
