@@ -15,6 +15,7 @@ from cluster.words.errors import SpecError
 HeadsKind = Literal["medusa", "eagle"]
 
 STEPS_KEPT = 4  # features of positions that sequences may go on from are kept of so many full steps
+_SHARED = frozenset({"eagle"})  # of those with layers in the pool: cut for several ranks
 _MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
 
 
@@ -32,6 +33,18 @@ class HeadsConfig:
     num_residuals: int = 0  # medusa: blocks before each head's projection
     shape: ModelConfig | None = None  # eagle: of its layer
     draft_vocab_size: int = 0  # eagle: tokens that it knows
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises SpecError where so many ranks cannot draft by them. What keeps nothing in the pool is rank 0's."""
+        if size == 1 or not self.num_kv_layers:
+            return
+        if self.kind not in _SHARED:
+            raise SpecError(f"speculation.model: {self.directory}: {self.kind} heads need tensor_parallel: 1, for now")
+        try:
+            assert self.shape
+            self.shape.check_tensor_parallel(size)
+        except SpecError as error:
+            raise SpecError(f"speculation.model: {self.directory}: {error}") from None
 
     def feature_bytes(self, model: ModelConfig, *, itemsize: int) -> int:
         """Beside each block. itemsize: of a number of the model's activations."""

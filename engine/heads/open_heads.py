@@ -15,8 +15,6 @@ from engine.layers.shards import ShardReader
 from engine.parallel import TensorParallel
 from engine.weights.open_checkpoint import open_checkpoint
 
-_SHARED = frozenset({"eagle"})  # of those with layers in the pool: every rank computes its share of them
-
 _KINDS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftHeads]] = {"medusa": Medusa, "eagle": Eagle}
 
 
@@ -30,8 +28,7 @@ def open_heads(
         if not parallel.is_leader:
             return None
         parallel = TensorParallel()
-    elif parallel.size > 1 and config.kind not in _SHARED:
-        raise SpecError(f"speculation: {config.kind} heads need tensor_parallel 1: they are not cut for several ranks")
+    config.check_tensor_parallel(parallel.size)
     own = replace(
         reader,
         checkpoint=open_checkpoint(config.directory),

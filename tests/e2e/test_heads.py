@@ -79,9 +79,15 @@ def _heads(kind: str, model_dir: Path, directory: Path) -> Guesses:
     return lambda tokens: eagle_reference(model, eagle, tokens, _NUM_TOKENS, layers=(0, 1, 2))
 
 
-def _tree(kind: str, directory: Path, *, decode: int = 1, prefill: int = 1) -> dict[str, Any]:
+def _tree(
+    kind: str, directory: Path, *, decode: int = 1, prefill: int = 1, tp: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
+    """tp: ranks of a prefill and of a decode replica."""
     speculation = {"method": kind, "model": str(directory), "max_tokens": _NUM_TOKENS}
-    return exact_tree(prefill, decode) | {"speculation": speculation}
+    tree = exact_tree(prefill, decode) | {"speculation": speculation}
+    for role, num_ranks in zip(("prefill", "decode"), tp, strict=True):
+        tree[role] |= {"tensor_parallel": num_ranks}
+    return tree
 
 
 async def _check(said: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
@@ -110,13 +116,30 @@ def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list
     return [[token.token_id for token in tokens] for tokens in reference(model_dir, _PROMPTS, sampling)]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [
+        ("medusa", (1, 1)),
+        ("eagle", (1, 1)),
+        ("eagle", (1, 2)),
+        pytest.param("eagle", (2, 1), marks=pytest.mark.slow),
+        pytest.param("eagle", (2, 2), marks=pytest.mark.slow),
+        pytest.param("eagle", (2, 4), marks=pytest.mark.slow),  # 2 kv heads: each on two ranks
+        pytest.param("medusa", (2, 2), marks=pytest.mark.slow),
+    ],
+)
 async def test_after_a_handoff_and_a_cache_hit(
-    kind: str, checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, said: list[Any]
+    kind: str,
+    tp: tuple[int, int],
+    checkpoint: Checkpoint,
+    reference: Reference,
+    redis_url: str,
+    tmp_path: Path,
+    said: list[Any],
 ) -> None:
     model_dir = checkpoint("llama")
     guesses = _heads(kind, model_dir, tmp_path)
-    async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path)) as cluster:
+    async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path, tp=tp)) as cluster:
         await _ask(cluster, _expected(reference, model_dir, _SAMPLED), _SAMPLED)
         expected = _expected(reference, model_dir, _GREEDY)
         for _ in range(2):  # the second time, what was shipped before is found
@@ -127,7 +150,9 @@ async def test_after_a_handoff_and_a_cache_hit(
         await cluster.idle()
 
 
+@pytest.mark.parametrize("tp", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 async def test_after_a_move(
+    tp: tuple[int, int],
     checkpoint: Checkpoint,
     reference: Reference,
     redis_url: str,
@@ -137,7 +162,7 @@ async def test_after_a_move(
 ) -> None:
     model_dir = checkpoint("llama")
     guesses = _heads("eagle", model_dir, tmp_path)
-    async with local_cluster(model_dir, redis_url, **_tree("eagle", tmp_path)) as cluster:
+    async with local_cluster(model_dir, redis_url, **_tree("eagle", tmp_path, tp=tp)) as cluster:
         ceiling = Ceiling(9)
         ceiling.arm(monkeypatch.setattr)
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
@@ -145,12 +170,15 @@ async def test_after_a_move(
         await _check(said, guesses, least=19)
 
 
-async def test_after_a_pull(checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]) -> None:
+@pytest.mark.parametrize("tp", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+async def test_after_a_pull(
+    tp: tuple[int, int], checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
+) -> None:
     """By a prefill replica that ships what it makes of it, and by a decode replica that computes itself."""
     model_dir, policy = checkpoint("llama"), FakePolicy()
     guesses = _heads("eagle", model_dir, tmp_path)
     first = prompts(70)[0]
-    tree = _tree("eagle", tmp_path, prefill=2, decode=2)
+    tree = _tree("eagle", tmp_path, prefill=2, decode=2, tp=tp)
     async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
         for prompt, prefill, source, decode in (
             (first, "prefill-0", None, "decode-2"),

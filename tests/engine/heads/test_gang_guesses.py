@@ -17,14 +17,15 @@ from tests.engine.tiny_models import MakeModel
 _WITHIN_S = 60.0
 
 
-@pytest.fixture(params=["medusa", "eagle"])
+@pytest.fixture(params=["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> HeadsKind:
     kind: HeadsKind = request.param
     (write_medusa if kind == "medusa" else write_eagle)(tmp_path)
     return kind
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])  # 2 kv heads: each on two ranks
+@pytest.mark.slow  # in short: tests/e2e/test_heads.py
+@pytest.mark.parametrize("size", [2, 4])  # 2 kv heads: of four ranks two have the same
 def test_guesses_and_answers_do_not_depend_on_the_number_of_ranks(
     kind: HeadsKind, size: int, tiny_model: MakeModel, start_gang: StartGang, tmp_path: Path
 ) -> None:
