@@ -93,6 +93,9 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
         raise SpecError(f"{directory}: EAGLE-3 heads of {shape.num_layers} layers are not supported; supported: 1")
     for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
+    draft_vocab_size = raw.get("draft_vocab_size") or model.vocab_size
+    if type(draft_vocab_size) is not int or not 1 <= draft_vocab_size <= model.vocab_size:
+        raise ValueError(f"draft_vocab_size is {draft_vocab_size!r}, and must be from 1 to {model.vocab_size}")
     return HeadsConfig(
         kind="eagle",
         directory=directory,
@@ -101,7 +104,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
         num_kv_layers=1,
         keeps_features=True,
         shape=replace(shape, sliding_windows=(None,)),
-        draft_vocab_size=raw.get("draft_vocab_size") or model.vocab_size,
+        draft_vocab_size=draft_vocab_size,
     )
 
 

@@ -25,17 +25,16 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> HeadsKind:
 
 
 @pytest.mark.slow  # in short: tests/e2e/test_heads.py
-@pytest.mark.parametrize("size", [2, 4])  # 2 kv heads: of four ranks two have the same
 def test_guesses_and_answers_do_not_depend_on_the_number_of_ranks(
-    kind: HeadsKind, size: int, tiny_model: MakeModel, start_gang: StartGang, tmp_path: Path
+    kind: HeadsKind, tiny_model: MakeModel, start_gang: StartGang, tmp_path: Path
 ) -> None:
     directory, _ = tiny_model("llama")
     (alone,) = start_gang(1, gang_guesses.guessed, directory, kind, tmp_path)
     ids, guesses = alone.result(_WITHIN_S)
-    leader, *others = start_gang(size, gang_guesses.guessed, directory, kind, tmp_path)
+    leader, other = start_gang(2, gang_guesses.guessed, directory, kind, tmp_path)
     assert leader.result(_WITHIN_S) == (ids, guesses)
     assert len(guesses) > 80 and all(guesses.values())
-    assert all(other.result(_WITHIN_S) is None for other in others)
+    assert other.result(_WITHIN_S) is None
 
 
 def test_every_rank_knows_of_what_has_come(
