@@ -15,7 +15,7 @@ from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.membership import Member
 from cluster.index.redis_client import connect_redis
 from cluster.model import source as model_source
-from cluster.model.draft_source import heads_source
+from cluster.model.draft_source import fetch_for_a_switch, heads_source
 from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
@@ -178,6 +178,8 @@ class RankBody(Generic[W]):
         torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
         heads = heads_source(spec.speculation)
+        if setup.rank == 0:
+            fetch_for_a_switch(spec, setup.role)
         config = EngineConfig(
             model_dir=model_source.resolve(spec.model.source),
             device=str(self.device),
