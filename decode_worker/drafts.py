@@ -22,7 +22,7 @@ def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
     runner = parts.gang.runner
     if spec.speculation.method == "self":
         return {"self": OwnLayers(runner, parts.blocks, before_writing=parts.save_evicted)}
-    drafts = draft_source(spec.speculation)
+    drafts = draft_source(spec)
     if drafts is None:
         return {}
     if drafts.heads:
@@ -50,7 +50,7 @@ class _GangHeads:
 def draft_bytes(config: EngineConfig, spec: Spec) -> int:
     """What a model that drafts will take of a rank's GPU: of each rank's, for their pools are equally large. config: of
     the served model."""
-    drafts = draft_source(spec.speculation) if config.device.startswith("cuda") else None
+    drafts = draft_source(spec) if config.device.startswith("cuda") else None
     return bytes_of(_own_config(spec, drafts.directory, device=config.device)) if drafts and not drafts.heads else 0
 
 

@@ -38,7 +38,7 @@ class EngineConfig:
     redundant_experts: int = 0  # of each layer: places for further copies of the experts that are chosen most
     deterministic: bool = False  # refuse to compute in a way in which a row's bits depend on the rows beside it
     heads: HeadsKind | None = None  # heads on the model's hidden states; None: there are none
-    heads_dir: Path | None = None  # where they are
+    heads_dir: Path | None = None  # where they are; mtp: with the model
     recorded_rows: int = 0  # record decode steps of up to so many rows, where they can be, and replay them
 
     def layout(self, *, tensor_parallel: int = 1) -> KVLayout:
@@ -78,6 +78,8 @@ class EngineConfig:
         """Raises SpecError where what is there does not draft for this model."""
         if self.heads is None:
             return None
+        if self.heads == "mtp":
+            return load_heads(self.heads, self.model_dir, model)
         if self.heads_dir is None:
             raise SpecError(f"speculation.model: {self.heads} needs it: the directory of its heads")
         return load_heads(self.heads, self.heads_dir, model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -87,7 +86,8 @@ class ModelRunner:
             self.config.check_deterministic()
             if kernels is None or config.weights == "quantized":
                 raise SpecError(
-                    "engine: deterministic needs a CPU, bfloat16 and a C++ compiler on the worker's machine"
+                    "engine: deterministic needs a CPU, bfloat16, weights as_stored or int8, and a C++ compiler "
+                    "on the worker's machine"
                 )
         self._measured = MeasuredWays.of_this_machine(kernels.version) if kernels and not config.deterministic else None
         reader = ShardReader(
@@ -177,11 +177,19 @@ class ModelRunner:
 
     def knows(self, rows: Sequence[HeadRow]) -> bool:
         """Whether the heads have seen what these rows go on from."""
-        return self.heads is not None and self.heads.features.knows(rows)
+        return self.heads is not None and self.heads.knows(rows)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Whatever heads keep of the steps so far is in the pool then. Before anybody but a step reads from the pool,
+        or somebody else writes to it."""
+        if self.heads:
+            self.heads.settle()
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """For a sequence that forks inside a block."""
+        self.settle()
         self.pool.copy_block(source, target)
         if self.heads:
             self.heads.features.take_copy(source, target)
@@ -235,19 +243,20 @@ class ModelRunner:
         if self.heads is None:
             self._model(batch, pool, None)
             return
-        heads, taps = copy(self.heads), Taps(self.heads.layers)
+        heads, taps = self.heads, Taps(self.heads.layers)
         heads.attach(pool)
         self._model(batch, pool, None, None, taps)
         heads.follow(batch, taps, None)
         ends, tables = batch.context_lens.tolist(), batch.block_tables.tolist()
         rows = [HeadRow(0, end, [*table, table[0]]) for end, table in zip(ends, tables, strict=True)]  # behind it
-        heads.draft(rows, 1, lambda logits_RV, known, place: [0] * len(known))
+        heads.draft(rows, 1, lambda logits, known, place: [0] * len(known))
+        heads.attach(KVPool(self.layout, num_blocks=1, device=self.device))  # the other one may go
 
     def _open_heads(self, config: EngineConfig, reader: ShardReader) -> DraftHeads | None:
         found, model = config.load_heads(self.config), self._model
         if found is None:
             return None
-        parts = ModelParts(embed=model.embed, norm=model.normed, logits=model.logits)
+        parts = ModelParts(embed=model.embed, norm=model.normed, logits=model.logits, head=model.head)
         return open_heads(found, self.config, reader=reader, parts=parts, max_rows=config.max_running)
 
     def _capture_maker(self, recorded_rows: int, capture: Capture | None) -> Callable[[], Capture] | None:

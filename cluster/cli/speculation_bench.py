@@ -14,7 +14,7 @@ from cluster.words.errors import SpecError
 if TYPE_CHECKING:
     from cluster.model.draft_source import DraftSource
 
-_METHODS = ("ngram", "suffix", "draft", "self", "medusa", "eagle", "auto")
+_METHODS = ("ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto")
 _DEFAULT = "ngram,suffix,auto"
 
 
@@ -46,7 +46,7 @@ def speculation(
     directory, methods = resolve(model), list(dict.fromkeys(method.split(",")))
     if not set(methods) <= set(_METHODS):
         raise SpecError(f"--method takes some of {', '.join(_METHODS)}")
-    drafts = _drafts(methods, draft_model, directory)
+    drafts = _drafts(methods, draft_model, model, directory)
     prompts, ends = _encode(directory, {name: texts[name] for name in kinds}, count=max(batches))
     result = bench_speculation(
         directory,
@@ -64,16 +64,21 @@ def speculation(
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 
 
-def _drafts(methods: list[str], source: str | None, model_dir: Path) -> DraftSource | None:
+def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path) -> DraftSource | None:
     """What these draft by that need something. Raises SpecError, as a spec with them would."""
     from cluster.model.draft_source import check_same_tokens, draft_source
     from cluster.words.spec_file import parse_spec
 
     found: DraftSource | None = None
+    named: set[str] = set()
     for method in methods:
-        own = None if method in ("ngram", "suffix", "self") else source
-        tree = {"speculation": {"method": method, "model": own}}
-        found = draft_source(parse_spec(tree, origin="--method, --draft-model").speculation) or found
+        own = None if method in ("ngram", "suffix", "self", "mtp") else source
+        tree = {"model": {"source": model}, "speculation": {"method": method, "model": own}}
+        if one := draft_source(parse_spec(tree, origin="--method, --draft-model")):
+            found = one
+            named.add(one.kind)
+    if len(named) > 1:
+        raise SpecError(f"--method: {' and '.join(sorted(named))} are measured one by one: name one of them")
     if found and not found.heads:
         check_same_tokens(found.directory, model_dir)
     return found

@@ -80,6 +80,8 @@ class SpecChange:
 
     @property
     def needs(self) -> Needs:
+        if self.path == "speculation.method" and "mtp" in (self.old, self.new):
+            return Needs.REPLICAS  # its layer is shipped, and no speculation.model names it
         rules = (_RULES[path] for path in _beginnings(self.path) if path in _RULES)
         return next(rules, Needs.DEPLOYMENT)
 
@@ -130,7 +132,8 @@ def tokens_of(spec: Spec) -> str:
 
 def kind_of(spec: Spec) -> str:
     """Equal where running answers may move from replicas of one spec to those of the other."""
-    return _digest(spec, (*_SAYS_TOKENS, *_SAYS_LINKS))
+    layers = ("speculation.method",) if spec.speculation.method == "mtp" else ()
+    return _digest(spec, (*_SAYS_TOKENS, *_SAYS_LINKS, *layers))
 
 
 def _digest(spec: Spec, paths: Sequence[str]) -> str:

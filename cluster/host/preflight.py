@@ -54,7 +54,7 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
     ChatTemplate(find_chat_template(model_dir, spec.model.chat_template), special_tokens={})
     if spec.engine.deterministic:
         config.check_deterministic()
-    if drafts := draft_source(spec.speculation, progress=say):
+    if drafts := draft_source(spec, progress=say):
         if drafts.heads is None:
             check_same_tokens(drafts.directory, model_dir)
         else:

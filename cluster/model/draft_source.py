@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster.model import source as model_source
-from cluster.model.draft_heads import HeadsKind
+from cluster.model.draft_heads import HeadsKind, is_eagle1, predicts_further
 from cluster.model.source import Progress
 from cluster.words.errors import SpecError
 from cluster.words.request import Role
 from cluster.words.role_switch import hindrance
 
 if TYPE_CHECKING:
-    from cluster.words.spec import Spec, SpeculationSpec
+    from cluster.words.spec import Spec
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A directory, and what it holds."""
+    """A directory, and what of it drafts; `mtp`: that of the served model."""
 
     kind: Literal["draft"] | HeadsKind
     directory: Path
@@ -34,24 +34,29 @@ class DraftSource:
         return None if self.kind == "draft" else self.kind
 
 
-def draft_source(spec: SpeculationSpec, *, progress: Progress | None = None) -> DraftSource | None:
-    """What `speculation.model` names; None: nothing. May download. Raises SpecError."""
-    if spec.model is None or spec.method == "off":
+def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource | None:
+    """What `speculation` names beside what looks up; None: nothing. May download. Raises SpecError."""
+    method, source = spec.speculation.method, spec.speculation.model
+    if method == "mtp" or (method == "auto" and source == spec.model.source):
+        own = model_source.resolve(spec.model.source, progress=progress)
+        if method == "mtp" or predicts_further(own):
+            return DraftSource("mtp", own)
+    if source is None or method == "off":
         return None
-    if spec.heads:
-        return DraftSource(spec.heads, model_source.resolve_heads(spec.model, progress=progress))
-    if spec.method == "auto" and (heads := _heads(spec.model, progress)):
+    if spec.speculation.heads:
+        return DraftSource(spec.speculation.heads, model_source.resolve_heads(source, progress=progress))
+    if method == "auto" and (heads := _heads(source, progress)):
         return heads
     try:
-        return DraftSource("draft", model_source.resolve(spec.model, progress=progress))
+        return DraftSource("draft", model_source.resolve(source, progress=progress))
     except SpecError as error:
         raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
 
 
-def heads_source(spec: SpeculationSpec) -> DraftSource | None:
+def heads_source(spec: Spec) -> DraftSource | None:
     """The heads that every replica loads with its model; None: there are none, and a smaller model that `draft` names
     need not be on this host. May download. Raises SpecError."""
-    source = None if spec.method == "draft" else draft_source(spec)
+    source = None if spec.speculation.method == "draft" else draft_source(spec)
     return source if source and source.heads else None
 
 
@@ -61,7 +66,7 @@ def fetch_for_a_switch(spec: Spec, role: Role) -> None:
     if role is Role.DECODE or spec.speculation.method != "draft" or hindrance(spec):
         return
     try:
-        draft_source(spec.speculation)
+        draft_source(spec)
     except SpecError as error:
         logger.info("as a decode replica this one would not start: %s", error)
 
@@ -95,5 +100,14 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
         return None
     if "medusa_num_heads" in raw:
         return DraftSource("medusa", directory)
-    is_eagle = "eagle" in str(raw.get("architectures")).lower()
+    is_eagle = "eagle" in str(raw.get("architectures")).lower() or (
+        raw.get("num_hidden_layers") == 1 and _is_eagle1(directory)
+    )
     return DraftSource("eagle", directory) if is_eagle else None
+
+
+def _is_eagle1(directory: Path) -> bool:
+    try:
+        return is_eagle1(directory)
+    except SpecError:
+        return False  # whoever reads it as a model says what is wrong

@@ -57,7 +57,7 @@ def unlike(loaded: Spec, role: Role, wanted: Spec) -> list[str]:
 def _drafts_by(spec: Spec) -> tuple[object, ...]:
     """What of it may have been loaded with the model: heads, which `auto` finds by itself."""
     drafts = spec.speculation
-    return (drafts.method, drafts.model) if drafts.model and drafts.method != "draft" else ()
+    return (drafts.method, drafts.model) if drafts.heads or (drafts.model and drafts.method != "draft") else ()
 
 
 def _fixed(pool: PoolSpec) -> dict[str, object]:

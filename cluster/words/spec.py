@@ -220,17 +220,18 @@ class SpeculationSpec(_Section):
     """Tokens that a decode replica drafts, and computes together with those that are certain. Answers stay token for
     token what they are without."""
 
-    method: Literal["off", "ngram", "suffix", "draft", "self", "medusa", "eagle", "auto"] = "off"
+    method: Literal["off", "ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto"] = "off"
     """`ngram`: what followed the last tokens where they stood before, in the prompt or in the answer. `suffix`: also
     where they stood in answers to the same tenant, of any replica. They pay where answers repeat what is there
     (edits, rewriting, code). `draft`: a smaller model of the same tokenizer, see `model`, on rank 0 of each decode
     replica. `self`: the model itself without a third of its layers (`decode.tensor_parallel: 1`). `medusa`, `eagle`
-    (EAGLE-3): heads that were trained on the model's hidden states, see `model`; replicas of both roles load them.
-    `auto`: of `ngram`, `suffix` and what `model` holds, for each choice what promises most a second. Where nothing
-    pays, nothing is drafted."""
+    (EAGLE-1 and 3): heads that were trained on the model's hidden states, see `model`. `mtp`: the layer that a
+    DeepSeek-V3 has for it in its own checkpoint. Replicas of both roles load heads. `auto`: of `ngram`, `suffix` and
+    what `model` holds, for each choice what promises most a second. Where nothing pays, nothing is drafted."""
     model: str | None = None
     """`draft`: a model's source, as in `model.source`. `medusa`, `eagle`: a directory with the heads' config.json and
-    safetensors, on every host, or `hf:ORG/NAME`. `auto`: either, or null."""
+    safetensors, on every host, or `hf:ORG/NAME`. `auto`: either; or `model.source` again, for the model's own layer
+    (`mtp`); or null."""
     max_tokens: Annotated[Tokens, Field(ge=1, le=64)] = 16
     """Of a choice in one step at most: how many it is follows what has been accepted, and what tokens cost."""
 
@@ -243,16 +244,19 @@ class SpeculationSpec(_Section):
     def _who_drafts_is_somewhere(self) -> SpeculationSpec:
         if self.method == "draft" and not self.model:
             raise ValueError("model: draft needs a smaller model of the same tokenizer; name its source")
-        if self.heads and not self.model:
+        if self.heads and self.heads != "mtp" and not self.model:
             raise ValueError(f"model: {self.method} drafts by heads; name the directory that holds them")
-        if self.method in ("ngram", "suffix", "self") and self.model:
+        if self.method in ("ngram", "suffix", "self", "mtp") and self.model:
             raise ValueError(f"model: {self.method} drafts without one; leave it out")
         return self
 
     @property
-    def heads(self) -> Literal["medusa", "eagle"] | None:
+    def heads(self) -> Literal["medusa", "eagle", "mtp"] | None:
         """Those that the method names; None: none, but `auto` may find some in `model`."""
-        return self.method if self.method == "medusa" or self.method == "eagle" else None
+        match self.method:
+            case "medusa" | "eagle" | "mtp":
+                return self.method
+        return None
 
 
 class RouterSpec(_Section):

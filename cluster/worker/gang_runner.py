@@ -14,7 +14,7 @@ from cluster.worker.step_check import StepLimits, check_step
 from cluster.worker.step_message import decode_step, encode_step
 from engine.batch.batch import Batch, KeptRows
 from engine.batch.rows import RowChanges
-from engine.heads.head_row import Choose, HeadRow
+from engine.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.orders import ArrivalOrder, BeginOrder, DraftOrder, Orders
 from engine.runner import ModelRunner
 from engine.scorer import Scorer
@@ -120,8 +120,8 @@ class GangRunner:
         asked = [(row.token_id, row.position, list(row.blocks)) for row in rows]
         self._tell(None, Orders(draft=DraftOrder(asked, max_tokens)))
 
-        def tell_choice(logits_RV: Tensor, known: Sequence[int], place: int) -> Sequence[int]:
-            chosen = choose(logits_RV, known, place)
+        def tell_choice(logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
+            chosen = choose(logits, known, place)
             self.runner.parallel.broadcast(np.array(chosen, dtype=np.int64))
             return chosen
 
@@ -144,7 +144,7 @@ class GangRunner:
             self.runner.parallel.broadcast_bytes(encode_step(changes, orders))
             self._steps.add()
 
-    def _hear_choice(self, logits_RV: Tensor, known: Sequence[int], place: int) -> Sequence[int]:
+    def _hear_choice(self, logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
         chosen: list[int] = self.runner.parallel.broadcast().tolist()
         if len(chosen) != len(known) or not all(0 <= token < self.runner.config.vocab_size for token in chosen):
             raise ReplicaFailed(f"rank 0 has chosen {len(chosen)} tokens for {len(known)} rows, or such as are none")
@@ -168,6 +168,8 @@ class GangRunner:
         return self.runner.forward(batch, on_layer, on_logits)
 
     def _carry_out(self, orders: Orders) -> None:
+        if orders.reads_pool:
+            self.runner.settle()
         for order in orders.tiers:
             assert self.tiers, "orders for tiers that this rank does not have"
             self.tiers.carry_out(order)
@@ -196,6 +198,7 @@ class GangRunner:
             self._commit(passage, grant.num_tokens)
 
     def _commit(self, passage: Passage, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
+        self.runner.settle()
         heads = self.runner.heads
         features = heads.features.of(passage.blocks, num_tokens) if heads else b""
         passage.commit(num_tokens, next_tokens, features=features)

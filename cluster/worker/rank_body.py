@@ -177,7 +177,7 @@ class RankBody(Generic[W]):
         max_batch_tokens, max_running = largest_step(spec, setup.role)
         torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
-        heads = heads_source(spec.speculation)
+        heads = heads_source(spec)
         if setup.rank == 0:
             fetch_for_a_switch(spec, setup.role)
         config = EngineConfig(

@@ -1,4 +1,4 @@
-"""Which heads a directory holds, loaded."""
+"""Which heads draft beside a model, loaded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from dataclasses import replace
 from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
+from engine.heads.draft_layer import DraftLayer
 from engine.heads.eagle import Eagle
+from engine.heads.eagle1_layer import Eagle1Layer
+from engine.heads.eagle3_layer import Eagle3Layer
 from engine.heads.heads import DraftHeads, HeadsRoom, ModelParts
 from engine.heads.medusa import Medusa
+from engine.heads.mtp_layer import MtpLayer
 from engine.layers.shards import ShardReader
 from engine.parallel import TensorParallel
 from engine.weights.open_checkpoint import open_checkpoint
 
-_KINDS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftHeads]] = {"medusa": Medusa, "eagle": Eagle}
+_LAYERS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftLayer]] = {
+    "eagle": lambda *read: (Eagle3Layer if read[0].draft_vocab_size else Eagle1Layer)(*read),
+    "mtp": MtpLayer,
+}
 
 
 def open_heads(
@@ -29,14 +36,13 @@ def open_heads(
             return None
         parallel = TensorParallel()
     config.check_tensor_parallel(parallel.size)
-    own = replace(
-        reader,
-        checkpoint=open_checkpoint(config.directory),
-        parallel=parallel,
-        spreads_experts=False,
-        redundant_experts=0,
-    )
+    own = replace(reader, parallel=parallel, spreads_experts=False, redundant_experts=0)
+    if config.kind != "mtp":  # which is in the model's checkpoint
+        own = replace(own, checkpoint=open_checkpoint(config.directory))
+    room = HeadsRoom(reader=own, model=parts, max_rows=max_rows)
     try:
-        return _KINDS[config.kind](config, model, HeadsRoom(reader=own, model=parts, max_rows=max_rows))
+        if config.kind == "medusa":
+            return Medusa(config, model, room)
+        return Eagle(_LAYERS[config.kind](config, model, room), config.layers, model, room)
     except SpecError as error:
         raise SpecError(f"{config.directory}: {error}") from None

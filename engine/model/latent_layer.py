@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model.shape import ModelConfig
-from engine.attention.latent_heads import Expansion, LatentHeads
+from engine.attention.latent_heads import Expansion, LatentHeads, Rotation
+from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
@@ -72,6 +73,12 @@ class LatentLayer:
             q_TO = self.query_up(q_TO, before=self.query_norm)
         q_THD = torch.unflatten(q_TO, -1, (-1, self.head_dim))
         return heads.store(self.index, q_THD, row_TJ, norm=self.latent_norm)
+
+    def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, rotation: Rotation) -> None:
+        """The same of tokens whose queries nobody asks for: all that is kept of them."""
+        row_TJ = x.into(self.down, norm=self.input_norm)[:, -self.row_dim :]
+        latent_TC, key_TP = row_TJ.tensor_split((-rotation.rope_dim,), dim=-1)
+        pool.write_latents(self.index, slots_T, rotation.rows(self.latent_norm(latent_TC.contiguous()), key_TP))
 
     def finish(self, x: Residual, q_THD: Tensor, heads: LatentHeads) -> None:
         attended_THW = heads.attend(self.index, q_THD, self.expansion)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
@@ -20,8 +21,11 @@ from router.routing.policy import Option
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.e2e.test_pull import FakePolicy
+from tests.engine.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
+from tests.engine.tiny_models import LATENT
 from tests.local_cluster import LocalCluster, local_cluster, moved
 from tests.waiting import WITHIN_S
 
@@ -31,9 +35,23 @@ _SAMPLED = Sampling(max_tokens=20, temperature=1.0, seed=5)
 _PROMPTS = prompts(20, 33, 48, 18)
 _WHOLE = _PROMPTS[2]  # three blocks; the second time, the decode replica computes the last one behind two shipped ones
 _TELLING = 52  # tokens of _WHOLE and its answer: what is guessed then depends on all of its entries
-_BLOCK = (4 * 2 * 2 * 16 * 4 * 16 + 48 * 4) / 2**30  # GiB: four layers, one of them the head's, and a row of features
+_ROWS = {
+    "eagle": 2 * 2 * 16,
+    "eagle1": 2 * 2 * 16,
+    "mtp": LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"],
+}  # numbers of a token
+# GiB: four layers, one of them the head's, and a row of features
+_BLOCKS = {kind: (4 * numbers * 4 * 16 + 48 * 4) / 2**30 for kind, numbers in _ROWS.items()}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+_ON_RANKS = [
+    ("eagle", (1, 1)),
+    pytest.param("eagle", (2, 2), marks=pytest.mark.slow),
+    pytest.param("eagle1", (1, 1), marks=pytest.mark.slow),
+    pytest.param("mtp", (1, 1), marks=pytest.mark.slow),
+]
+_CHAINED = ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle1", "mtp"))]
 
 Guesses = Callable[[list[int]], list[int]]
 
@@ -71,10 +89,17 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
 
 def _heads(kind: str, model_dir: Path, directory: Path) -> Guesses:
     """Write them, and say what is to be guessed."""
+    if kind == "mtp":
+        mtp = write_mtp(directory)
+        shutil.copy(model_dir / "tokenizer.json", directory)
+        return lambda tokens: mtp.reference(tokens, _NUM_TOKENS)
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     if kind == "medusa":
         medusa = write_medusa(directory, num_heads=_NUM_TOKENS)
         return lambda tokens: medusa_reference(model, medusa, tokens)
+    if kind == "eagle1":
+        eagle1 = write_eagle1(directory)
+        return lambda tokens: eagle1_reference(model, eagle1, tokens, _NUM_TOKENS)
     eagle = write_eagle(directory)
     return lambda tokens: eagle_reference(model, eagle, tokens, _NUM_TOKENS, layers=(0, 1, 2))
 
@@ -83,11 +108,17 @@ def _tree(
     kind: str, directory: Path, *, decode: int = 1, prefill: int = 1, tp: tuple[int, int] = (1, 1)
 ) -> dict[str, Any]:
     """tp: ranks of a prefill and of a decode replica."""
-    speculation = {"method": kind, "model": str(directory), "max_tokens": _NUM_TOKENS}
+    method = "eagle" if kind == "eagle1" else kind
+    speculation = {"method": method, "model": None if kind == "mtp" else str(directory), "max_tokens": _NUM_TOKENS}
     tree = exact_tree(prefill, decode) | {"speculation": speculation}
     for role, num_ranks in zip(("prefill", "decode"), tp, strict=True):
         tree[role] |= {"tensor_parallel": num_ranks}
     return tree
+
+
+def _served(kind: str, checkpoint: Checkpoint, directory: Path) -> Path:
+    """The model that the heads draft for: `mtp` is in it."""
+    return directory if kind == "mtp" else checkpoint("llama")
 
 
 async def _check(said: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
@@ -126,6 +157,10 @@ def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list
         pytest.param("eagle", (2, 2), marks=pytest.mark.slow),
         pytest.param("eagle", (2, 4), marks=pytest.mark.slow),  # 2 kv heads: each on two ranks
         pytest.param("medusa", (2, 2), marks=pytest.mark.slow),
+        pytest.param("eagle1", (1, 1), marks=pytest.mark.slow),
+        pytest.param("eagle1", (1, 2), marks=pytest.mark.slow),
+        pytest.param("mtp", (1, 1), marks=pytest.mark.slow),
+        pytest.param("mtp", (1, 2), marks=pytest.mark.slow),
     ],
 )
 async def test_after_a_handoff_and_a_cache_hit(
@@ -137,8 +172,8 @@ async def test_after_a_handoff_and_a_cache_hit(
     tmp_path: Path,
     said: list[Any],
 ) -> None:
-    model_dir = checkpoint("llama")
-    guesses = _heads(kind, model_dir, tmp_path)
+    guesses = _heads(kind, checkpoint("llama"), tmp_path)
+    model_dir = _served(kind, checkpoint, tmp_path)
     async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path, tp=tp)) as cluster:
         await _ask(cluster, _expected(reference, model_dir, _SAMPLED), _SAMPLED)
         expected = _expected(reference, model_dir, _GREEDY)
@@ -150,8 +185,9 @@ async def test_after_a_handoff_and_a_cache_hit(
         await cluster.idle()
 
 
-@pytest.mark.parametrize("tp", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "tp"), _ON_RANKS)
 async def test_after_a_move(
+    kind: str,
     tp: tuple[int, int],
     checkpoint: Checkpoint,
     reference: Reference,
@@ -160,9 +196,9 @@ async def test_after_a_move(
     said: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model_dir = checkpoint("llama")
-    guesses = _heads("eagle", model_dir, tmp_path)
-    async with local_cluster(model_dir, redis_url, **_tree("eagle", tmp_path, tp=tp)) as cluster:
+    guesses = _heads(kind, checkpoint("llama"), tmp_path)
+    model_dir = _served(kind, checkpoint, tmp_path)
+    async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path, tp=tp)) as cluster:
         ceiling = Ceiling(9)
         ceiling.arm(monkeypatch.setattr)
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
@@ -170,15 +206,15 @@ async def test_after_a_move(
         await _check(said, guesses, least=19)
 
 
-@pytest.mark.parametrize("tp", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "tp"), _ON_RANKS)
 async def test_after_a_pull(
-    tp: tuple[int, int], checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
+    kind: str, tp: tuple[int, int], checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
 ) -> None:
     """By a prefill replica that ships what it makes of it, and by a decode replica that computes itself."""
-    model_dir, policy = checkpoint("llama"), FakePolicy()
-    guesses = _heads("eagle", model_dir, tmp_path)
+    guesses = _heads(kind, checkpoint("llama"), tmp_path)
+    model_dir, policy = _served(kind, checkpoint, tmp_path), FakePolicy()
     first = prompts(70)[0]
-    tree = _tree("eagle", tmp_path, prefill=2, decode=2, tp=tp)
+    tree = _tree(kind, tmp_path, prefill=2, decode=2, tp=tp)
     async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
         for prompt, prefill, source, decode in (
             (first, "prefill-0", None, "decode-2"),
@@ -193,13 +229,16 @@ async def test_after_a_pull(
         await cluster.idle()
 
 
-async def test_after_a_lower_tier(checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]) -> None:
+@pytest.mark.parametrize("kind", _CHAINED)
+async def test_after_a_lower_tier(
+    kind: str, checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
+) -> None:
     """Of a decode replica that computes prompts itself."""
-    model_dir = checkpoint("llama")
-    guesses = _heads("eagle", model_dir, tmp_path)
-    tree = _tree("eagle", tmp_path)
-    beside = 64 * (4 * 48 * 4) / 2**30 + 64 * _BLOCK / 4  # of 64 rows, features of four steps and a spare block
-    tree["decode"] |= {"kv_memory_gib": 14.1 * _BLOCK + beside, "kv_host_gib": 60 * _BLOCK}
+    guesses = _heads(kind, checkpoint("llama"), tmp_path)
+    model_dir, block = _served(kind, checkpoint, tmp_path), _BLOCKS[kind]
+    tree = _tree(kind, tmp_path)
+    beside = 64 * (4 * 48 * 4) / 2**30 + 64 * block / 4  # of 64 rows, features of four steps and a spare block
+    tree["decode"] |= {"kv_memory_gib": 14.1 * block + beside, "kv_host_gib": 60 * block}
     tree["router"] |= {"max_local_prefill": 1000}
     longer = prompts(100, 100, 100)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:

@@ -33,6 +33,7 @@ def _changed(named: dict[str, Any], *, is_whole: bool = False) -> dict[str, Need
         ({"decode": {"max_running": 8}}, "decode.max_running", Needs.DECODE),
         ({"speculation": {"method": "ngram"}}, "speculation.method", Needs.DECODE),
         ({"speculation": {"method": "self"}}, "speculation.method", Needs.DECODE),
+        ({"speculation": {"method": "mtp"}}, "speculation.method", Needs.REPLICAS),
         ({"prefill": {"tensor_parallel": 2}}, "prefill.tensor_parallel", Needs.PREFILL),
         ({"prefill": {"resources": {"custom": {"ssd": 1}}}}, "prefill.resources.custom.ssd", Needs.PREFILL),
         ({"kv": {"pool_dtype": "int8"}}, "kv.pool_dtype", Needs.REPLICAS),
@@ -135,6 +136,8 @@ def test_specs_that_give_the_same_tokens_and_those_between_which_answers_move() 
     )
     assert tokens_of(BASE) == tokens_of(more) == tokens_of(link) != tokens_of(eight)
     assert kind_of(BASE) == kind_of(more) != kind_of(link)
+    ngram, mtp = (updated(BASE, {"speculation": {"method": name}}, is_whole=False) for name in ("ngram", "mtp"))
+    assert kind_of(BASE) == kind_of(ngram) != kind_of(mtp), "it has a layer more"
 
 
 def _paths(section: type[BaseModel], under: str = "") -> Iterator[str]:

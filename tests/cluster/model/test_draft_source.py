@@ -6,20 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from cluster.model import source as model_source
 from cluster.model.draft_source import check_same_tokens, draft_source, fetch_for_a_switch, heads_source
 from cluster.words.errors import SpecError
 from cluster.words.request import Role
-from cluster.words.spec import SpeculationSpec
+from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 from tests.character_tokenizer import save_tokenizer
 from tests.cluster.model.test_config import write
 
 
-def _spec(**keys: Any) -> SpeculationSpec:
-    return parse_spec({"speculation": keys}).speculation
+def _spec(**keys: Any) -> Spec:
+    return parse_spec({"speculation": keys})
 
 
 def _model(directory: Path) -> Path:
@@ -47,6 +49,16 @@ def test_auto_finds_out_what_a_directory_holds(tmp_path: Path, config: dict[str,
     assert found.heads == (None if kind == "draft" else kind)
 
 
+def test_eagle_1_is_known_by_its_weights(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    write(directory, architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+    for columns, kind in ((2, "eagle"), (3, "draft")):
+        weights = {"fc.weight": numpy.zeros((4, 4 * columns), numpy.float32)}
+        save_file(weights, directory / "model.safetensors")
+        found = draft_source(_spec(method="auto", model=str(directory)))
+        assert found and found.kind == kind
+
+
 @pytest.mark.parametrize("tree", [{"architectures": None}, {"architectures": 5}, [1], "text", None])
 def test_what_is_neither_heads_nor_a_model_is_refused_in_one_line(tmp_path: Path, tree: Any) -> None:
     directory = _model(tmp_path / "it")
@@ -63,6 +75,27 @@ def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
     assert draft_source(_spec(method="auto")) is None
     assert draft_source(_spec(method="off", model=str(directory))) is None
     assert draft_source(_spec(method="self")) is None
+
+
+def test_layers_of_the_model_itself_are_where_it_is(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    served = {"model": {"source": str(directory)}}
+    of_its_own = {"num_nextn_predict_layers": 1}
+
+    def found(**keys: Any) -> str | None:
+        source = draft_source(parse_spec(served | {"speculation": keys}))
+        assert source is None or source.directory == directory
+        return source and source.kind
+
+    assert found(method="mtp") == "mtp", "whoever loads it says that it has none"
+    assert found(method="auto", model=str(directory)) == "draft"
+    write(directory, architectures=["LlamaForCausalLM"], **of_its_own)
+    assert found(method="auto", model=str(directory)) == "mtp"
+    assert found(method="auto") is None, "they take memory, so they are asked for"
+    other = _model(tmp_path / "other")
+    write(other, architectures=["LlamaForCausalLM"], **of_its_own)
+    source = draft_source(parse_spec(served | {"speculation": {"method": "auto", "model": str(other)}}))
+    assert source and source.kind == "draft" and source.directory == other
 
 
 @pytest.mark.parametrize("method", ["draft", "auto", "medusa"])
@@ -112,6 +145,7 @@ def test_what_a_switch_will_need_is_fetched_before(
         ({"speculation": {"method": "draft"}}, "draft needs a smaller model of the same tokenizer; name its source"),
         ({"speculation": {"method": "eagle"}}, "eagle drafts by heads; name the directory"),
         ({"speculation": {"method": "self", "model": "m"}}, "self drafts without one; leave it out"),
+        ({"speculation": {"method": "mtp", "model": "m"}}, "mtp drafts without one; leave it out"),
         ({"speculation": {"method": "ngram", "model": "m"}}, "ngram drafts without one; leave it out"),
         (
             {"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},

@@ -63,3 +63,4 @@ def test_a_model_that_drafts_is_loaded_with_the_role_but_on_a_gpu_whose_memory_i
     assert "speculation.model" in hindrance(parse_spec(draft | gpus)) and not hindrance(parse_spec(gpus))
     heads = {"speculation": {"method": "medusa", "model": "m"}}
     assert unlike(parse_spec({}), Role.PREFILL, parse_spec(heads)) == ["speculation"]
+    assert unlike(parse_spec({}), Role.PREFILL, parse_spec({"speculation": {"method": "mtp"}})) == ["speculation"]

@@ -16,7 +16,7 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row, RowChanges
 from engine.config import EngineConfig
 from engine.draft_models.head_proposer import HeadProposer
-from engine.heads.head_row import HeadRow
+from engine.heads.head_row import HeadLogits, HeadRow
 from engine.orders import Orders
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
@@ -97,8 +97,8 @@ def guessed_after_an_arrival(
         return None
     tokens, logits = prompts(13)[0], list[Tensor]()
 
-    def choose(logits_RV: Tensor, known: Seq[int], place: int) -> list[int]:
-        logits.append(logits_RV.clone())
+    def choose(found: HeadLogits, known: Seq[int], place: int) -> list[int]:
+        logits.append(found.values_RD.clone())
         return [20 + place]
 
     _step(gang, tokens[:11], 0, [0, 1], number=1)

@@ -41,7 +41,7 @@ def write_medusa(
             tensors[f"{i}.{j}.linear.bias"] = torch.randn(HIDDEN, generator=generator) * 0.2
         tensors[f"{i}.{num_residuals}.weight"] = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator)
     config = {"medusa_num_heads": num_heads, "medusa_num_layers": num_residuals, "model_type": "medusa"}
-    _save(directory, config | changes, tensors if is_old else _as_blocks(tensors, num_residuals), old_name=is_old)
+    save_heads(directory, config | changes, tensors if is_old else _as_blocks(tensors, num_residuals), old_name=is_old)
     return tensors
 
 
@@ -50,7 +50,7 @@ def medusa_reference(
     model: PreTrainedModel, tensors: dict[str, Tensor], tokens: list[int], *, choose: Choice = likeliest
 ) -> list[int]:
     """What its heads guess behind `tokens`: Cai et al. 2024, section 2.1.1."""
-    hidden = _states(model, tokens)[-1][-1]  # normed
+    hidden = states_of(model, tokens)[-1][-1]  # normed
     guessed = []
     i = 0
     while f"{i}.0.linear.weight" in tensors:
@@ -96,11 +96,10 @@ def write_eagle(directory: Path, *, own_embedding: bool = False, **changes: Any)
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
     }
-    _save(directory, config | changes, tensors)
+    save_heads(directory, config | changes, tensors)
     return tensors
 
 
-@torch.inference_mode()
 def eagle_reference(
     model: PreTrainedModel,
     tensors: dict[str, Tensor],
@@ -110,25 +109,51 @@ def eagle_reference(
     layers: tuple[int, ...],
     choose: Choice = likeliest,
 ) -> list[int]:
-    """What the head guesses behind `tokens`, one entry after another over all that are before it: Li et al. 2025,
-    section 3.1. Entry t is made of token t and what the model has seen of t - 1; of nothing at 0."""
-    states = _states(model, tokens)
-    fused_TE = F.linear(torch.cat([states[layer] for layer in layers], dim=-1), tensors["fc.weight"])
-    features = [torch.zeros(HIDDEN), *fused_TE]
+    """What the head guesses behind `tokens`: Li et al. 2025, section 3.1."""
     embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
-    ids = torch.tensor(tokens)
-    guessed: list[int] = []
+
+    def logits(x_E: Tensor) -> Tensor:
+        logits_V = torch.full((VOCAB_SIZE,), -1e30)
+        logits_V[tensors["t2d"]] = tensors["lm_head.weight"] @ normed(x_E, tensors["norm.weight"])
+        return logits_V
+
+    with torch.inference_mode():
+        states = states_of(model, tokens)
+        fused_TE = F.linear(torch.cat([states[layer] for layer in layers], dim=-1), tensors["fc.weight"])
+        return chained(
+            fused_TE,
+            lambda ids, feature_TE: _eagle_layer(tensors, embeddings[ids], feature_TE),
+            logits,
+            tokens,
+            num_tokens,
+            choose=choose,
+        )
+
+
+def chained(
+    feature_TE: Tensor,
+    layer: Callable[[Tensor, Tensor], Tensor],
+    logits: Callable[[Tensor], Tensor],
+    tokens: list[int],
+    num_tokens: int,
+    *,
+    choose: Choice,
+) -> list[int]:
+    """What a layer guesses behind `tokens` that goes on from its own output, one entry after another over all that are
+    before it. Entry t is made of token t and the feature of t - 1; of nothing at 0.
+
+    layer: from token ids and features of all entries to the features that follow."""
+    features = [torch.zeros(HIDDEN), *feature_TE]
+    ids, guessed = torch.tensor(tokens), list[int]()
     for place in range(num_tokens):
-        x_TE = _eagle_layer(tensors, embeddings[ids], torch.stack(features))
-        logits = torch.full((VOCAB_SIZE,), -1e30)
-        logits[tensors["t2d"]] = tensors["lm_head.weight"] @ _norm(x_TE[-1], tensors["norm.weight"])
-        guessed.append(choose(logits, place))
+        next_E = layer(ids, torch.stack(features))[-1]
+        guessed.append(choose(logits(next_E), place))
         ids = torch.cat((ids, torch.tensor([guessed[-1]])))
-        features.append(x_TE[-1])
+        features.append(next_E)
     return guessed
 
 
-def _states(model: PreTrainedModel, tokens: list[int]) -> list[Tensor]:
+def states_of(model: PreTrainedModel, tokens: list[int]) -> list[Tensor]:
     """(T, E) each, before the first layer and after every one, of all tokens but the last. Of several that begin alike
     the longest comes first, if it is to be quick."""
     known: dict[tuple[int, ...], list[Tensor]] = model.__dict__.setdefault("known_states", {})
@@ -144,19 +169,22 @@ def _eagle_layer(tensors: dict[str, Tensor], embedded_TE: Tensor, feature_TE: Te
     def of(name: str) -> Tensor:
         return tensors[f"midlayer.{name}.weight"]
 
-    num_tokens = len(embedded_TE)
-    both = torch.cat((_norm(embedded_TE, of("input_layernorm")), _norm(feature_TE, of("hidden_norm"))), dim=-1)
-    q, k, v = (F.linear(both, of(f"self_attn.{name}_proj")).view(num_tokens, -1, DIM).transpose(0, 1) for name in "qkv")
-    q, k = _rotated(q), _rotated(k)
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-    x_TE = feature_TE + F.linear(attended, of("self_attn.o_proj"))
-    normed = _norm(x_TE, of("post_attention_layernorm"))
-    gated = F.silu(F.linear(normed, of("mlp.gate_proj"))) * F.linear(normed, of("mlp.up_proj"))
+    both = torch.cat((normed(embedded_TE, of("input_layernorm")), normed(feature_TE, of("hidden_norm"))), dim=-1)
+    attended_TF = attended(*(F.linear(both, of(f"self_attn.{name}_proj")) for name in "qkv"))
+    x_TE = feature_TE + F.linear(attended_TF, of("self_attn.o_proj"))
+    mlp_TE = normed(x_TE, of("post_attention_layernorm"))
+    gated = F.silu(F.linear(mlp_TE, of("mlp.gate_proj"))) * F.linear(mlp_TE, of("mlp.up_proj"))
     return x_TE + F.linear(gated, of("mlp.down_proj"))
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def attended(q_TF: Tensor, k_TF: Tensor, v_TF: Tensor) -> Tensor:
+    q, k, v = (x.view(len(x), -1, DIM).transpose(0, 1) for x in (q_TF, k_TF, v_TF))
+    q, k = _rotated(q), _rotated(k)
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 
 
@@ -177,7 +205,7 @@ def _as_blocks(tensors: dict[str, Tensor], num_residuals: int) -> dict[str, Tens
     return renamed
 
 
-def _save(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, old_name: bool = False) -> None:
+def save_heads(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, old_name: bool = False) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / ("medusa_lm_head.safetensors" if old_name else "model.safetensors"))
