@@ -224,9 +224,13 @@ def _memory(source: str) -> dict[str, Any]:
         "block_size": spec.kv.block_size,
         "parameters": count,
         "weight_bytes": weights,
-        "heads_bytes": sum(path.stat().st_size for path in heads.directory.glob("*.safetensors")) if heads else 0,
+        "heads_bytes": _stored_bytes(heads.directory) if heads and heads.kind != "mtp" else 0,  # else the model's own
         "pools": pools,
     }
+
+
+def _stored_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 def _memory_table(report: dict[str, Any]) -> str:
