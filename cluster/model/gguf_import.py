@@ -49,9 +49,11 @@ def import_gguf(gguf: Path, into: Path) -> None:
     header = files[0][1]
     try:
         config = _config(header, {tensor.name for _, part in files for tensor in part.tensors})
-        factors = [_read_f32(path, t) for path, part in files for t in part.tensors if t.name == _ROPE_FACTORS]
-        if factors:
-            config["rope_scaling"] = {"rope_type": "factors", "factors": factors[0]}
+        found = [_read_f32(path, t) for path, part in files for t in part.tensors if t.name == _ROPE_FACTORS]
+        for factors in found:
+            if len(factors) != config["head_dim"] // 2 or not all(0 < factor < math.inf for factor in factors):
+                raise SpecError(f"tensor {_ROPE_FACTORS} does not divide the {config['head_dim'] // 2} frequencies")
+            config["rope_scaling"] = {"rope_type": "factors", "factors": factors}
         tensors = [
             _stored(tensor, path, config)
             for path, part in files
@@ -108,6 +110,9 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
         return float(found)
 
     num_heads, hidden_size = count("attention.head_count"), count("embedding_length")
+    num_layers = count("block_count")
+    if num_layers > len(names):  # what is made for each layer, before its tensors are looked for, must be little
+        raise SpecError(f"{architecture}.block_count is {num_layers}, and there are {len(names)} tensors")
     window = value("attention.sliding_window", 0) if architecture == "llama" else 0
     return {
         "architectures": ["MistralForCausalLM" if window else _ARCHITECTURES[architecture]],
@@ -115,7 +120,7 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": count("feed_forward_length"),
-        "num_hidden_layers": count("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": count("attention.head_count_kv", num_heads),
         "head_dim": count("attention.key_length", count("rope.dimension_count", hidden_size // num_heads)),
@@ -152,6 +157,9 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any]) -> StoredTen
     if tensor.ggml_type not in GGML_TYPES:
         known = ", ".join(sorted(kind.name for kind in GGML_TYPES.values()))
         raise SpecError(f"tensor {tensor.name} has ggml type {tensor.ggml_type}; supported: {known}")
+    kind, row = GGML_TYPES[tensor.ggml_type], tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    if row % kind.block:  # a part of them would not begin where a block does
+        raise SpecError(f"tensor {tensor.name} of shape {tensor.shape} has no rows of whole blocks of {kind.name}")
     role = tensor.name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     stored = StoredTensor(
@@ -182,7 +190,7 @@ def _read_f32(path: Path, tensor: GGUFTensor) -> list[float]:
         raise SpecError(f"tensor {tensor.name} is not stored as F32")
     with path.open("rb") as file:
         file.seek(tensor.offset)
-        return list(struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0])))
+        return list(struct.unpack(f"<{tensor.shape[-1]}f", file.read(4 * tensor.shape[-1])))
 
 
 def _write_tokenizer(metadata: dict[str, Any], into: Path) -> None:

@@ -42,12 +42,13 @@ template <int BITS, int RUN> struct RunRows {
 
     static void keep(const float* y, Run& run) {
         const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
-        Floats most{};
+        Floats most{}, none{};
         for (int i = 0; i < RUN; i += LANES) {
             const Floats v = load<Floats>(y + i), size = v < 0.0f ? -v : v;
             most = size > most ? size : most;
+            none += v * 0.0f;
         }
-        run.scale = std::max(greatest(most), 1e-30f) / 127;
+        run.scale = std::max(greatest(most), 1e-30f) / 127 + sum(none);  // no number, if one of them is not finite
         const float inverse = 1 / run.scale;
         Ints sums{};
         for (int i = 0; i < RUN; i += LANES) {

@@ -77,9 +77,9 @@ struct Int8 {
     static constexpr int GROUP = 4;
     typedef uint8_t Input;
     static void keep(const float* y, int64_t inputs, Input* kept, float& scale) {
-        float most = 0;
-        for (int64_t i = 0; i < inputs; i++) most = std::max(most, std::fabs(y[i]));
-        scale = std::max(most, 1e-30f) / 127;
+        float most = 0, none = 0;
+        for (int64_t i = 0; i < inputs; i++) most = std::max(most, std::fabs(y[i])), none += y[i] * 0.0f;
+        scale = std::max(most, 1e-30f) / 127 + none;  // no number, if one of them is not finite
         const float inverse = 1 / scale;
         for (int64_t i = 0; i < inputs; i++) kept[i] = uint8_t(int32_t(y[i] * inverse + 128.5f));
     }

@@ -79,7 +79,10 @@ class QuantizedCheckpoint:
         return None
 
     def _packed_shape(self, stem: str) -> Shape:
-        first, second = self._plain.shapes[f"{stem}.qweight"]
+        shape = self._plain.shapes[f"{stem}.qweight"]
+        if len(shape) != 2:
+            raise SpecError(f"{stem}.qweight has {len(shape)} dimensions, and not 2")
+        first, second = shape
         return (second * 8, first) if self._is_awq else (second, first * 8)
 
     def _scaled(self, scale_name: str) -> Callable[[str, Span, Span], GroupedWeight]:
@@ -101,28 +104,52 @@ class QuantizedCheckpoint:
         return read
 
     def _awq(self, stem: str, rows: Span, columns: Span) -> GroupedWeight:
-        scales_GO = self._plain.read(f"{stem}.scales").float()
-        zeros_GO = _unpack(self._plain.read(f"{stem}.qzeros"), _AWQ_ORDER)
-        codes_IO = _unpack(self._plain.read(f"{stem}.qweight", rows=columns), _AWQ_ORDER)
-        group_size = self.shapes[f"{stem}.weight"][1] // len(scales_GO)
-        return _four_bits(codes_IO.T, scales_GO, zeros_GO.float(), torch.arange(*columns) // group_size, rows)
+        codes_IO = _unpack(self._packed(f"{stem}.qweight", rows=columns), _AWQ_ORDER)
+        zeros_GO = _unpack(self._packed(f"{stem}.qzeros"), _AWQ_ORDER).float()
+        return self._four_bits(stem, codes_IO.T, zeros_GO, rows, columns)
 
     def _gptq(self, stem: str, rows: Span, columns: Span) -> GroupedWeight:
-        scales_GO = self._plain.read(f"{stem}.scales").float()
-        zeros_GO = _unpack(self._plain.read(f"{stem}.qzeros"), _IN_ORDER).float()
+        codes_OI = _unpack(self._packed(f"{stem}.qweight").T, _IN_ORDER)[:, slice(*columns)]
+        zeros_GO = _unpack(self._packed(f"{stem}.qzeros"), _IN_ORDER).float()
         if self._config.get("checkpoint_format", "gptq") == "gptq":
             zeros_GO += 1  # the first form of the format stores one less
-        codes_OI = _unpack(self._plain.read(f"{stem}.qweight").T, _IN_ORDER)[:, slice(*columns)]
+        return self._four_bits(stem, codes_OI, zeros_GO, rows, columns)
+
+    def _four_bits(self, stem: str, codes_OI: Tensor, zeros_GO: Tensor, rows: Span, columns: Span) -> GroupedWeight:
+        """codes_OI: of these columns."""
+        num_outputs, num_inputs = self.shapes[f"{stem}.weight"]
+        scales_GO = self._part(f"{stem}.scales").float()
+        num_groups = len(scales_GO)
+        group_I = self._groups(stem, num_groups)
+        is_known = group_I.shape == (num_inputs,) and bool(((group_I >= 0) & (group_I < num_groups)).all())
+        if not is_known or not scales_GO.shape == zeros_GO.shape == (num_groups, num_outputs):
+            raise SpecError(f"{stem}: its scales, zeros and groups are not those of ({num_outputs}, {num_inputs})")
+        scales_OG, zeros_OG = (x_GO.T[slice(*rows)].contiguous() for x_GO in (scales_GO, zeros_GO))
+        return GroupedWeight.of_4_bits(codes_OI[slice(*rows)], scales_OG, zeros_OG, group_I[slice(*columns)])
+
+    def _groups(self, stem: str, num_groups: int) -> Tensor:
+        """(I,): that of each input. Where none is told they lie in order, and the last may have fewer inputs."""
         if f"{stem}.g_idx" in self._plain.shapes:
-            group_I = self._plain.read(f"{stem}.g_idx").long()[slice(*columns)]
-        else:
-            group_I = torch.arange(*columns) // (self.shapes[f"{stem}.weight"][1] // len(scales_GO))
-        return _four_bits(codes_OI, scales_GO, zeros_GO, group_I, rows)
+            return self._plain.read(f"{stem}.g_idx").long()
+        num_inputs = self.shapes[f"{stem}.weight"][1]
+        size = self._config.get("group_size", -1)
+        if size < 1 or -(-num_inputs // size) != num_groups:  # all in one, not said, or another one for this matrix
+            if num_groups == 0 or num_inputs % num_groups:
+                raise SpecError(f"{stem}: {num_inputs} inputs are not {num_groups} groups of group_size")
+            size = num_inputs // num_groups
+        return torch.arange(num_inputs) // size
 
+    def _packed(self, name: str, *, rows: Span | None = None) -> Tensor:
+        packed = self._part(name, rows=rows)
+        if packed.dtype != torch.int32:
+            raise SpecError(f"{name} is stored as {packed.dtype}, and not as torch.int32")
+        return packed
 
-def _four_bits(codes_OI: Tensor, scales_GO: Tensor, zeros_GO: Tensor, group_I: Tensor, rows: Span) -> GroupedWeight:
-    scales_OG, zeros_OG = (x_GO.T[slice(*rows)].contiguous() for x_GO in (scales_GO, zeros_GO))
-    return GroupedWeight.of_4_bits(codes_OI[slice(*rows)], scales_OG, zeros_OG, group_I)
+    def _part(self, name: str, *, rows: Span | None = None) -> Tensor:
+        """One of the tensors of a matrix of 4 bits."""
+        if len(self._plain.shapes.get(name, ())) != 2:
+            raise SpecError(f"{name} is missing, or no matrix")
+        return self._plain.read(name, rows=rows)
 
 
 def _unpack(packed: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -22,6 +22,7 @@ from router.doors.connections import ConnectionLimits
 from router.doors.json_answer import to_json
 from router.doors.openai_errors import http_error
 
+_END = b"\r\n\r\n"  # of a header
 _UPGRADE = re.compile(rb"^(?=upgrade[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 _PROGRESS = 16 << 10  # bytes that must leave within the time for reading, where more than 64 KiB wait
 
@@ -83,6 +84,7 @@ class HttpConnection(HttpToolsProtocol):
         self._served: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last one that has come
         self._num_fed = 0  # bytes, since there was a whole header or a part of a body
         self._num_header_bytes = 0
+        self._header_tail: bytes | None = b""  # what has come last of a header; None: what comes is a body
         self._is_too_large = False
         self._header_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
@@ -108,9 +110,12 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._is_busy:
             self._await_header()
-            data = _without_upgrade(data)
+            if self._header_tail is not None:
+                data = _without_upgrade(data, behind=self._header_tail)
         self._num_fed += len(data)
         super().data_received(data)
+        if self._header_tail is not None:
+            self._header_tail = (self._header_tail + data)[1 - len(_END) :]
         if self._num_fed > self._limits.header_bytes and not self.transport.is_closing():  # of a trailer, too
             self._is_too_large = True
             self.send_400_response("")
@@ -143,6 +148,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_busy and len(self.pipeline) >= self._limits.pipelined:
             raise ValueError("too many requests, one behind the other")
         self._num_fed = self._num_header_bytes = 0
+        self._header_tail = None
         if self._header_due:
             self._header_due.cancel()
             self._header_due = None
@@ -162,6 +168,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._num_fed = 0
+        self._header_tail = b""
         super().on_message_complete()
 
     # ---- what becomes of a request
@@ -232,11 +239,16 @@ class HttpConnection(HttpToolsProtocol):
         self._reading_due = self.loop.call_later(self._connections.max_unread_s, then, *args)
 
 
-def _without_upgrade(data: bytes) -> bytes:
+def _without_upgrade(data: bytes, *, behind: bytes) -> bytes:
     """No request is asked to go on in another protocol, which clients offer (Java's own, with every first one: h2c) and
-    a server may pass over (RFC 9110, 7.8): the parser would not read its body."""
-    header, end, rest = data.partition(b"\r\n\r\n")
-    return b"%b%b%b" % (_UPGRADE.sub(b"x-", header), end, rest)
+    a server may pass over (RFC 9110, 7.8): the parser would not read its body.
+
+    behind: the end of what has come of the header before. A body that grew here would end too soon, and the rest of it
+    would be taken for a request.
+    """
+    end = (behind + data).find(_END)
+    header = data if end < 0 else data[: max(0, end - len(behind))]
+    return _UPGRADE.sub(b"x-", header) + data[len(header) :]
 
 
 @lru_cache(maxsize=1)

@@ -90,6 +90,17 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, kind: str) ->
         torch.testing.assert_close(matrix.multiply(x_TI[7 : 7 + count]), whole[7 : 7 + count], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_what_is_no_number_stays_none(kernels: Kernels, kind: str, value: float) -> None:
+    """Else nobody would hear that an answer's logits are none."""
+    x_TI = random(3, 100, seed=1)
+    x_TI[1, 99] = value
+    got = getattr(PackedMatrix, kind)(kernels, random(300, 100)).multiply(x_TI)
+    assert got.isfinite().all(dim=1).tolist() == [True, False, True]
+    assert not got[1].isfinite().any()
+
+
 def test_int8_equals_its_own_formula(kernels: Kernels) -> None:
     weight_OI, x_TI = random(40, 64), random(3, 64, seed=1)
     w_scale = weight_OI.float().abs().amax(1, keepdim=True) / 127

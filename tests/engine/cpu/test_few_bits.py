@@ -115,6 +115,19 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, name: str | i
         torch.testing.assert_close(matrix.multiply(x_TI[9 : 9 + count]), whole[9 : 9 + count], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_no_number_stays_none(kernels: Kernels, name: str | int, num_rows: int) -> None:
+    """Else nobody would hear that an answer's logits are none."""
+    matrix, x_TI = packed(kernels, random_weight(name, 40, 512)), random(num_rows, 512, seed=1).bfloat16()
+    whole = matrix.multiply(x_TI)
+    for value in (float("nan"), float("inf")):
+        x_TI[-1, 300] = value
+        got = matrix.multiply(x_TI)
+        assert not got[-1].isfinite().any()
+        assert torch.equal(got[:-1], whole[:-1])
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
 def test_what_happens_before_and_after(kernels: Kernels, name: str) -> None:
     """A norm, SiLU, a bias and a residual are those of a bf16 matrix with the same numbers."""

@@ -25,6 +25,7 @@ from engine.engine import SchedulerConfig
 from engine.heads.head_row import HeadLogits, HeadRow
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
+from engine.speculation.proposer import Proposal
 from engine.speculation.speculation import Speculation
 from tests.engine.asked import Asked, answers
 from tests.engine.heads.eagle1_files import eagle1_reference, write_eagle1
@@ -109,6 +110,18 @@ class Checked:
         pass
 
 
+class SeldomChecked(Checked):
+    """Asks heads in one step of seven; in the others it drafts what is hardly ever right."""
+
+    num_looks = 0
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        self.num_looks += 1
+        if self.num_looks % 7 == 0:
+            return super().propose(sequences, max_tokens)
+        return [Proposal([(one.tokens[-1] + 1) % VOCAB_SIZE] * 3, [0] * 3) for one in sequences]
+
+
 def _drawn(sequence: Sequence) -> Choice:
     """As the sequence's own tokens are drawn."""
 
@@ -150,6 +163,19 @@ def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     assert found.ids == expected.ids
     assert bool(found.num_preemptions) == (num_blocks == 30)
     assert checked.num_checked > 100 and not checked.num_empty
+
+
+@pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
+def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
+    case: Case, asked: list[Asked], num_blocks: int
+) -> None:
+    """Entries of several steps at once, among them rejected drafts; blocks that fork, and others' that are free."""
+    expected = answers(case.runner, asked)
+    checked = SeldomChecked(case)
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    found = answers(case.runner, asked, _SMALL, num_blocks, speculation=speculation)
+    assert found.ids == expected.ids
+    assert checked.num_checked > 10 and not checked.num_empty
 
 
 @pytest.mark.skipif(

@@ -26,6 +26,15 @@ def test_rows_are_quantised_as_the_reference_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(scales, expected_scales, atol=0, rtol=1e-6)
 
 
+def test_what_is_no_number_stays_none() -> None:
+    """Else nobody would hear that an answer's logits are none."""
+    x, counters = random(3, 200), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    x[1, 150] = float("nan")
+    got = launch_int8_product(x, *reference_quantize_to_int8(random(70, 200, seed=1)), counters)
+    assert got.isfinite().all(dim=1).tolist() == [True, False, True]
+    assert not got[1].isfinite().any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(1, 70, 300), (17, 130, 128), (70, 40, 65)])
 def test_products_are_exact(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:

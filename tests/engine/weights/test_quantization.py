@@ -23,10 +23,12 @@ from engine.layers.quantized_matrix import QuantizedMatrix
 from engine.layers.shards import ShardReader
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
+from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
 from engine.weights.quantized_weight import QuantizedWeight
+from tests.engine import quantized_files
 from tests.engine.gguf_files import write_model
-from tests.engine.quantized_files import FORMATS, fp8_blocks, write_quantised
+from tests.engine.quantized_files import FORMATS, awq, fp8_blocks, gptq, write_quantised
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import random_model, reference_logits, tiny_config
 
@@ -112,6 +114,44 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match="gptq with 3 bits is not supported; supported: 4"):
         open_checkpoint(tmp_path)
+
+
+def test_a_last_group_may_have_fewer_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_files, "GROUP", 40)
+    parts, numbers = awq(torch.randn(16, 96, generator=torch.Generator().manual_seed(0)))
+    checkpoint = write_matrix(tmp_path, parts, {"quant_method": "awq", "bits": 4, "group_size": 40})
+    torch.testing.assert_close(checkpoint.read("w.weight"), numbers)
+    torch.testing.assert_close(checkpoint.read("w.weight", columns=(70, 96)), numbers[:, 70:96])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scales": torch.ones(5, 16).half(), "qzeros": torch.zeros(5, 2, dtype=torch.int32)},
+        {"scales": torch.ones(0, 16).half(), "qzeros": torch.zeros(0, 2, dtype=torch.int32)},
+        {"scales": torch.ones(6, 8).half()},
+        {"qzeros": torch.zeros(4, 2, dtype=torch.int32)},
+        {"qzeros": torch.zeros(6, 2)},
+        {"scales": torch.ones(6).half()},
+        {"g_idx": torch.arange(96) // 16 + 1},
+        {"g_idx": torch.arange(96) // 16 - 1},
+        {"g_idx": torch.arange(80) // 16},
+        {"qweight": torch.zeros(12, 16)},
+    ],
+    ids=lambda wrong: ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in wrong.items()),
+)
+def test_groups_that_are_not_those_of_the_matrix_are_refused(tmp_path: Path, wrong: dict[str, torch.Tensor]) -> None:
+    parts, _ = gptq(torch.randn(16, 96, generator=torch.Generator().manual_seed(0)))
+    del parts["g_idx"]
+    checkpoint = write_matrix(tmp_path, parts | wrong, {"quant_method": "gptq", "bits": 4, "group_size": 16})
+    with pytest.raises(SpecError, match=r"^w"):
+        checkpoint.read("w.weight")
+
+
+def write_matrix(directory: Path, parts: dict[str, torch.Tensor], description: dict[str, object]) -> Checkpoint:
+    save_file({f"w.{suffix}": part.contiguous() for suffix, part in parts.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": description}))
+    return open_checkpoint(directory)
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 tensor", "int8 channels", "awq", "gptq"])

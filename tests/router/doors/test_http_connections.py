@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.types import Message
 
 from router.access.access import Access
@@ -106,6 +106,52 @@ async def test_a_body_is_never_taken_for_a_request(address: tuple[str, int]) -> 
     told = await asyncio.wait_for(reader.read(), 10)
     writer.close()
     assert b"max_model_len" not in told
+
+
+HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: x\r\n\r\n"
+LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+# Each line of which two bytes more are made would leave as much of what is behind them to be taken for a request.
+OFFERS = b"upgrade: h2c\n" * (len(HIDDEN) // 2) + HIDDEN
+OFFERING = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(OFFERS)
+
+
+@pytest.mark.parametrize("num_later", [0, 1, 2, 3, 4])
+async def test_a_body_stays_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch, num_later: int) -> None:
+    """num_later: so many bytes of its header's end come with the body."""
+    app, bodies, received = FastAPI(), list[bytes](), HttpConnection.data_received
+
+    @app.post("/")
+    async def take(request: Request) -> None:
+        bodies.append(await request.body())
+
+    def cut(connection: HttpConnection, data: bytes) -> None:
+        received(connection, data[: len(OFFERING) - num_later])
+        received(connection, data[len(OFFERING) - num_later :])
+
+    monkeypatch.setattr(HttpConnection, "data_received", cut)
+    async with serve_http(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(OFFERING + OFFERS + LAST)
+        told = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    assert bodies == [OFFERS]
+    assert told.count(b" 404 ") == 1, "the last alone"
+
+
+async def test_so_does_one_that_comes_behind_the_answer() -> None:
+    app = FastAPI()
+
+    @app.post("/")
+    async def answer() -> None: ...
+
+    async with serve_http(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(OFFERING)
+        await asyncio.wait_for(reader.readuntil(b"null"), 10)
+        writer.write(OFFERS + LAST)
+        told = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    assert told.count(b" 404 ") == 1, "the last alone"
 
 
 # ---- going away
