@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from cluster.model import source as model_source
@@ -12,6 +13,7 @@ from engine.config import EngineConfig
 from engine.draft_models.draft_model import DraftModel, bytes_of
 from engine.draft_models.head_proposer import HeadProposer
 from engine.draft_models.own_layers import OwnLayers
+from engine.heads.head_row import Choose, HeadRow
 from engine.speculation.proposer import Computing
 
 
@@ -24,11 +26,25 @@ def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
     if drafts is None:
         return {}
     if drafts.heads:
-        return {drafts.heads: HeadProposer(runner)}
+        return {drafts.heads: HeadProposer(_GangHeads(parts))}
     check_same_tokens(drafts.directory, model_source.resolve(spec.model.source))
     config = _own_config(spec, drafts.directory, device=str(runner.device))
     num_tokens = runner.pool.num_blocks * runner.layout.block_size
     return {"draft": DraftModel.open(config, vocab_size=runner.config.vocab_size, num_tokens=num_tokens)}
+
+
+class _GangHeads:
+    """Implements AskedHeads: those of all ranks. They write to a row's last block, which may be new to it."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+
+    def knows(self, rows: Seq[HeadRow]) -> bool:
+        return self._parts.gang.knows(rows)
+
+    def draft(self, rows: Seq[HeadRow], max_tokens: int, choose: Choose) -> None:
+        self._parts.save_evicted()
+        self._parts.gang.draft(rows, max_tokens, choose)
 
 
 def draft_bytes(config: EngineConfig, spec: Spec) -> int:

@@ -53,7 +53,7 @@ class EngineConfig:
             num_layers=config.num_layers + num_draft_layers,
             draft=heads.fingerprint if heads and num_draft_layers else "",
             num_draft_layers=num_draft_layers,
-            feature_bytes=config.hidden_size * itemsize if heads and heads.keeps_features else 0,
+            feature_bytes=heads.feature_bytes(config, itemsize=itemsize) if heads else 0,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.kv_dim,
             num_sides=config.kv_sides,
@@ -62,6 +62,16 @@ class EngineConfig:
             dtype=self.dtype if self.pool_dtype == "auto" else self.pool_dtype,
             tensor_parallel=tensor_parallel,
             weights=self.weights,
+        )
+
+    def bytes_beside_blocks(self, layout: KVLayout) -> int:
+        """What heads keep on a rank of this layout, however many blocks it has. Raises SpecError."""
+        model = model_config.load(self.model_dir)
+        if (heads := self.load_heads(model)) is None:
+            return 0
+        itemsize, layer_bytes = getattr(torch, self.dtype).itemsize, layout.layer_bytes
+        return heads.bytes_beside_blocks(
+            model, itemsize=itemsize, max_running=self.max_running, layer_bytes=layer_bytes
         )
 
     def load_heads(self, model: ModelConfig) -> HeadsConfig | None:
@@ -80,10 +90,12 @@ def device_for(*, gpus: float) -> torch.device:
     return torch.device("cuda", 0) if gpus else torch.device("cpu")
 
 
-def num_blocks_for(layout: KVLayout, *, gib: float) -> int:
-    """How many blocks of one rank fit into this much memory. Raises SpecError if none does."""
-    if gib * GIB < layout.block_bytes:
+def num_blocks_for(layout: KVLayout, *, gib: float, beside: int = 0) -> int:
+    """How many blocks of one rank fit into this much memory, and so many bytes beside them. Raises SpecError if none
+    does."""
+    if gib * GIB - beside < layout.block_bytes:
+        heads = f", and {beside} of heads beside it" if beside else ""
         raise SpecError(
-            f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes"
+            f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes{heads}"
         )
-    return int(gib * GIB) // layout.block_bytes
+    return (int(gib * GIB) - beside) // layout.block_bytes

@@ -51,11 +51,12 @@ class MemoryTrial:
         vocab_size: int,
         max_context: int,
         device: torch.device,
+        num_spare: int = 0,
     ) -> DeviceMemory:
-        """weights: bytes. max_context: of a sequence. When this returns, nothing of the trial is left. Raises
-        SpecError where memory runs out."""
+        """weights: bytes. max_context: of a sequence. num_spare: blocks of heads' own layers. When this returns,
+        nothing of the trial is left. Raises SpecError where memory runs out."""
         try:
-            step, graphs = self._try(config, gauge, layout, max_context, device)
+            step, graphs = self._try(config, gauge, layout, max_context, device, num_spare)
         except torch.OutOfMemoryError as error:
             raise does_not_fit(device, f"steps of {config.max_batch_tokens} tokens", error) from error
         gc.collect()  # graphs and what they call are circles
@@ -71,10 +72,16 @@ class MemoryTrial:
         )
 
     def _try(
-        self, config: EngineConfig, gauge: Gauge, layout: KVLayout, max_context: int, device: torch.device
+        self,
+        config: EngineConfig,
+        gauge: Gauge,
+        layout: KVLayout,
+        max_context: int,
+        device: torch.device,
+        num_spare: int,
     ) -> tuple[int, int]:
         """Bytes of the largest step, and of the graphs."""
-        pool = KVPool(layout, num_blocks=_NUM_BLOCKS, device=device)
+        pool = KVPool(layout, num_blocks=_NUM_BLOCKS, device=device, num_spare=num_spare)
         self.warm_up(pool)
         # No sequence will be longer than a pool of all that is free.
         longest = self.least(max(config.block_size, min(max_context, gauge.free() // layout.bytes_per_token())))

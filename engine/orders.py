@@ -37,12 +37,32 @@ class CommitOrder:
     next_tokens: list[int]  # tokens that the other side does not know
 
 
+@dataclass(frozen=True, slots=True)
+class ArrivalOrder:
+    """KV of positions [start, end) of a table has come from elsewhere, and what is known of the last: see
+    engine.heads.features. Rank 0 has noted it already."""
+
+    blocks: list[int]
+    start: int
+    end: int
+    features: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """Heads guess together what follows some sequences: rank 0 says after every place which tokens it has chosen."""
+
+    rows: list[tuple[int, int, list[int]]]  # each one's last token, the position of that, its table
+    max_tokens: int
+
+
 @dataclass(slots=True)
 class Orders:
     """Carried out in this order, then the step's batch is computed, if there is one. The parts of rank 0 that have
     something to order add to the lists; whoever leads the step sends it, and it is not changed after that."""
 
     tiers: list[TierOrders] = field(default_factory=list)  # before anything is written to the pool
+    arrivals: list[ArrivalOrder] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: source, target
     grants: list[BeginOrder] = field(default_factory=list)  # prefixes that others pull: all of each is in the pool
     begins: list[BeginOrder] = field(default_factory=list)
@@ -50,6 +70,7 @@ class Orders:
     commits: list[CommitOrder] = field(default_factory=list)
     aborts: list[HandoffKey] = field(default_factory=list)  # no longer wanted
     rows: list[HandoffKey | None] = field(default_factory=list)  # where each of the batch is shipped
+    draft: DraftOrder | None = None  # and no batch
     stop: bool = False  # the replica ends
 
     def __bool__(self) -> bool:

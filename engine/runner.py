@@ -68,14 +68,16 @@ class ModelRunner:
         self.parallel = parallel or TensorParallel()
         self.layout = config.layout(tensor_parallel=self.parallel.size)
         self.config: ModelConfig = model_config.load(config.model_dir)
+        self._max_drafted = config.max_running
         self._max_context = min(self.config.max_context, config.max_context or self.config.max_context)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
-        num_blocks = config.num_blocks
+        num_blocks, self._bytes_beside = config.num_blocks, config.bytes_beside_blocks(self.layout)
         if num_blocks is None and gauge is None and self.device.type == "cuda":
             gauge = CudaGauge(self.device)
         elif num_blocks is None and gauge is None:
-            num_blocks = num_blocks_for(self.layout, gib=config.kv_memory_gib or _CPU_KV_GIB)
+            gib = config.kv_memory_gib or _CPU_KV_GIB
+            num_blocks = num_blocks_for(self.layout, gib=gib, beside=self._bytes_beside)
         if config.expert_parallel:
             self.config.check_expert_parallel(self.parallel.size, redundant=config.redundant_experts)
         kernels = open_kernels(dtype=self.dtype, device=self.device)
@@ -168,6 +170,11 @@ class ModelRunner:
         assert self.heads, "nothing drafts here"
         self.heads.draft(rows, max_tokens, choose)
 
+    @property
+    def max_drafted(self) -> int:
+        """Rows that heads of this rank are asked about at a time."""
+        return self._max_drafted if self.heads else 0
+
     def knows(self, rows: Sequence[HeadRow]) -> bool:
         """Whether the heads have seen what these rows go on from."""
         return self.heads is not None and self.heads.knows(rows)
@@ -230,6 +237,21 @@ class ModelRunner:
             self._model(Batch.of([row], block_size=size), pool, lambda layer: None)
         pool.synchronize()
 
+    @torch.inference_mode()
+    def _compute_largest(self, batch: Batch, pool: KVPool) -> None:
+        """A step, and what heads do in one: over a pool that is not the rank's. Nothing of it is kept."""
+        if self.heads is None:
+            self._model(batch, pool, None)
+            return
+        heads, taps = self.heads, Taps(self.heads.layers)
+        heads.attach(pool)
+        self._model(batch, pool, None, None, taps)
+        heads.follow(batch, taps, None)
+        ends, tables = batch.context_lens.tolist(), batch.block_tables.tolist()
+        rows = [HeadRow(0, end, [*table, table[0]]) for end, table in zip(ends, tables, strict=True)]  # behind it
+        heads.draft(rows, 1, lambda logits, known, place: [0] * len(known))
+        heads.attach(KVPool(self.layout, num_blocks=1, device=self.device))  # the other one may go
+
     def _open_heads(self, config: EngineConfig, reader: ShardReader) -> DraftHeads | None:
         found, model = config.load_heads(self.config), self._model
         if found is None:
@@ -267,7 +289,7 @@ class ModelRunner:
         """As many as fit beside everything else, on the rank that has room for the fewest. Raises SpecError."""
         trial = MemoryTrial(
             warm_up=lambda pool: self._compute_prompts(pool, config.max_batch_tokens),
-            compute=torch.inference_mode()(lambda batch, pool: self._model(batch, pool, None)),
+            compute=self._compute_largest,
             record=lambda pool, capture, longest, num_sizes: self._record(
                 pool, capture, config.recorded_rows, max_context=longest, num_sizes=num_sizes
             ),
@@ -282,8 +304,9 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             max_context=self._max_context,
             device=self.device,
+            num_spare=config.max_running if self.heads else 0,
         )
         wanted = None if config.kv_memory_gib is None else int(config.kv_memory_gib * GIB)
-        pool_bytes = memory.pool_bytes(wanted, least=self.layout.block_bytes)
+        pool_bytes = memory.pool_bytes(wanted, least=self.layout.block_bytes + self._bytes_beside)
         logger.info("memory of %s, %s", self.device, memory.table(pool_bytes))
-        return self.parallel.least(num_blocks_for(self.layout, gib=pool_bytes / GIB))
+        return self.parallel.least(num_blocks_for(self.layout, gib=pool_bytes / GIB, beside=self._bytes_beside))

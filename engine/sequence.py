@@ -21,7 +21,7 @@ from engine.ruled_tokens import RuledTokens
 from engine.sampling import SamplingRow
 from engine.scoring import ScoredRow
 
-_TOLD_STEPS = 32  # without a draft, until it is told that there was none
+_TOLD_STEPS = 32  # without a draft, until it is told that there was none; a client that leaves does not hear of these
 
 
 class Sequence:

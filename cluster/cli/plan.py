@@ -177,12 +177,17 @@ def _name(c: Candidate) -> str:
 def _memory(source: str) -> dict[str, Any]:
     from cluster.model import config as model_config
     from cluster.model import source as model_source
+    from cluster.model.draft_heads import load_heads
+    from cluster.model.draft_source import heads_source
     from cluster.model.kv_arithmetic import KVArithmetic
     from cluster.words.request import Role
+    from cluster.words.role_switch import largest_step
     from cluster.words.spec_file import load_spec
 
     spec = load_spec(source)
     config = model_config.load(model_source.resolve(spec.model.source))
+    drafts = heads_source(spec)
+    heads = load_heads(drafts.heads, drafts.directory, config) if drafts and drafts.heads else None
     pools = {}
     for role in Role:
         pool = spec.pool(role)
@@ -196,6 +201,9 @@ def _memory(source: str) -> dict[str, Any]:
                 block_size=spec.kv.block_size,
                 tensor_parallel=pool.tensor_parallel,
                 memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
+                heads=heads,
+                activations=spec.model.dtype,
+                max_running=largest_step(spec, role)[1],
             )
             for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8"))
         }
@@ -216,8 +224,13 @@ def _memory(source: str) -> dict[str, Any]:
         "block_size": spec.kv.block_size,
         "parameters": count,
         "weight_bytes": weights,
+        "heads_bytes": _stored_bytes(heads.directory) if heads and heads.kind != "mtp" else 0,  # else the model's own
         "pools": pools,
     }
+
+
+def _stored_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 def _memory_table(report: dict[str, Any]) -> str:
@@ -228,6 +241,8 @@ def _memory_table(report: dict[str, Any]) -> str:
         f"{report['model']}, blocks of {report['block_size']} tokens",
         f"weights: {report['parameters'] / 1e6:,.0f} million, about {sizes}; each rank has its share",
     ]
+    if report["heads_bytes"]:
+        lines.append(f"heads that draft: {report['heads_bytes'] / 2**20:,.0f} MiB as they are stored, on each replica")
     for role, pool in report["pools"].items():
         lines.append(
             f"{role}: {pool['bytes_per_token']:,} bytes per token, {pool['blocks_per_replica']:,} blocks"

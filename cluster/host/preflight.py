@@ -58,9 +58,9 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
         if drafts.heads is None:
             check_same_tokens(drafts.directory, model_dir)
         else:
-            load_heads(drafts.heads, drafts.directory, config)
-            if max(spec.pool(role).tensor_parallel for role in Role) > 1:
-                raise SpecError(f"speculation.method: {drafts.heads} needs tensor_parallel: 1 in both pools, for now")
+            heads = load_heads(drafts.heads, drafts.directory, config)
+            for role in Role:
+                heads.check_tensor_parallel(spec.pool(role).tensor_parallel)
     for role in Role:
         try:
             config.check_tensor_parallel(spec.pool(role).tensor_parallel)

@@ -29,6 +29,20 @@ _ROPE_PARAMETERS = (
 _SAMPLES = 16  # places at which fingerprint() looks into each weight file
 _SAMPLE_BYTES = 16 * 1024
 
+# Numbers of config.json: those that count, and of rotary positions those that are multiplied and divided by.
+_COUNTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_REALS = ("rope_theta", "factor")
+_MOST = (1 << 31) - 1
+
 
 def load(path: Path, *, architecture: str | None = None) -> ModelConfig:
     """Read config.json and generation_config.json of a model directory. Raises SpecError.
@@ -102,6 +116,7 @@ def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     architecture = (raw.get("architectures") or ["(none)"])[0]
     _refuse_unsupported(architecture, raw)
+    _check_numbers(raw)
     hidden_size, num_q_heads = raw["hidden_size"], raw["num_attention_heads"]
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_q_heads
     latent = _latent(architecture, raw)
@@ -133,6 +148,17 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )
+
+
+def _check_numbers(raw: Mapping[str, Any]) -> None:
+    """What tensors are made of, and what is computed with. null: as if it were not there."""
+    for name in _COUNTS:
+        if (found := raw.get(name)) is not None and not (type(found) is int and 1 <= found <= _MOST):
+            raise SpecError(f"{name} is {found!r}, and must be a whole number from 1 to {_MOST}")
+    rope = _rope(raw)
+    for name, found in {"rms_norm_eps": raw.get("rms_norm_eps"), **{name: rope.get(name) for name in _REALS}}.items():
+        if found is not None and not (type(found) in (int, float) and 0 < found < math.inf):
+            raise SpecError(f"{name} is {found!r}, and must be a number above 0")
 
 
 def _experts(architecture: str, raw: Mapping[str, Any]) -> ExpertsConfig | None:

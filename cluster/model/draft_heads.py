@@ -14,6 +14,7 @@ from cluster.words.errors import SpecError
 
 HeadsKind = Literal["medusa", "eagle", "mtp"]
 
+STEPS_KEPT = 4  # features of positions that sequences may go on from are kept of so many full steps
 _FURTHER = "num_nextn_predict_layers"
 _MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
 
@@ -32,6 +33,25 @@ class HeadsConfig:
     num_residuals: int = 0  # medusa: blocks before each head's projection
     shape: ModelConfig | None = None  # eagle, mtp: of its layer
     draft_vocab_size: int = 0  # EAGLE-3: tokens that it knows; 0: the model's head says all of them
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises SpecError where so many ranks cannot draft by them. What keeps nothing in the pool is rank 0's."""
+        if size == 1 or not self.num_kv_layers:
+            return
+        try:
+            assert self.shape
+            self.shape.check_tensor_parallel(size)
+        except SpecError as error:
+            raise SpecError(f"speculation.model: {self.directory}: {error}") from None
+
+    def feature_bytes(self, model: ModelConfig, *, itemsize: int) -> int:
+        """Beside each block. itemsize: of a number of the model's activations."""
+        return model.hidden_size * itemsize if self.keeps_features else 0
+
+    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, layer_bytes: int) -> int:
+        """On each rank, whatever the pool's size: features of the positions that rows may go on from, and a spare block
+        of the heads' own layers for every row. layer_bytes: of one block of one layer."""
+        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + self.num_kv_layers * layer_bytes)
 
 
 def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
@@ -77,6 +97,9 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
         raise SpecError(f"{directory}: EAGLE heads of {shape.num_layers} layers are not supported; supported: 1")
     for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
+    draft_vocab_size = raw.get("draft_vocab_size") or model.vocab_size
+    if type(draft_vocab_size) is not int or not 1 <= draft_vocab_size <= model.vocab_size:
+        raise ValueError(f"draft_vocab_size is {draft_vocab_size!r}, and must be from 1 to {model.vocab_size}")
     return HeadsConfig(
         kind="eagle",
         directory=directory,
@@ -85,7 +108,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
         num_kv_layers=1,
         keeps_features=True,
         shape=replace(shape, sliding_windows=(None,)),
-        draft_vocab_size=(raw.get("draft_vocab_size") or model.vocab_size) if is_third else 0,
+        draft_vocab_size=draft_vocab_size if is_third else 0,
     )
 
 

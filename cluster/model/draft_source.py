@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,9 +12,13 @@ from cluster.model import source as model_source
 from cluster.model.draft_heads import HeadsKind, is_eagle1, predicts_further
 from cluster.model.source import Progress
 from cluster.words.errors import SpecError
+from cluster.words.request import Role
+from cluster.words.role_switch import hindrance
 
 if TYPE_CHECKING:
     from cluster.words.spec import Spec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,17 @@ def heads_source(spec: Spec) -> DraftSource | None:
     need not be on this host. May download. Raises SpecError."""
     source = None if spec.speculation.method == "draft" else draft_source(spec)
     return source if source and source.heads else None
+
+
+def fetch_for_a_switch(spec: Spec, role: Role) -> None:
+    """What a replica that may become a decode replica will load then, fetched with its model, so that the switch waits
+    for no download. May download. What cannot be had here is the switch's to say."""
+    if role is Role.DECODE or spec.speculation.method != "draft" or hindrance(spec):
+        return
+    try:
+        draft_source(spec)
+    except SpecError as error:
+        logger.info("as a decode replica this one would not start: %s", error)
 
 
 def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:

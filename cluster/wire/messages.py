@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from cluster.rpc import worker_pb2 as pb
@@ -13,6 +14,9 @@ from cluster.words.request import DraftTally, FinishReason, SampledToken, Sampli
 from cluster.words.thinking_budget import ThinkingBudget
 from cluster.words.timing import PromptSpent, StepTiming
 from cluster.words.token_rules import TokenRules
+
+_MOST_STEPS, _MOST_DRAFTED = 256, 64  # of a tally, for it is told often; and tokens of a draft
+_MOST_FLOOR = 1000.0  # more than 1 where no draft pays
 
 
 def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
@@ -56,10 +60,26 @@ def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]
             token_id=message.token_id,
             logprob=_logprob_from_proto(message.logprob) if message.HasField("logprob") else None,
             finish_reason=_reason_from(message.finish_reason) if message.finish_reason else None,
-            drafts=from_message(DraftTally, message.drafts) if message.HasField("drafts") else None,
+            drafts=_drafts_from_proto(message.drafts) if message.HasField("drafts") else None,
         )
         for message in messages
     ]
+
+
+def _drafts_from_proto(message: pb.DraftTally) -> DraftTally:
+    """Figures that are shown and added up, and nothing else: what cannot be is made the nearest that can, so that no
+    answer fails by it."""
+    steps = min(message.steps, _MOST_STEPS)
+    drafts = min(message.drafts, steps)
+    drafted = min(message.drafted, drafts * _MOST_DRAFTED)
+    return DraftTally(
+        steps=steps,
+        drafts=drafts,
+        unguessed=min(message.unguessed, steps - drafts),
+        drafted=drafted,
+        accepted=min(message.accepted, drafted),
+        floors=max(0.0, min(message.floors, steps * _MOST_FLOOR)) if math.isfinite(message.floors) else 0.0,
+    )
 
 
 def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:

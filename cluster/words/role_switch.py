@@ -38,6 +38,12 @@ def hindrance(spec: Spec) -> str:
     return ""
 
 
+def largest_step(spec: Spec, role: Role) -> tuple[int, int]:
+    """Tokens and sequences of the largest step of a rank, in each role that it can have."""
+    pools: list[PoolSpec] = [spec.pool(each) for each in Role if each is role or not hindrance(spec)]
+    return max(pool.max_batch_tokens for pool in pools), max(pool.max_running for pool in pools)
+
+
 def unlike(loaded: Spec, role: Role, wanted: Spec) -> list[str]:
     """What a replica that was loaded as one of `role`, with the spec of that time, has other than one of the other role
     would have that is loaded now with `wanted`."""

@@ -160,6 +160,7 @@ class Answers:
 
     def _emit(self, sequence: Sequence, token: SampledToken) -> None:
         request, stream = self._stream_of[sequence]
-        token.drafts = sequence.take_drafts(is_last=token.finish_reason is not None)
+        is_last = token.finish_reason is not None or sequence in self._moves  # of which nobody here knows when
+        token.drafts = sequence.take_drafts(is_last=is_last)
         tokens = pb.StreamTokens(stream=stream, tokens=tokens_to_proto([token]))
         self._tokens.setdefault(request.router, []).append(tokens)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cluster.words.errors import SpecError
 from cluster.words.request import Role
-from cluster.words.role_switch import hindrance, unlike
-from cluster.words.spec import PoolSpec, Spec
+from cluster.words.role_switch import largest_step, unlike
+from cluster.words.spec import Spec
 from cluster.worker.grammars import Grammars
 from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
@@ -44,9 +44,3 @@ class Estate:
             raise SpecError(
                 f"it has memory for steps of {most[0]} tokens and {most[1]} sequences, not {needed[0]} and {needed[1]}"
             )
-
-
-def largest_step(spec: Spec, role: Role) -> tuple[int, int]:
-    """Tokens and sequences of the largest step of a rank, in each role that it can have."""
-    pools: list[PoolSpec] = [spec.pool(each) for each in Role if each is role or not hindrance(spec)]
-    return max(pool.max_batch_tokens for pool in pools), max(pool.max_running for pool in pools)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor
 
+from cluster.words.errors import ReplicaFailed
 from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone, Probe, unobserved
 from cluster.worker.step_check import StepLimits, check_step
 from cluster.worker.step_message import decode_step, encode_step
 from engine.batch.batch import Batch, KeptRows
-from engine.orders import BeginOrder, Orders
+from engine.batch.rows import RowChanges
+from engine.heads.head_row import Choose, HeadLogits, HeadRow
+from engine.orders import ArrivalOrder, BeginOrder, DraftOrder, Orders
 from engine.runner import ModelRunner
 from engine.scorer import Scorer
 from engine.step import ScheduledStep
@@ -40,6 +44,7 @@ class GangRunner:
         self.probe = probe
         self.tiers = tiers
         self._steps = steps or StepCount()
+        self._arrivals: list[ArrivalOrder] = []  # of which the others are not told yet
 
     @property
     def has_others(self) -> bool:
@@ -60,13 +65,12 @@ class GangRunner:
             vocab_size=self.runner.config.vocab_size,
             max_context=self.runner.config.max_context,
             num_places=self.tiers.num_places if self.tiers else {},
+            max_drafted=self.runner.max_drafted,
         )
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.step.Runner, on rank 0: do a step together with the other ranks."""
-        if self.has_others:
-            self.runner.parallel.broadcast_bytes(encode_step(step.changes if step else None, orders))
-            self._steps.add()
+        self._tell(step.changes if step else None, orders)
         batch = step.batch if step else None
         self._carry_out(orders)
         scorer = Scorer.of(step)
@@ -80,7 +84,11 @@ class GangRunner:
             check_step(changes, orders, limits, last_rows)
             if orders.stop:
                 return
+            for arrival in orders.arrivals:
+                self._arrived(arrival)
             self._carry_out(orders)
+            if draft := orders.draft:
+                self.runner.draft([HeadRow(*row) for row in draft.rows], draft.max_tokens, self._hear_choice)
             if changes is not None:
                 self._follow(last_rows.apply(changes), orders)
             self._steps.add()
@@ -92,11 +100,59 @@ class GangRunner:
             if end == passage.handoff.num_tokens:
                 passage.commit(end)
 
+    def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, features: bytes) -> None:
+        """On rank 0: KV of these positions has come from elsewhere, and what was known of the last of them there."""
+        arrival = ArrivalOrder(list(blocks), first_token, end_token, features)
+        self._arrived(arrival)
+        if self._shares_heads:
+            self._arrivals.append(arrival)
+
+    def knows(self, rows: Sequence[HeadRow]) -> bool:
+        """Implements AskedHeads, on rank 0."""
+        return self.runner.knows(rows)
+
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
+        """Implements AskedHeads, on rank 0: with the other ranks where each has a share of the heads."""
+        if not self._shares_heads:
+            self.runner.draft(rows, max_tokens, choose)
+            return
+        rows, max_tokens = rows[: self.runner.max_drafted], min(max_tokens, self.runner.layout.block_size)
+        asked = [(row.token_id, row.position, list(row.blocks)) for row in rows]
+        self._tell(None, Orders(draft=DraftOrder(asked, max_tokens)))
+
+        def tell_choice(logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
+            chosen = choose(logits, known, place)
+            self.runner.parallel.broadcast(np.array(chosen, dtype=np.int64))
+            return chosen
+
+        self.runner.draft(rows, max_tokens, tell_choice)
+
     def commit(self, key: HandoffKey, first_tokens: list[int]) -> None:
         """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other
         ranks see by themselves that it is whole."""
         if passage := self.sender.find(key):
             self._commit(passage, passage.handoff.num_tokens, first_tokens)
+
+    @property
+    def _shares_heads(self) -> bool:
+        return self.has_others and self.runner.layout.num_draft_layers > 0
+
+    def _tell(self, changes: RowChanges | None, orders: Orders) -> None:
+        """The other ranks, of a step, and of what has come since the last one."""
+        if self.has_others:
+            orders.arrivals, self._arrivals = self._arrivals, []
+            self.runner.parallel.broadcast_bytes(encode_step(changes, orders))
+            self._steps.add()
+
+    def _hear_choice(self, logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
+        chosen: list[int] = self.runner.parallel.broadcast().tolist()
+        if len(chosen) != len(known) or not all(0 <= token < self.runner.config.vocab_size for token in chosen):
+            raise ReplicaFailed(f"rank 0 has chosen {len(chosen)} tokens for {len(known)} rows, or such as are none")
+        return chosen
+
+    def _arrived(self, arrival: ArrivalOrder) -> None:
+        if heads := self.runner.heads:
+            heads.features.arrived(arrival.blocks, arrival.start, arrival.end, arrival.features)
 
     def _compute(
         self, batch: Batch, shipped: list[tuple[Passage, int, int]], on_logits: Callable[[Tensor], None] | None = None

@@ -15,15 +15,16 @@ from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.membership import Member
 from cluster.index.redis_client import connect_redis
 from cluster.model import source as model_source
-from cluster.model.draft_source import heads_source
+from cluster.model.draft_source import fetch_for_a_switch, heads_source
 from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
 from cluster.words.credentials import Purpose
 from cluster.words.errors import ReplicaFailed
 from cluster.words.network import check_link
+from cluster.words.role_switch import largest_step
 from cluster.words.spec import Spec
-from cluster.worker.estate import Estate, LeaderEstate, largest_step
+from cluster.worker.estate import Estate, LeaderEstate
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.grammars import Grammars
 from cluster.worker.inbox import Inbox
@@ -177,6 +178,8 @@ class RankBody(Generic[W]):
         torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
         heads = heads_source(spec)
+        if setup.rank == 0:
+            fetch_for_a_switch(spec, setup.role)
         config = EngineConfig(
             model_dir=model_source.resolve(spec.model.source),
             device=str(self.device),

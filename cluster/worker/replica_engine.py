@@ -152,8 +152,7 @@ class ReplicaEngine:
 
     def note_arrival(self, sequence: Sequence, first_token: int, end_token: int, features: bytes) -> None:
         """The KV of these positions has come from elsewhere, and with it what is known of the last of them there."""
-        if heads := self._gang.runner.heads:
-            heads.features.arrived(sequence.blocks, first_token, end_token, features)
+        self._gang.arrived(sequence.blocks, first_token, end_token, features)
 
     def count_shipment(self, shipment: Shipment) -> None:
         """All ranks' of a handoff, or of a grant, that has landed."""

@@ -34,6 +34,7 @@ class StepLimits:
     vocab_size: int
     max_context: int
     num_places: Mapping[Tier, int]  # of its lower tiers
+    max_drafted: int = 0  # rows that heads may be asked about, of which this rank has a share
 
 
 def check_step(changes: RowChanges | None, orders: Orders, limits: StepLimits, last_rows: KeptRows) -> None:
@@ -86,6 +87,16 @@ def _check_range(numbers: Ints, end: int, what: str) -> None:
 
 
 def _check_orders(orders: Orders, limits: StepLimits) -> None:
+    for arrival in orders.arrivals:
+        _check_table(arrival.blocks, arrival.end, limits)
+        check(0 <= arrival.start <= arrival.end, "arrivals", "must end where they start, or later")
+    if draft := orders.draft:
+        check(1 <= len(draft.rows) <= limits.max_drafted, "draft", f"must be 1 to {limits.max_drafted} rows")
+        check(0 <= draft.max_tokens <= limits.layout.block_size, "draft", "must be a block of tokens, or less")
+        for token_id, position, blocks in draft.rows:
+            check(0 <= token_id < limits.vocab_size, "draft", f"must be below {limits.vocab_size}")
+            check(1 <= position < limits.max_context, "draft", f"must be below {limits.max_context}")
+            _check_table(blocks, position + 1, limits)
     for pair in orders.copies:
         check_blocks(pair, num_blocks=limits.num_blocks)
     for begin in (*orders.grants, *orders.begins):

@@ -18,6 +18,7 @@ from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Ints
 from engine.cpu.library import Kernels
 from engine.kernels.rotary import rotate
+from engine.kv.layout import head_range
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear
 from engine.layers.residual import Residual
@@ -47,12 +48,14 @@ class DecoderBlock:
         cls, reader: ShardReader, shape: ModelConfig, prefix: str, *, index: int, has_bias: bool = False
     ) -> DecoderBlock:
         """index: its layer of the pool. has_bias: queries, keys and values."""
-        attention, q_rows = f"{prefix}.self_attn", (0, shape.num_q_heads * shape.head_dim)
-        kv_rows = 0, shape.num_kv_heads * shape.head_dim
+        attention, parallel, dim = f"{prefix}.self_attn", reader.parallel, shape.head_dim
+        q_first, q_end = parallel.span(shape.num_q_heads)
+        kv_first, kv_end = head_range(shape.num_kv_heads, rank=parallel.rank, num_ranks=parallel.size)
+        q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
         kv = {f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
         return cls(
             index=index,
-            head_dim=shape.head_dim,
+            head_dim=dim,
             kv=reader.linear(kv, has_bias=has_bias),
             qkv=reader.linear({f"{attention}.q_proj": q_rows} | kv, has_bias=has_bias),
             output=reader.row_parallel(f"{attention}.o_proj", q_rows),

@@ -44,12 +44,13 @@ class Eagle3Layer:
         expected = {**_expected(config, shape), **{name: size for name, size in also.items() if name in found}}
         check_tensors(found, expected, optional=frozenset({"t2d"}))
         eps = shape.rms_norm_eps
-        self._fuse = reader.linear({"fc": (0, shape.hidden_size)})
+        self._fuse = reader.linear({"fc": (0, shape.hidden_size)})  # whole: every rank keeps the same features
         self._embedding_norm = reader.norm(f"{_LAYER}.input_layernorm", eps)
         self._feature_norm = reader.norm(f"{_LAYER}.hidden_norm", eps)
         self._block = DecoderBlock.read(reader, shape, _LAYER, index=model.num_layers)
         self._norm = reader.norm("norm", eps)
-        self._head = reader.linear({"lm_head": (0, config.draft_vocab_size)})
+        self._head = reader.linear({"lm_head": reader.parallel.span(config.draft_vocab_size)})
+        self._gather = partial(reader.parallel.all_gather, total=config.draft_vocab_size)
         self._embed: Callable[[Tensor], Tensor] = room.model.embed
         if "embed_tokens.weight" in found:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
@@ -91,7 +92,7 @@ class Eagle3Layer:
     def logits(self, feature_RE: Tensor) -> Tensor:
         if self._logits_RD is not None:
             return self._logits_RD.float()
-        return self._head(feature_RE, before=self._norm).float()
+        return self._gather(self._head(feature_RE, before=self._norm)).float()
 
     def _find_programs(self, reader: ShardReader, shape: ModelConfig) -> Callable[[KVPool], CompiledEagle] | None:
         """None where the layer is computed part by part."""

@@ -3,7 +3,7 @@
 A sequence goes on behind the last position that was computed of it. In a step that is the last of its row, or, where
 the row had a draft, any from its last own token on, as the draft turns out. All of these are kept for some steps, in a
 ring. Where the layout has room for it (EAGLE), of a block that is full a row is kept as long as its KV, in the pool:
-whoever finds the block in the cache, in a lower tier or behind a fork goes on from there.
+whoever finds the block in the cache, in a lower tier, behind a fork or after a passage goes on from there.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class Features:
             self._of_blocks[blocks_N] = x_TE[self._on_device(ends)]
 
     def find(self, slots_N: Ints) -> Ints:
-        """Where the row of each is, for `read`; UNKNOWN where nothing is known of it. A block's row may be zeros, where
-        nothing was known when it came."""
+        """Where the row of each is, for `read`; UNKNOWN where nothing is known of it."""
         places_N: Ints = self._place_of[slots_N]
         is_there = (places_N >= 0) & (self._slot_of_C[places_N] == slots_N)
         places_N = np.where(is_there, places_N, UNKNOWN)
@@ -112,17 +111,13 @@ class Features:
         return self.read(places).view(torch.uint8).cpu().numpy().tobytes() if (places != UNKNOWN).all() else b""
 
     def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, last: bytes) -> None:
-        """KV of positions [first_token, end_token), perhaps none, has come into this block table from elsewhere, and
-        what is known `of` the last before end_token there."""
-        slots = self._slots(blocks, first_token, end_token)
-        self._place_of[slots] = UNKNOWN
-        if self._of_blocks is not None:
-            self._of_blocks[self._on_device(np.unique(slots // self._size))] = 0
+        """KV of positions [first_token, end_token), perhaps none, has come into this block table from elsewhere, the
+        rows of full blocks with it, and what is known `of` the last before end_token there. What the ring has of these
+        slots is of whoever had the blocks before."""
+        self._place_of[self._slots(blocks, min(first_token, end_token - 1), end_token)] = UNKNOWN
         if end_token and len(last) == self._ring_CE[0].nbytes:
-            slots = self._slots(blocks, end_token - 1, end_token)
             x_1E = torch.frombuffer(bytearray(last), dtype=self._ring_CE.dtype).to(self._pool.device)[None]
-            self.keep(slots, x_1E)
-            self.keep_ends(slots, x_1E)
+            self.keep(self._slots(blocks, end_token - 1, end_token), x_1E)
 
     def _slots_before(self, rows: Sequence[HeadRow]) -> Ints:
         size, before = self._size, [row.position - 1 for row in rows]

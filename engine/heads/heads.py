@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cluster.model.draft_heads import STEPS_KEPT
 from engine.batch.batch import Batch
 from engine.heads.features import Features
 from engine.heads.head_row import Choose, HeadRow
@@ -16,8 +17,6 @@ from engine.layers.shards import ShardReader
 from engine.model.taps import Taps
 
 # T tokens of a step, R rows, V vocabulary, E hidden_size
-
-_STEPS_KEPT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class HeadsRoom:
     @property
     def num_places(self) -> int:
         """For features of positions that sequences may go on from."""
-        return _STEPS_KEPT * self.max_rows
+        return STEPS_KEPT * self.max_rows
 
     @property
     def can_wait(self) -> bool:

@@ -16,6 +16,7 @@ from engine.heads.heads import DraftHeads, HeadsRoom, ModelParts
 from engine.heads.medusa import Medusa
 from engine.heads.mtp_layer import MtpLayer
 from engine.layers.shards import ShardReader
+from engine.parallel import TensorParallel
 from engine.weights.open_checkpoint import open_checkpoint
 
 _LAYERS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftLayer]] = {
@@ -26,11 +27,16 @@ _LAYERS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftLayer
 
 def open_heads(
     config: HeadsConfig, model: ModelConfig, *, reader: ShardReader, parts: ModelParts, max_rows: int
-) -> DraftHeads:
-    """reader: as the model's own matrices are read. Raises SpecError."""
-    if reader.parallel.size > 1:
-        raise SpecError(f"speculation: {config.kind} heads need tensor_parallel 1: they are asked by rank 0 alone")
-    own = replace(reader, spreads_experts=False, redundant_experts=0)
+) -> DraftHeads | None:
+    """reader: as the model's own matrices are read. None: heads that keep nothing in the pool are rank 0's alone, and
+    this is another one. Raises SpecError."""
+    parallel = reader.parallel
+    if not config.num_kv_layers:
+        if not parallel.is_leader:
+            return None
+        parallel = TensorParallel()
+    config.check_tensor_parallel(parallel.size)
+    own = replace(reader, parallel=parallel, spreads_experts=False, redundant_experts=0)
     if config.kind != "mtp":  # which is in the model's checkpoint
         own = replace(own, checkpoint=open_checkpoint(config.directory))
     room = HeadsRoom(reader=own, model=parts, max_rows=max_rows)

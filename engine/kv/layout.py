@@ -28,6 +28,7 @@ DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
+_WITH_BLOCKS = "features with blocks"  # else: a replica which does not ship them has nothing to do with one that does
 EIGHT_BITS = {"fp8": "fp8_e4m3", "int8": "int8"}  # short names, for tables and rows of figures
 
 
@@ -66,7 +67,7 @@ class KVLayout:
             self.weights,
             self.num_sides,
             self.exact_dim,
-            *((self.draft, self.num_draft_layers, self.feature_bytes) if self.draft else ()),
+            *((self.draft, self.num_draft_layers, self.feature_bytes, _WITH_BLOCKS) if self.draft else ()),
         )
         return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
@@ -80,7 +81,8 @@ class KVLayout:
 
     @property
     def heads_per_rank(self) -> int:
-        return max(1, self.num_kv_heads // self.tensor_parallel)
+        first, end = self.head_range(0)
+        return end - first
 
     @property
     def row_dim(self) -> int:
@@ -89,15 +91,29 @@ class KVLayout:
 
     def head_range(self, rank: int) -> tuple[int, int]:
         """The model's kv heads [start, end) that `rank` holds."""
-        start = rank * self.num_kv_heads // self.tensor_parallel
-        return start, start + self.heads_per_rank
+        return head_range(self.num_kv_heads, rank=rank, num_ranks=self.tensor_parallel)
 
     def bytes_per_token(self) -> int:
         """KV bytes of one token on one rank, all layers, scales included."""
-        per_head = self.row_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
-        return self.num_layers * self.num_sides * self.heads_per_rank * per_head
+        return self.num_layers * self._layer_bytes_per_token
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block on one rank, scales included."""
+        return self.block_size * self._layer_bytes_per_token
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block on one rank: KV of all layers, scales included, and the features."""
         return self.block_size * self.bytes_per_token() + self.feature_bytes
+
+    @property
+    def _layer_bytes_per_token(self) -> int:
+        per_head = self.row_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
+        return self.num_sides * self.heads_per_rank * per_head
+
+
+def head_range(num_kv_heads: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
+    """The kv heads [start, end) of a model that one of so many ranks holds."""
+    start = rank * num_kv_heads // num_ranks
+    return start, start + max(1, num_kv_heads // num_ranks)

@@ -4,6 +4,8 @@ A segment is a run of layers and a run of token positions of one sequence. Its p
 
     codes   L x (T, 2, K, D)   fp8 or int8, or the pool's own dtype when the wire is raw
     scales  L x (T, 2, K)      bf16; codes of 8 bits only, and always with them
+    rows    (N, F) bytes       what heads keep of the N of these positions that fill their blocks: with the last layer,
+                               and whole from every rank that sends heads of it
 
 2 stands for keys, then values. A pool that has 8 bits already ships its codes as they are: nothing is quantised twice.
 With latent attention there is one side, K is 1, and a row of 8 bits on the wire ends with its rotated key in bf16,
@@ -42,7 +44,8 @@ class Codec:
     def num_bytes(self, segment: Segment) -> int:
         """Size of the segment's payload."""
         rows = segment.num_layers * segment.num_tokens * self._layout.num_sides * segment.num_heads
-        return rows * (self._row_dim * self._dtype.itemsize + (torch.bfloat16.itemsize if self._dtype in MOST else 0))
+        row_bytes = self._row_dim * self._dtype.itemsize + (torch.bfloat16.itemsize if self._dtype in MOST else 0)
+        return rows * row_bytes + self._num_feature_bytes(segment)
 
     def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
         """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
@@ -52,6 +55,9 @@ class Codec:
             pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], scales_T2K)
             if pool.scales:
                 pack_kv(pool.scales[layer].unsqueeze(-1), slots_T, segment.heads, scales_LT2K[i].unsqueeze(-1), None)
+        if num_bytes := self._num_feature_bytes(segment):
+            features_NF = pool.features.index_select(0, self._full_blocks(segment, slots_T))
+            payload[-num_bytes:].copy_(features_NF.flatten())
 
     def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
         """Write the payload's KV at `slots_T` of the pool."""
@@ -61,10 +67,26 @@ class Codec:
             unpack_kv(codes_LT2KD[i], scales_T2K, pool.codes[layer], slots_T, segment.heads)
             if pool.scales:
                 unpack_kv(scales_LT2K[i].unsqueeze(-1), None, pool.scales[layer].unsqueeze(-1), slots_T, segment.heads)
+        if num_bytes := self._num_feature_bytes(segment):
+            features_NF = payload[-num_bytes:].view(-1, self._layout.feature_bytes)
+            pool.features.index_copy_(0, self._full_blocks(segment, slots_T), features_NF)
 
     @property
     def _row_dim(self) -> int:
         return self._layout.head_dim + (self._layout.exact_dim if self._dtype in MOST else 0)
+
+    def _num_feature_bytes(self, segment: Segment) -> int:
+        layout = self._layout
+        if not layout.feature_bytes or segment.layers.stop < layout.num_layers:
+            return 0
+        return (
+            segment.end_token // layout.block_size - segment.first_token // layout.block_size
+        ) * layout.feature_bytes
+
+    def _full_blocks(self, segment: Segment, slots_T: Tensor) -> Tensor:
+        """(N,) int64: the blocks of the positions that fill them."""
+        size = self._layout.block_size
+        return slots_T[size - 1 - segment.first_token % size :: size] // size
 
     def _views(self, payload: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); these are empty unless codes have 8 bits."""
@@ -72,7 +94,7 @@ class Codec:
         shape = (*rows, self._row_dim)
         num_code_bytes = math.prod(shape) * self._dtype.itemsize
         codes = payload[:num_code_bytes].view(self._dtype).view(shape)
-        scales = payload[num_code_bytes:].view(torch.bfloat16)
+        scales = payload[num_code_bytes : payload.numel() - self._num_feature_bytes(segment)].view(torch.bfloat16)
         return codes, scales.view(rows) if self._dtype in MOST else scales
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.model.draft_heads import HeadsKind, load_heads
+from cluster.model.kv_arithmetic import KVArithmetic
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling
 from engine import sampler
@@ -19,9 +24,13 @@ from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig
 from engine.decode_graphs import Step, graph_sizes
 from engine.device_memory import DeviceMemory
+from engine.heads.eagle import Eagle
+from engine.heads.head_row import Choose, HeadRow
+from engine.heads.medusa import Medusa
 from engine.memory_trial import SAMPLING_BYTES, largest_batch
 from engine.runner import ModelRunner
 from engine.sampling import SamplingRow
+from tests.engine.heads.head_files import write_eagle, write_medusa
 from tests.engine.tiny_models import MakeModel
 
 TOTAL = 80 * GIB
@@ -107,6 +116,56 @@ def test_a_runner_makes_its_pool_of_what_is_left(tiny_model: MakeModel, caplog: 
     assert runner.pool.num_blocks == room // runner.layout.block_bytes
     assert len(gauge.captured) == 4 + len(graph_sizes(9)), "a few for the trial, then all over the pool"
     assert "memory of cpu, of 80.0 GiB: weights 1.0, KV 1.2" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_what_heads_keep_beside_the_blocks_is_set_aside(
+    kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sizes a pool counts the same: a runner by what a GPU has left, one on a CPU, and a plan."""
+    directory, _ = tiny_model("llama")
+    (write_eagle if kind == "eagle" else write_medusa)(tmp_path)
+    config = EngineConfig(
+        model_dir=directory, dtype="float32", max_batch_tokens=64, max_running=9, heads=kind, heads_dir=tmp_path
+    )
+    layer = 2 * 2 * 16 * 16 * 4  # keys and values, heads, numbers, positions, bytes of each
+    block = 4 * layer + 48 * 4 if kind == "eagle" else 3 * layer
+    beside = 9 * (4 * 48 * 4 + (layer if kind == "eagle" else 0))  # nine rows: features of four steps, a spare block
+    heads = Eagle if kind == "eagle" else Medusa
+    draft, tried = heads.draft, list[int]()
+
+    def drafted(self: Any, rows: Seq[HeadRow], max_tokens: int, choose: Choose) -> None:
+        draft(
+            self,
+            rows,
+            max_tokens,
+            lambda logits, known, place: tried.append(len(known)) or choose(logits, known, place),
+        )
+
+    monkeypatch.setattr(heads, "draft", drafted)
+    gauge = FakeGauge(free=3 * GIB, weights=GIB, step=100 * MIB)
+    runner = ModelRunner(config, gauge=gauge)
+    room = 3 * GIB - 100 * MIB - 128 * MIB - 9 * runner.config.vocab_size * SAMPLING_BYTES - int(TOTAL * 0.02)
+    assert runner.pool.num_blocks == (room - beside) // block
+    assert tried == [9], "what heads do is tried with the largest step"
+
+    gib = (10 * block + beside) / GIB
+    small = replace(config, kv_memory_gib=gib)
+    assert ModelRunner(small).pool.num_blocks == 10
+    assert ModelRunner(replace(small, kv_memory_gib=gib - 1 / GIB)).pool.num_blocks == 9
+    with pytest.raises(SpecError, match=f"and {beside} of heads beside it"):
+        ModelRunner(replace(small, kv_memory_gib=beside / GIB))
+    plan = KVArithmetic(
+        config=runner.config,
+        dtype="float32",
+        block_size=16,
+        tensor_parallel=1,
+        memory_bytes=gib * GIB,
+        heads=load_heads(kind, tmp_path, runner.config),
+        activations="float32",
+        max_running=9,
+    )
+    assert plan.num_blocks == 10 and plan.block_bytes_per_rank == block
 
 
 def test_a_model_that_leaves_no_room_is_refused(tiny_model: MakeModel) -> None:

@@ -10,8 +10,10 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from cluster.model.draft_source import check_same_tokens, draft_source, heads_source
+from cluster.model import source as model_source
+from cluster.model.draft_source import check_same_tokens, draft_source, fetch_for_a_switch, heads_source
 from cluster.words.errors import SpecError
+from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 from tests.character_tokenizer import save_tokenizer
@@ -110,6 +112,31 @@ def test_a_replica_that_does_not_draft_needs_heads_and_no_smaller_model(tmp_path
     assert found and found.heads == "eagle"
     with pytest.raises(SpecError, match=r"^speculation\.model: .*elsewhere: no such"):  # it may have been heads
         heads_source(_spec(method="auto", model=str(tmp_path / "elsewhere")))
+
+
+@pytest.mark.parametrize(
+    ("role", "tree", "is_fetched"),
+    [
+        (Role.PREFILL, {}, True),
+        (Role.DECODE, {}, False),  # which loads it anyway
+        (Role.PREFILL, {"decode": {"kv_memory_gib": 2}}, False),  # it stays what it is
+        (Role.PREFILL, {"speculation": {"method": "ngram"}}, False),
+    ],
+)
+def test_what_a_switch_will_need_is_fetched_before(
+    role: Role, tree: dict[str, Any], is_fetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is nowhere keeps no prefill replica from its work."""
+    asked: list[str] = []
+
+    def resolve(source: str, *, progress: object = None) -> Path:
+        asked.append(source)
+        raise SpecError("model.source: no such repository")
+
+    monkeypatch.setattr(model_source, "resolve", resolve)
+    spec = parse_spec({"speculation": {"method": "draft", "model": "hf:some/small"}} | tree)
+    fetch_for_a_switch(spec, role)
+    assert asked == (["hf:some/small"] if is_fetched else [])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from cluster.wire import messages
 from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
-from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from cluster.words.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.words.thinking_budget import ThinkingBudget
 from cluster.words.timing import StepTiming
 from cluster.words.token_rules import TokenRules
@@ -99,3 +100,27 @@ def test_tokens() -> None:
     logprob = TokenLogprob(logprob=-0.5, top=((3, -0.5), (4, -1.0)))
     tokens = [SampledToken(token_id=3, logprob=logprob, finish_reason=FinishReason.STOP), SampledToken(token_id=0)]
     assert messages.tokens_from_proto(messages.tokens_to_proto(tokens)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("told", "taken"),
+    [
+        ({"steps": 9, "drafts": 3, "unguessed": 2, "drafted": 20, "accepted": 7, "floors": 1.5}, {}),
+        ({"steps": 4, "drafts": 9, "unguessed": 9, "drafted": 5}, {"drafts": 4, "unguessed": 0}),
+        ({"steps": 3, "drafts": 1, "unguessed": 9, "drafted": 5}, {"unguessed": 2}),
+        ({"steps": 1, "drafts": 1, "drafted": 5, "accepted": 6}, {"accepted": 5}),
+        ({"steps": 2, "drafts": 2, "drafted": 2**32 - 1, "accepted": 2**32 - 1}, {"drafted": 128, "accepted": 128}),
+        ({"steps": 2**32 - 1}, {"steps": 256}),
+        ({"steps": 2, "floors": float("nan")}, {"floors": 0.0}),
+        ({"steps": 2, "floors": float("inf")}, {"floors": 0.0}),
+        ({"steps": 2, "floors": -1.0}, {"floors": 0.0}),
+        ({"steps": 2, "floors": 3.0}, {}),  # nothing could pay
+        ({"steps": 2, "floors": 1e300}, {"floors": 2000.0}),
+        ({"drafted": 5, "accepted": 5}, {"drafted": 0, "accepted": 0}),
+    ],
+)
+def test_what_cannot_be_of_drafts_is_the_nearest_that_can(told: dict[str, Any], taken: dict[str, Any]) -> None:
+    """And the token is the client's all the same."""
+    message = pb.SampledToken(token_id=3, drafts=pb.DraftTally(**told))
+    (token,) = messages.tokens_from_proto([message])
+    assert token == SampledToken(token_id=3, drafts=DraftTally(**(told | taken)))

@@ -10,9 +10,10 @@ import torch
 
 from cluster.words.errors import SpecError
 from cluster.words.request import Role
+from cluster.words.role_switch import largest_step
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
-from cluster.worker.estate import Estate, largest_step
+from cluster.worker.estate import Estate
 
 
 def estate(spec: Spec, role: Role, *, device: str = "cpu") -> Estate:

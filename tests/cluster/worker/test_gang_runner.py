@@ -36,6 +36,7 @@ class FakeGangRank:
 
     size = 2
     heads = None
+    max_drafted = 0
 
     def __init__(self, broadcasts: deque[bytes]) -> None:
         self.did: list[object] = []

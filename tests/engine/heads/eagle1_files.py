@@ -66,7 +66,6 @@ def eagle1_reference(
     num_tokens: int,
     *,
     choose: Choice = likeliest,
-    unknown: int = 0,
 ) -> list[int]:
     """What the head guesses behind `tokens`: Li et al. 2024, section 4.1."""
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -77,7 +76,6 @@ def eagle1_reference(
         tokens,
         num_tokens,
         choose=choose,
-        unknown=unknown,
     )
 
 

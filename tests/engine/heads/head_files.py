@@ -108,7 +108,6 @@ def eagle_reference(
     *,
     layers: tuple[int, ...],
     choose: Choice = likeliest,
-    unknown: int = 0,
 ) -> list[int]:
     """What the head guesses behind `tokens`: Li et al. 2025, section 3.1."""
     embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
@@ -128,7 +127,6 @@ def eagle_reference(
             tokens,
             num_tokens,
             choose=choose,
-            unknown=unknown,
         )
 
 
@@ -140,14 +138,12 @@ def chained(
     num_tokens: int,
     *,
     choose: Choice,
-    unknown: int,
 ) -> list[int]:
     """What a layer guesses behind `tokens` that goes on from its own output, one entry after another over all that are
-    before it. Entry t is made of token t and the feature of t - 1; of nothing at 0, and at `unknown`.
+    before it. Entry t is made of token t and the feature of t - 1; of nothing at 0.
 
     layer: from token ids and features of all entries to the features that follow."""
     features = [torch.zeros(HIDDEN), *feature_TE]
-    features[unknown] = features[0]
     ids, guessed = torch.tensor(tokens), list[int]()
     for place in range(num_tokens):
         next_E = layer(ids, torch.stack(features))[-1]

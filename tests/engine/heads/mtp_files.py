@@ -30,9 +30,7 @@ class Mtp:
     tensors: dict[str, Tensor]
 
     @torch.inference_mode()
-    def reference(
-        self, tokens: list[int], num_tokens: int, *, choose: Choice = likeliest, unknown: int = 0
-    ) -> list[int]:
+    def reference(self, tokens: list[int], num_tokens: int, *, choose: Choice = likeliest) -> list[int]:
         """What the layer guesses behind `tokens`: DeepSeek-V3, section 2.2, with the one layer for every place."""
         return chained(
             states_of(self.model, tokens)[-1],  # normed
@@ -41,7 +39,6 @@ class Mtp:
             tokens,
             num_tokens,
             choose=choose,
-            unknown=unknown,
         )
 
     def _layer(self, ids_T: Tensor, feature_TE: Tensor) -> Tensor:

@@ -240,6 +240,13 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
         ("medusa", {"medusa_num_heads": 5}, "missing: 4.0.linear.weight"),
         ("medusa", {"hidden_size": 64}, "hidden_size is 64, and the model's is 48"),
         ("eagle", {"hidden_size": None}, "config.json"),
+        ("eagle", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and must be a number above 0"),
+        ("eagle", {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', and must be a number above 0"),
+        ("eagle", {"rope_theta": -1.0}, "rope_theta is -1.0, and must be a number above 0"),
+        ("eagle", {"intermediate_size": -80}, "intermediate_size is -80, and must be a whole number from 1"),
+        ("eagle", {"num_attention_heads": 4.0}, "num_attention_heads is 4.0, and must be a whole number from 1"),
+        ("eagle", {"draft_vocab_size": "40"}, "draft_vocab_size is '40', and must be from 1 to"),
+        ("eagle", {"draft_vocab_size": 10**6}, "draft_vocab_size is 1000000, and must be from 1 to"),
         ("eagle", {"architectures": [None]}, "None is not EAGLE-3"),
         ("eagle", {"architectures": 5}, "config.json"),
         ("eagle", {"eagle_config": "low"}, "config.json"),
@@ -353,6 +360,10 @@ def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_
     assert runner.knows([row]), "all of it was here, but for that"
     runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
     assert not runner.knows([row]), "of another model"
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [4, 5], num_logits=1)], block_size=8))
+    assert runner.knows([row])
+    runner.heads.features.arrived([4, 5], 11, 11, b"")
+    assert not runner.knows([row]), "what is there is of whoever had the blocks before"
 
 
 def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:

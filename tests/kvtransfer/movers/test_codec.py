@@ -114,6 +114,28 @@ def test_latent_rows_keep_their_rotated_key(dtype: str, wire: str, row_bytes: in
         )
 
 
+@pytest.mark.parametrize("wire", ["raw", "int8"])
+@pytest.mark.parametrize("ends", [(40,), (5, 16, 31, 40), (32, 40)])
+def test_rows_of_full_blocks_come_with_the_last_layer(wire: str, ends: tuple[int, ...]) -> None:
+    """In however many pieces; bit for bit on every wire, and of no block that is not full."""
+    layout = replace(_layout("float32"), draft="heads", num_draft_layers=1, feature_bytes=12)
+    source, target = (KVPool(layout, num_blocks=8, device=torch.device("cpu")) for _ in range(2))
+    source.features.copy_(torch.randint(1, 256, source.features.shape, dtype=torch.uint8))
+    codec, sent, received = codec_for(layout, wire), torch.tensor([6, 1, 3]), torch.tensor([0, 7, 2])
+    slots_BS = torch.arange(16)
+    start = 0
+    for end in ends:
+        for layer in range(layout.num_layers):
+            segment = replace(_SEGMENT, first_layer=layer, num_layers=1, first_token=start, num_tokens=end - start)
+            payload = torch.full((codec.num_bytes(segment),), 255, dtype=torch.uint8)
+            from_T, to_T = ((blocks[:, None] * 16 + slots_BS).flatten()[start:end] for blocks in (sent, received))
+            codec.pack(source, segment, from_T, payload)
+            codec.unpack(payload, target, segment, to_T)
+        start = end
+    assert torch.equal(target.features[received[:2]], source.features[sent[:2]])
+    assert not target.features[[1, 2, 3, 4, 5, 6]].any()
+
+
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
 def test_8_bits_with_their_scales_are_at_most_0_53_of_bf16(wire: str) -> None:
     assert _carry("bfloat16", wire)[2] <= 0.53 * _carry("bfloat16", "raw")[2]
