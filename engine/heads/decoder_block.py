@@ -22,7 +22,8 @@ from engine.layers.layers import Linear, RMSNorm, RowParallelLinear
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.gated_mlp import GatedMLP
-from engine.weights.checkpoint import Shape
+from engine.parallel import TensorParallel
+from engine.weights.checkpoint import Shape, Span
 
 # T tokens, R rows, I numbers of an entry, E hidden_size, H query heads, K kv heads, D head_dim, N = H + 2 K
 
@@ -46,8 +47,7 @@ class DecoderBlock:
         cls, reader: ShardReader, shape: ModelConfig, prefix: str, *, index: int, has_bias: bool = False
     ) -> DecoderBlock:
         """index: its layer of the pool. has_bias: queries, keys and values."""
-        attention, q_rows = f"{prefix}.self_attn", (0, shape.num_q_heads * shape.head_dim)
-        kv_rows = 0, shape.num_kv_heads * shape.head_dim
+        attention, q_rows, kv_rows = f"{prefix}.self_attn", *_own_rows(shape, reader.parallel)
         kv = {f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
         return cls(
             index=index,
@@ -93,6 +93,14 @@ class DecoderBlock:
         if self.kernels is not None:
             return CompiledHeads(self.kernels, batch, pool, cos_R1F, sin_R1F)
         return TorchHeads(batch, pool, cos_R1F, sin_R1F, [None])
+
+
+def _own_rows(shape: ModelConfig, parallel: TensorParallel) -> tuple[Span, Span]:
+    """Of queries, and of keys and values: the heads that this rank has of every layer (KVLayout.head_range)."""
+    (q_first, q_end), dim = parallel.span(shape.num_q_heads), shape.head_dim
+    kv_first = parallel.rank * shape.num_kv_heads // parallel.size
+    kv_end = kv_first + max(1, shape.num_kv_heads // parallel.size)
+    return (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
 
 
 def expected_tensors(shape: ModelConfig, prefix: str, *, entry_size: int) -> Mapping[str, Shape]:

@@ -46,7 +46,8 @@ class Eagle3Layer:
         self._feature_norm = reader.norm(f"{_LAYER}.hidden_norm", eps)
         self._block = DecoderBlock.read(reader, shape, _LAYER, index=model.num_layers)
         self._norm = reader.norm("norm", eps)
-        self._head = reader.linear({"lm_head": (0, config.draft_vocab_size)})
+        self._parallel, self._num_known = reader.parallel, config.draft_vocab_size
+        self._head = reader.linear({"lm_head": reader.parallel.span(config.draft_vocab_size)})
         self._embed: Callable[[Tensor], Tensor] = room.model.embed
         if "embed_tokens.weight" in found:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
@@ -67,7 +68,7 @@ class Eagle3Layer:
         return self._block(batch, pool, self._entry(token_ids_R, before_RE), before_RE)
 
     def logits(self, feature_RE: Tensor) -> Tensor:
-        return self._head(feature_RE, before=self._norm).float()
+        return self._parallel.all_gather(self._head(feature_RE, before=self._norm), self._num_known).float()
 
     def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
         """(T, 2 E)"""
