@@ -15,14 +15,12 @@ from engine.attention.rotary import Rotary
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
-from engine.cpu.library import Kernels
 from engine.kernels.rotary import rotate
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.gated_mlp import GatedMLP
-from engine.parallel import TensorParallel
 from engine.weights.checkpoint import Shape, Span
 
 # T tokens, R rows, I numbers of an entry, E hidden_size, H query heads, K kv heads, D head_dim, N = H + 2 K
@@ -40,14 +38,14 @@ class DecoderBlock:
     mlp_norm: RMSNorm
     mlp: GatedMLP
     rotary: Rotary
-    kernels: Kernels | None
+    reader: ShardReader
 
     @classmethod
     def read(
         cls, reader: ShardReader, shape: ModelConfig, prefix: str, *, index: int, has_bias: bool = False
     ) -> DecoderBlock:
         """index: its layer of the pool. has_bias: queries, keys and values."""
-        attention, q_rows, kv_rows = f"{prefix}.self_attn", *_own_rows(shape, reader.parallel)
+        attention, q_rows, kv_rows = f"{prefix}.self_attn", *_own_rows(shape, reader)
         kv = {f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
         return cls(
             index=index,
@@ -58,15 +56,15 @@ class DecoderBlock:
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", shape.rms_norm_eps),
             mlp=GatedMLP.read(reader, shape, f"{prefix}.mlp"),
             rotary=Rotary(shape, reader.device),
-            kernels=reader.kernels,
+            reader=reader,
         )
 
     def keep(self, batch: Batch, pool: KVPool, entry_TI: Tensor) -> None:
         """Put the entries' keys and values into the pool."""
         cos_T1F, sin_T1F = self._angles(batch, entry_TI)
         kv_TND = torch.unflatten(self.kv(entry_TI), -1, (-1, self.head_dim))
-        if self.kernels is not None:
-            heads = CompiledHeads(self.kernels, batch, pool, cos_T1F, sin_T1F)
+        if self.reader.kernels is not None:
+            heads = CompiledHeads(self.reader.kernels, batch, pool, cos_T1F, sin_T1F)
             heads.store(self.index, kv_TND, q_norm=None, k_norm=None)  # no queries
         else:
             k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
@@ -90,14 +88,15 @@ class DecoderBlock:
     def _heads(self, batch: Batch, pool: KVPool, cos_R1F: Tensor, sin_R1F: Tensor) -> Heads:
         if pool.device.type == "cuda":
             return KernelHeads(DeviceBatch.of(batch, pool.device), pool, cos_R1F, sin_R1F)
-        if self.kernels is not None:
-            return CompiledHeads(self.kernels, batch, pool, cos_R1F, sin_R1F)
+        if self.reader.kernels is not None:
+            return CompiledHeads(self.reader.kernels, batch, pool, cos_R1F, sin_R1F)
         return TorchHeads(batch, pool, cos_R1F, sin_R1F, [None])
 
 
-def _own_rows(shape: ModelConfig, parallel: TensorParallel) -> tuple[Span, Span]:
+def _own_rows(shape: ModelConfig, reader: ShardReader) -> tuple[Span, Span]:
     """Of queries, and of keys and values: the heads that this rank has of every layer (KVLayout.head_range)."""
-    (q_first, q_end), dim = parallel.span(shape.num_q_heads), shape.head_dim
+    parallel, dim = reader.parallel, shape.head_dim
+    q_first, q_end = parallel.span(shape.num_q_heads)
     kv_first = parallel.rank * shape.num_kv_heads // parallel.size
     kv_end = kv_first + max(1, shape.num_kv_heads // parallel.size)
     return (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
