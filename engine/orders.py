@@ -55,5 +55,10 @@ class Orders:
     def __bool__(self) -> bool:
         return self != _NOTHING
 
+    @property
+    def reads_pool(self) -> bool:
+        """Whether the bytes of blocks are wanted, before the batch is computed."""
+        return bool(self.tiers or self.copies or self.grants or self.begins or self.ships or self.commits)
+
 
 _NOTHING = Orders()

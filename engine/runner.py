@@ -84,7 +84,8 @@ class ModelRunner:
             self.config.check_deterministic()
             if kernels is None or config.weights == "quantized":
                 raise SpecError(
-                    "engine: deterministic needs a CPU, bfloat16 and a C++ compiler on the worker's machine"
+                    "engine: deterministic needs a CPU, bfloat16, weights as_stored or int8, and a C++ compiler "
+                    "on the worker's machine"
                 )
         self._measured = MeasuredWays.of_this_machine(kernels.version) if kernels and not config.deterministic else None
         reader = ShardReader(
@@ -169,11 +170,19 @@ class ModelRunner:
 
     def knows(self, rows: Sequence[HeadRow]) -> bool:
         """Whether the heads have seen what these rows go on from."""
-        return self.heads is not None and self.heads.features.knows(rows)
+        return self.heads is not None and self.heads.knows(rows)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Whatever heads keep of the steps so far is in the pool then. Before anybody but a step reads from the pool,
+        or somebody else writes to it."""
+        if self.heads:
+            self.heads.settle()
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """For a sequence that forks inside a block."""
+        self.settle()
         self.pool.copy_block(source, target)
         if self.heads:
             self.heads.features.take_copy(source, target)

@@ -148,7 +148,7 @@ def numbers_of(row: SamplingRow) -> tuple[int, ...]:
 
 
 def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
-    """The same elsewhere: the reference. -> (R,) int64"""
+    """The same elsewhere: the reference, with the greatest by our kernel on a CPU. -> (R,) int64"""
     chosen_R, best_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.has_penalties})
     if drawing := [(i, row) for i, row in rows if not row.sampling.is_greedy]:
         drawing_N = _numbers(drawing, chosen_R.device)

@@ -56,12 +56,13 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.draft_models: cluster(model) engine(batch config heads kv runner sampler sampling sequence speculation weights)
+engine.draft_models: cluster(model) engine(batch config heads kv likeliest runner sampler sampling sequence
+    speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
 engine.guests: engine(decoding kv prompts sequence)
-engine.heads: cluster(model words) engine(attention batch kernels kv layers model weights)
+engine.heads: cluster(model words) engine(attention batch cpu kernels kv layers model weights)
 engine.kernels: engine(cpu)
 engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels streams)

@@ -52,6 +52,8 @@ def engine(
     batches, contexts = _parse("batch", batch), _parse("context", context)
     directory = resolve(model)
     if host:
+        if gpu or (dtype, weights, pool_dtype) != (options.DEFAULT_DTYPE, options.DEFAULT_WEIGHTS, "auto"):
+            raise SpecError("--host computes no model: of the other options it takes --batch, --context and --threads")
         result = _host(directory, batches=batches, contexts=contexts, threads=threads)
         print(json.dumps(result) if as_json else "\n".join(_host_lines(result)))
         return
@@ -147,6 +149,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
+        *(f"chosen   {row['taken']:<7} for {row['what']}: {_times(row['ms'])}" for row in result.get("ways", ())),
     ]
 
 
@@ -160,6 +163,10 @@ def _host_lines(result: dict[str, Any]) -> list[str]:
             for row in result["host"]
         ),
     ]
+
+
+def _times(ms: dict[str, float]) -> str:
+    return ", ".join(f"{way} {took} ms" for way, took in ms.items())
 
 
 def _share(decode: dict[str, Any]) -> str:

@@ -56,9 +56,9 @@ def plan(
         print(json.dumps(report, indent=1) if as_json else _memory_table(report))
         return
     if speculation:
-        profile_of = Simulator(profile, drafts, draft_pass_ms)
-        lines = draft_lines(profile_of.profile, context=context)
-        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{profile_of.said}")
+        simulator = Simulator(profile, drafts, draft_pass_ms)
+        lines = draft_lines(simulator.profile, context=context)
+        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{simulator.said}")
         return
     if trace is None:
         raise SpecError("name a --trace to plan for, or --memory, or --speculation")

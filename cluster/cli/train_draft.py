@@ -34,8 +34,8 @@ def train_draft(
             help="A JSON object a line, with messages, prompt or text, or of `cluster batch`; self: the model's own.",
         ),
     ] = _SELF,
-    tokens: Annotated[int, typer.Option(min=1, help="Of answers, to train on and to measure with.")] = 400_000,
-    passes: Annotated[int, typer.Option(min=1, help="Over the answers.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Of answers, to train on and to measure with.")] = 300_000,
+    passes: Annotated[int, typer.Option(min=1, help="Over the answers.")] = 8,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
 ) -> None:

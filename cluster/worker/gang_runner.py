@@ -112,6 +112,8 @@ class GangRunner:
         return self.runner.forward(batch, on_layer, on_logits)
 
     def _carry_out(self, orders: Orders) -> None:
+        if orders.reads_pool:
+            self.runner.settle()
         for order in orders.tiers:
             assert self.tiers, "orders for tiers that this rank does not have"
             self.tiers.carry_out(order)
@@ -140,6 +142,7 @@ class GangRunner:
             self._commit(passage, grant.num_tokens)
 
     def _commit(self, passage: Passage, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
+        self.runner.settle()
         heads = self.runner.heads
         features = heads.features.of(passage.blocks, num_tokens) if heads else b""
         passage.commit(num_tokens, next_tokens, features=features)

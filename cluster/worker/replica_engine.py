@@ -49,7 +49,9 @@ class EngineParts:
     tiers: Tiers[Prompt]
 
     def save_evicted(self) -> None:
-        """What was evicted is copied to lower tiers, on every rank, before somebody writes to its block."""
+        """What was evicted is copied to lower tiers, on every rank, before somebody writes to its block; and what is
+        still to be put there is."""
+        self.gang.runner.settle()
         if orders := self.tiers.table.take_orders():
             self.gang.execute(None, Orders(tiers=orders))
 

@@ -1,7 +1,8 @@
 """Attention over paged KV, for a batch that mixes prompts and single tokens.
 
-By torch, where neither CPU kernels nor Triton's compute it: the blocks that a sequence attends to are gathered and
-given to scaled_dot_product_attention. A plan is made once per step and used by every layer.
+By torch: where neither CPU kernels nor Triton's compute it, and for long rows on a processor where it is quicker than
+the former. The blocks that a sequence attends to are gathered and given to scaled_dot_product_attention. A plan is made
+once per step and used by every layer.
 """
 
 from __future__ import annotations

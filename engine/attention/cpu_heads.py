@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.attention import AttentionPlan, paged_attention
 from engine.batch.batch import Batch
-from engine.batch.rows import Row
+from engine.batch.rows import Ints, Row
 from engine.cpu.library import Kernels, Program
 from engine.cpu.measured_ways import KERNELS, TORCH, MeasuredWays
 from engine.cpu.structs import AttentionCall, Coding, Kind, PoolView, RotaryCall, Step
@@ -133,6 +133,15 @@ class StepRows:
         step = Step.from_buffer_copy(self.step)
         step.sequences, step.tokens = num_rows, int(self._arrays[1][:num_rows].sum())
         return step
+
+
+def store_kv(
+    kernels: Kernels, pool: KVPool, layer: int, slots_T: Ints, kv_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor
+) -> None:
+    """Rotate keys in place, and put them and values into the pool. kv_TND: of tokens without queries, N = 2 K."""
+    slots_T, cos_T1F, sin_T1F = np.ascontiguousarray(slots_T), cos_T1F.contiguous(), sin_T1F.contiguous()
+    step = Step(tokens=len(slots_T), slots=slots_T.ctypes.data, cos=cos_T1F.data_ptr(), sin=sin_T1F.data_ptr())
+    Program(kernels, [rotary_call(pool, layer, kv_TND, q_norm=None, k_norm=None)]).run(step)
 
 
 def rotary_call(

@@ -1,7 +1,7 @@
 """What lies between the two projections of a layer, for one step: from queries, keys and values to what was attended.
 
 `Heads` is made once per step and used by every layer. TorchHeads computes with torch, in any dtype; CompiledHeads
-(cpu_heads.py) with the C++ kernels; KernelHeads (triton_heads.py) with Triton's.
+(cpu_heads.py) with the C++ kernels, SharedHeads with these and torch; KernelHeads (triton_heads.py) with Triton's.
 """
 
 from __future__ import annotations

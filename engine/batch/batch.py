@@ -62,6 +62,24 @@ class Batch:
         """Flatten `rows`, in order."""
         return KeptRows(block_size).apply(RowChanges.of(rows, block_size=block_size))
 
+    @classmethod
+    def of_next_tokens(cls, tables_RB: Ints, positions_R: Ints, *, block_size: int) -> Batch:
+        """One token of each of some rows, whose logits are wanted. Which tokens they are is not said."""
+        rows = np.arange(len(positions_R))
+        return cls(
+            token_ids=np.zeros_like(positions_R),
+            positions=positions_R,
+            slots=tables_RB[rows, positions_R // block_size] * block_size + positions_R % block_size,
+            query_lens=np.ones_like(positions_R),
+            context_lens=positions_R + 1,
+            block_tables=tables_RB,
+            adapters=np.zeros_like(positions_R),
+            logits_rows=rows,
+            scored_rows=_NONE,
+            number=0,
+            new_cells=None,
+        )
+
 
 class KeptRows:
     """The rows of the last step, on every rank of a replica: what the next one's changes are changes of. Their block

@@ -3,10 +3,10 @@
 // A group is four inputs: of the codes 64 bytes, four for each of 16 outputs, of which a register holds a part; of the row
 // four bytes, which all outputs meet. Whole numbers, hence the same sums by every one of these ways:
 //
-//     AVX-512 or AVX-VNNI    fours of bytes at once, into 32 bits
-//     AVX2                   pairs of bytes into 16 bits, as often as they have room, then pairs of those into 32;
-//                            codes of 8 bits leave no room: even and odd inputs apart, as 16 bits each
-//     else                   the compiler's vectors
+//     VNNI          fours of bytes at once, into 32 bits
+//     AVX-512, AVX2 pairs of bytes into 16 bits, as often as they have room, then pairs of those into 32;
+//                   codes of 8 bits leave no room: even and odd inputs apart, as 16 bits each
+//     else          the compiler's vectors
 #pragma once
 #include <algorithm>
 #include <type_traits>

@@ -1,5 +1,5 @@
 // What Python calls: a list of kernel calls, which one team of threads goes through. Every argument is a struct, laid out
-// as in engine/cpu/library.py.
+// as in engine/cpu/structs.py.
 #include <omp.h>
 
 #include "attention.h"
@@ -81,7 +81,7 @@ extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
 
 extern "C" bool may_use_tiles_here() { return may_use_tiles(); }
 
-extern "C" void stored_rows(const StoredRows* stored) { widen_rows(*stored); }
+extern "C" void widen_stored_rows(const StoredRows* stored) { widen_rows(*stored); }
 
 extern "C" void choose(const TokenChoices* choices) { choose_rows(*choices); }
 

@@ -1,8 +1,7 @@
 """The CPU kernels: C++ sources beside this file, compiled once per machine and kept in the user's cache.
 
-Compiling takes some twenty seconds, and only on a machine that has a C++ compiler; loading what is there, a
-millisecond. A machine without a compiler, or a model in another dtype than bf16, computes with torch alone: see
-`open_kernels`.
+Compiling takes some ten seconds, and only on a machine that has a C++ compiler; loading what is there, a millisecond. A
+machine without a compiler, or a model in another dtype than bf16, computes with torch alone: see `open_kernels`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Kernels:
         self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
         self.run.restype = None
-        self.widen_rows = _function(library, "stored_rows", StoredRows)
+        self.widen_stored_rows = _function(library, "widen_stored_rows", StoredRows)
         self.choose = _function(library, "choose", TokenChoices)
         self.pack_wire = _function(library, "pack_wire", Wire)
         self.unpack_wire = _function(library, "unpack_wire", Wire)

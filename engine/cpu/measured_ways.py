@@ -21,7 +21,6 @@ from filelock import FileLock
 from cluster.model.source import cache_root
 from cluster.process.whole_file import write_whole
 from cluster.words.errors import DeployError
-from engine.cpu.processor import description
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,8 @@ class MeasuredWays:
 
     @classmethod
     def of_this_machine(cls, version: str) -> MeasuredWays:
-        """version: of the kernels."""
-        facts = version, torch.__version__, description(), _BY
+        """version: of the kernels, and so of the processor."""
+        facts = version, torch.__version__, _BY
         key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
         return cls(cache_root() / "kernels" / f"{key}-ways.json")
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from engine.likeliest import likeliest
 from engine.sampler import sample
 from engine.sampling import SamplingRow
 from engine.sequence import Sequence
@@ -30,20 +31,27 @@ class DrawnTokens:
     def __init__(self) -> None:
         self._rows: WeakKeyDictionary[Sequence, SamplingRow] = WeakKeyDictionary()
 
-    def draw(self, logits_RV: Tensor, sequences: Seq[Sequence], place: int) -> list[tuple[int, int] | None]:
+    def draw(
+        self, logits_RV: Tensor, sequences: Seq[Sequence], place: int, *, ids_V: Tensor | None = None
+    ) -> list[tuple[int, int] | None]:
         """Of each the token behind so many drafted ones, and its kind (see Proposal): how sure the model is. None where
-        the logits are not finite. logits_RV: fp32, may be overwritten. Waits for the device."""
+        the logits are not finite. Waits for the device.
+
+        logits_RV: fp32, may be overwritten; ids_V: of which tokens they are, on the same device; None: of all. Where
+        they ascend, that gives what all would if the others' logits were far below."""
+        if all(sequence.sampling_row.sampling.is_greedy for sequence in sequences):
+            places_R, most_R = likeliest(logits_RV, {})
+            chances_R = 1.0 / (logits_RV - most_R.unsqueeze(-1)).exp().sum(dim=-1)
+            return _drawn(places_R, chances_R, most_R.isfinite(), [0] * len(sequences), ids_V)
         rows = [self._row(sequence).behind(place) for sequence in sequences]
         temperatures = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
-        scale_R1 = torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)
-        given_RV = logits_RV if all(row.is_plain for row in rows) else logits_RV.clone()
-        log_norms_R1 = (given_RV / scale_R1).logsumexp(dim=-1, keepdim=True)
-        sampled = sample(logits_RV, rows)
-        ids_R1 = torch.as_tensor(sampled.token_ids, device=logits_RV.device).long().clamp_min(0).unsqueeze(-1)
-        chances_R1 = (given_RV.gather(-1, ids_R1) / scale_R1 - log_norms_R1).exp()
-        degrees = (chances_R1 * NUM_DEGREES).nan_to_num().clamp(0, NUM_DEGREES - 1).long().flatten().tolist()
-        kinds = [NUM_DEGREES * (not row.sampling.is_greedy) + one for row, one in zip(rows, degrees, strict=True)]
-        return [(one[0], kind) if one else None for one, kind in zip(sampled.wait(), kinds, strict=True)]
+        given_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)
+        log_norms_R1 = given_RV.logsumexp(dim=-1, keepdim=True)
+        sampled_R = torch.as_tensor(sample(logits_RV, rows).token_ids, device=logits_RV.device).long()
+        places_R = sampled_R.clamp_min(0)
+        chances_R = (given_RV.gather(-1, places_R.unsqueeze(-1)) - log_norms_R1).exp().squeeze(-1)
+        kinds = [NUM_DEGREES * (not row.sampling.is_greedy) for row in rows]
+        return _drawn(places_R, chances_R, sampled_R >= 0, kinds, ids_V)
 
     def _row(self, sequence: Sequence) -> SamplingRow:
         row = self._rows.get(sequence)
@@ -62,3 +70,13 @@ class DrawnTokens:
                 sampling=sampling, seed=own.seed, tokens=sequence.tokens, num_prompt_tokens=own.num_prompt_tokens
             )
         return row
+
+
+def _drawn(
+    places_R: Tensor, chances_R: Tensor, is_drawn_R: Tensor, kinds: Seq[int], ids_V: Tensor | None
+) -> list[tuple[int, int] | None]:
+    """kinds: of the rows, at no confidence."""
+    ids_R = places_R if ids_V is None else ids_V[places_R]
+    degrees_R = (chances_R * NUM_DEGREES).nan_to_num().clamp(0, NUM_DEGREES - 1).long()
+    found = zip(ids_R.tolist(), degrees_R.tolist(), is_drawn_R.tolist(), kinds, strict=True)
+    return [(token, kind + degree) if is_drawn else None for token, degree, is_drawn, kind in found]

@@ -6,10 +6,8 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Protocol
 
-from torch import Tensor
-
 from engine.draft_models.drawn import DrawnTokens
-from engine.heads.head_row import Choose, HeadRow
+from engine.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.sequence import Sequence
 from engine.speculation.proposer import NOTHING, Proposal
 
@@ -49,9 +47,9 @@ class HeadProposer:
     def finished(self, sequence: Sequence) -> None:
         pass
 
-    def _choose(self, asked: Seq[_Draft], logits_RV: Tensor, rows: Seq[int], place: int) -> list[int]:
+    def _choose(self, asked: Seq[_Draft], logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
         drafts = [asked[row] for row in rows]
-        drawn = self._drawn.draw(logits_RV, [draft.sequence for draft in drafts], place)
+        drawn = self._drawn.draw(logits.values_RD, [draft.sequence for draft in drafts], place, ids_V=logits.ids_D)
         return [draft.take(token) for draft, token in zip(drafts, drawn, strict=True)]
 
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from cluster.model.shape import ModelConfig
-from engine.attention.cpu_heads import CompiledHeads
+from engine.attention.cpu_heads import CompiledHeads, store_kv
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.rotary import Rotary
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
+from engine.batch.rows import Ints
+from engine.cpu.library import Kernels
 from engine.kernels.rotary import rotate
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear
@@ -23,7 +25,7 @@ from engine.layers.shards import ShardReader
 from engine.model.gated_mlp import GatedMLP
 from engine.weights.checkpoint import Shape, Span
 
-# T tokens, R rows, I numbers of an entry, E hidden_size, H query heads, K kv heads, D head_dim, N = H + 2 K
+# N tokens, R rows, I numbers of an entry, E hidden_size, K kv heads, M = 2 K, D head_dim
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class DecoderBlock:
     mlp_norm: RMSNorm
     mlp: GatedMLP
     rotary: Rotary
-    reader: ShardReader
+    kernels: Kernels | None
 
     @classmethod
     def read(
@@ -56,40 +58,40 @@ class DecoderBlock:
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", shape.rms_norm_eps),
             mlp=GatedMLP.read(reader, shape, f"{prefix}.mlp"),
             rotary=Rotary(shape, reader.device),
-            reader=reader,
+            kernels=reader.kernels,
         )
 
-    def keep(self, batch: Batch, pool: KVPool, entry_TI: Tensor) -> None:
+    def keep(self, pool: KVPool, slots_N: Ints, positions_N: Ints, entry_NI: Tensor) -> None:
         """Put the entries' keys and values into the pool."""
-        cos_T1F, sin_T1F = self._angles(batch, entry_TI)
-        kv_TND = torch.unflatten(self.kv(entry_TI), -1, (-1, self.head_dim))
-        if self.reader.kernels is not None:
-            heads = CompiledHeads(self.reader.kernels, batch, pool, cos_T1F, sin_T1F)
-            heads.store(self.index, kv_TND, q_norm=None, k_norm=None)  # no queries
+        cos_N1F, sin_N1F = self.angles(positions_N, entry_NI)
+        kv_NMD = torch.unflatten(self.kv(entry_NI), -1, (-1, self.head_dim))
+        if self.kernels is not None:
+            store_kv(self.kernels, pool, self.index, slots_N, kv_NMD, cos_N1F, sin_N1F)
         else:
-            k_TKD, v_TKD = kv_TND.chunk(2, dim=1)
-            slots_T = torch.from_numpy(batch.slots).to(pool.device)
-            pool.write(self.index, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
+            k_NKD, v_NKD = kv_NMD.chunk(2, dim=1)
+            slots = torch.from_numpy(slots_N).to(pool.device)
+            pool.write(self.index, slots, rotate(k_NKD, cos_N1F, sin_N1F), v_NKD)
 
     def __call__(self, batch: Batch, pool: KVPool, entry_RI: Tensor, x_RE: Tensor) -> Tensor:
         """Of one entry of each row, which is put into the pool, too: (R, E)."""
-        heads = self._heads(batch, pool, *self._angles(batch, entry_RI))
-        heads_RND = torch.unflatten(self.qkv(entry_RI), -1, (-1, self.head_dim))
-        q_RHD = heads.store(self.index, heads_RND, q_norm=None, k_norm=None)
+        heads = self._heads(batch, pool, *self.angles(batch.positions, entry_RI))
+        heads_RMD = torch.unflatten(self.qkv(entry_RI), -1, (-1, self.head_dim))
+        q_RHD = heads.store(self.index, heads_RMD, q_norm=None, k_norm=None)
         attended_RHD = heads.attend(self.index, q_RHD, window=None)
         x = Residual(x_RE, adds_late=False)
         x.add_product(self.output, attended_RHD.flatten(1))
         self.mlp(x, norm=self.mlp_norm)
         return x.total()
 
-    def _angles(self, batch: Batch, entry_TI: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary(torch.from_numpy(batch.positions).to(entry_TI.device), entry_TI.dtype)
+    def angles(self, positions_N: Ints, x_NI: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, where and as exactly as x is: see Rotary."""
+        return self.rotary(torch.from_numpy(positions_N).to(x_NI.device), x_NI.dtype)
 
     def _heads(self, batch: Batch, pool: KVPool, cos_R1F: Tensor, sin_R1F: Tensor) -> Heads:
         if pool.device.type == "cuda":
             return KernelHeads(DeviceBatch.of(batch, pool.device), pool, cos_R1F, sin_R1F)
-        if self.reader.kernels is not None:
-            return CompiledHeads(self.reader.kernels, batch, pool, cos_R1F, sin_R1F)
+        if self.kernels is not None:
+            return CompiledHeads(self.kernels, batch, pool, cos_R1F, sin_R1F)
         return TorchHeads(batch, pool, cos_R1F, sin_R1F, [None])
 
 

@@ -7,10 +7,10 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.batch.batch import Batch
+from engine.heads.late import Entries
 from engine.kv.pool import KVPool
-from engine.model.taps import Taps
 
-# T tokens of a step, R rows, E hidden_size, D tokens that the layer knows
+# T, N tokens, R rows, E hidden_size, W hidden states of a position, D tokens that the layer knows
 
 
 class DraftLayer(Protocol):
@@ -21,18 +21,24 @@ class DraftLayer(Protocol):
 
     known_D: Tensor | None  # which of the model's tokens are its own; None: they are the same
 
-    def features(self, taps: Taps, /) -> Tensor:
-        """Of all positions of a step that the model has computed: (T, E)."""
+    def attach(self, pool: KVPool, /) -> None:
+        """Before anything else: where its keys and values are."""
         ...
 
-    def keep(self, batch: Batch, pool: KVPool, token_ids_T: Tensor, before_TE: Tensor, /) -> None:
-        """Put what attention needs of a step's entries into the pool. before: the features before each."""
+    def features(self, hidden_TW: Tensor, /) -> Tensor:
+        """Of positions that the model has computed, (T, E), from the hidden states that are wanted of them, side by
+        side."""
         ...
 
-    def __call__(self, batch: Batch, pool: KVPool, token_ids_R: Tensor, before_RE: Tensor, /) -> Tensor:
-        """Of one entry of each row, which is put into the pool: the features that follow, (R, E)."""
+    def keep(self, entries: Entries, before_NE: Tensor, /) -> None:
+        """Put what attention needs of them into the pool. before: the features before each."""
+        ...
+
+    def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor, /) -> Tensor:
+        """Of one entry of each row, which is put into the pool: the features that follow, (R, E), good until the next
+        call."""
         ...
 
     def logits(self, feature_RE: Tensor, /) -> Tensor:
-        """Of the token behind the next one: (R, D) fp32."""
+        """Of the token behind the next one, from what the last call gave: (R, D) fp32."""
         ...

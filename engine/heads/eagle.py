@@ -6,8 +6,9 @@
     next     while it drafts, that takes the feature's place
 
 So what slot t keeps follows from the tokens up to t, as in every other layer; the layer is one more of the KV pool, and
-whoever ships, stores or finds a block has it along. A step puts keys and values of its tokens there; all the rest is
-computed only where a draft is asked for. Published layers are trained without an entry at slot 0: it is one more key.
+whoever ships, stores or finds a block has it along. Keys and values of a step's tokens are put there by the step, or
+later (`LateEntries`); all the rest is computed only where a draft is asked for. Published layers are trained without an
+entry at slot 0: it is one more key.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from torch import Tensor
 
 from cluster.model.shape import ModelConfig
 from engine.batch.batch import Batch
-from engine.batch.rows import Ints, Row
+from engine.batch.rows import Ints
 from engine.heads.draft_layer import DraftLayer
-from engine.heads.features import UNKNOWN, Features, begin_slots, going_on
-from engine.heads.head_row import Choose, HeadRow
+from engine.heads.features import UNKNOWN, Features, going_on
+from engine.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.heads.heads import HeadsRoom
+from engine.heads.late import Entries, LateEntries
 from engine.kv.pool import KVPool
 from engine.model.taps import Taps
 
-# T tokens of a step, R rows, E hidden_size, D tokens that the layer knows, V vocabulary
-
-_NEVER = -1e30  # a logit: infinite ones are of models that have failed
+# N tokens, M of these, R rows, B blocks of the longest table, E hidden_size
 
 
 class Eagle:
@@ -43,31 +43,40 @@ class Eagle:
         self._room = room
         self._index = model.num_layers
         self._hidden_size = model.hidden_size
-        self._vocab_size = model.vocab_size
 
     def attach(self, pool: KVPool) -> None:
         """pool: with a spare block for every row that is asked about at a time."""
+        self._layer.attach(pool)
+        self._can_wait = self._room.can_wait
+        self._late = LateEntries(pool.num_blocks * pool.layout.block_size)
         self.features = Features(
             pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
         )
         self._pool = pool
 
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
-        pool, device = self._pool, self._pool.device
-        feature_TE = self._layer.features(taps)
-        begin_R = torch.from_numpy(np.cumsum(batch.query_lens) - batch.query_lens).to(device)
-        before_TE = torch.roll(feature_TE, 1, dims=0)
-        before_TE[begin_R] = self._read(begin_slots(batch, block_size=pool.layout.block_size))
-        assert taps.token_ids_T is not None
-        self._layer.keep(batch, pool, taps.token_ids_T, before_TE)
+        entries = Entries.of(batch, taps, self.layers, block_size=self._pool.layout.block_size)
+        decodes = len(batch.logits_rows) == batch.num_tokens
+        if self._can_wait and decodes and on_layer is None:
+            self._late.add(entries)
+            if self._late.are_enough:
+                self.settle()
+            return
+        self.settle()
+        self._put(entries, going_on(batch))
         if on_layer is not None:
             on_layer(self._index)
-        last_N = going_on(batch)
-        self.features.keep(batch.slots[last_N], feature_TE[torch.from_numpy(last_N).to(device)])
-        self.features.keep_ends(batch.slots, feature_TE)
+
+    def settle(self) -> None:
+        if entries := self._late.take():
+            self._put(entries, np.arange(len(entries.slots_N)))
+
+    def knows(self, rows: Sequence[HeadRow]) -> bool:
+        return self.features.knows(rows, self._late.has)
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         """At most a block of tokens of at most `max_rows` rows: so much is spare."""
+        self.settle()
         pool, size, most_rows = self._pool, self._pool.layout.block_size, self._room.max_rows
         known, feature_RE = self.features.before(rows[:most_rows])
         if not known:
@@ -75,23 +84,27 @@ class Eagle:
         asked = [rows[i] for i in known]
         # What is beyond a row's own blocks is written behind the pool.
         tables = [[*row.blocks[: row.position // size + 1], pool.num_blocks + i] for i, row in enumerate(asked)]
+        width = max(map(len, tables))
+        tables_RB = np.array([[*table, *[0] * (width - len(table))] for table in tables], dtype=np.int64)
+        positions_R = np.array([row.position for row in asked], dtype=np.int64)
         token_ids: Sequence[int] = [row.token_id for row in asked]
         for place in range(min(max_tokens, size)):
-            entries = [
-                Row([0], start=row.position + place, blocks=table, num_logits=1)
-                for row, table in zip(asked, tables, strict=True)
-            ]
-            token_ids_R = torch.tensor(token_ids, device=pool.device)
-            feature_RE = self._layer(Batch.of(entries, block_size=size), pool, token_ids_R, feature_RE)
-            token_ids = choose(self._logits(feature_RE), known, place)
+            batch = Batch.of_next_tokens(tables_RB, positions_R + place, block_size=size)
+            feature_RE = self._layer(batch, torch.tensor(token_ids, device=pool.device), feature_RE)
+            token_ids = choose(HeadLogits(self._layer.logits(feature_RE), self._layer.known_D), known, place)
 
-    def _logits(self, feature_RE: Tensor) -> Tensor:
-        """(R, V) fp32, of the model's tokens."""
-        logits_RD, known_D = self._layer.logits(feature_RE), self._layer.known_D
-        if known_D is None:
-            return logits_RD
-        logits_RV = torch.full((len(logits_RD), self._vocab_size), _NEVER, device=logits_RD.device)
-        return logits_RV.index_copy_(1, known_D, logits_RD)
+    def _put(self, entries: Entries, going_on_M: Ints) -> None:
+        """Into the pool; sequences may go on from so many of them."""
+        device, slots_N = self._pool.device, entries.slots_N
+        feature_NE = self._layer.features(entries.hidden_NW)
+        places_N = self._late.places(slots_N, entries.before_N)
+        before_NE = feature_NE[torch.from_numpy(np.maximum(places_N, 0)).to(device)]
+        first_F = np.flatnonzero(places_N == UNKNOWN)
+        if len(first_F):
+            before_NE[torch.from_numpy(first_F).to(device)] = self._read(entries.before_N[first_F])
+        self._layer.keep(entries, before_NE)
+        self.features.keep(slots_N[going_on_M], feature_NE[torch.from_numpy(going_on_M).to(device)])
+        self.features.keep_ends(slots_N, feature_NE)
 
     def _read(self, slots_R: Ints) -> Tensor:
         """Zeros where nothing is known, and before the first position."""

@@ -18,8 +18,8 @@ from cluster.model.shape import ModelConfig
 from engine.batch.batch import Batch
 from engine.heads.decoder_block import DecoderBlock, expected_tensors
 from engine.heads.heads import HeadsRoom
+from engine.heads.late import Entries
 from engine.kv.pool import KVPool
-from engine.model.taps import Taps
 from engine.weights.checkpoint import check_tensors
 
 # T tokens of a step, R rows, E hidden_size
@@ -45,19 +45,22 @@ class Eagle1Layer:
         expected |= {f"{name}.bias": expected[f"{name}.weight"][:1] for name in biased}
         check_tensors(found, expected, optional=_COPIES)
         self._model = room.model
-        self._tap = model.num_layers
         self._join = reader.linear({"fc": (0, hidden)}, has_bias=has_bias)
         self._block = DecoderBlock.read(reader, shape, _LAYER, index=model.num_layers, has_bias=has_qkv_bias)
 
-    def features(self, taps: Taps) -> Tensor:
-        return self._model.norm(taps[self._tap])
+    def attach(self, pool: KVPool) -> None:
+        self._pool = pool
 
-    def keep(self, batch: Batch, pool: KVPool, token_ids_T: Tensor, before_TE: Tensor) -> None:
-        self._block.keep(batch, pool, self._entry(token_ids_T, before_TE))
+    def features(self, hidden_TW: Tensor) -> Tensor:
+        return self._model.norm(hidden_TW)
 
-    def __call__(self, batch: Batch, pool: KVPool, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
+    def keep(self, entries: Entries, before_NE: Tensor) -> None:
+        entry_NE = self._entry(entries.token_ids_N, before_NE)
+        self._block.keep(self._pool, entries.slots_N, entries.positions_N, entry_NE)
+
+    def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
         entry_RE = self._entry(token_ids_R, before_RE)
-        return self._block(batch, pool, entry_RE, entry_RE)
+        return self._block(batch, self._pool, entry_RE, entry_RE)
 
     def logits(self, feature_RE: Tensor) -> Tensor:
         return self._model.head(feature_RE)

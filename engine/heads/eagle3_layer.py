@@ -9,6 +9,7 @@ next   its own x, not normed, in the place of f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,10 +18,13 @@ from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
 from engine.batch.batch import Batch
+from engine.heads.compiled_eagle import CompiledEagle, EagleParts, can_compile
 from engine.heads.decoder_block import DecoderBlock, expected_tensors
 from engine.heads.heads import HeadsRoom
+from engine.heads.late import Entries
 from engine.kv.pool import KVPool
-from engine.model.taps import Taps
+from engine.layers.layers import Matrix
+from engine.layers.shards import ShardReader
 from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of a step, R rows, E hidden_size, D tokens that the head knows
@@ -40,7 +44,6 @@ class Eagle3Layer:
         expected = {**_expected(config, shape), **{name: size for name, size in also.items() if name in found}}
         check_tensors(found, expected, optional=frozenset({"t2d"}))
         eps = shape.rms_norm_eps
-        self._taps = config.layers
         self._fuse = reader.linear({"fc": (0, shape.hidden_size)})
         self._embedding_norm = reader.norm(f"{_LAYER}.input_layernorm", eps)
         self._feature_norm = reader.norm(f"{_LAYER}.hidden_norm", eps)
@@ -51,6 +54,8 @@ class Eagle3Layer:
         self._embed: Callable[[Tensor], Tensor] = room.model.embed
         if "embed_tokens.weight" in found:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
+        self._compiled: CompiledEagle | None = None
+        self._programs = self._find_programs(reader, shape)
         self.known_D: Tensor | None = None
         if "d2t" in found:
             offsets_D = reader.checkpoint.read("d2t").long()
@@ -58,21 +63,72 @@ class Eagle3Layer:
             if not 0 <= int(self.known_D.min()) <= int(self.known_D.max()) < model.vocab_size:
                 raise SpecError(f"d2t names tokens beyond the model's {model.vocab_size}")
 
-    def features(self, taps: Taps) -> Tensor:
-        return self._fuse(torch.cat([taps[layer] for layer in self._taps], dim=-1))
+    def attach(self, pool: KVPool) -> None:
+        self._pool = pool
+        if self._programs:
+            self._compiled = self._programs(pool)
 
-    def keep(self, batch: Batch, pool: KVPool, token_ids_T: Tensor, before_TE: Tensor) -> None:
-        self._block.keep(batch, pool, self._entry(token_ids_T, before_TE))
+    def features(self, hidden_TW: Tensor) -> Tensor:
+        if self._compiled and len(hidden_TW) <= self._compiled.most_tokens:
+            return self._compiled.fuse(hidden_TW)
+        return self._fuse(hidden_TW)
 
-    def __call__(self, batch: Batch, pool: KVPool, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
-        return self._block(batch, pool, self._entry(token_ids_R, before_RE), before_RE)
+    def keep(self, entries: Entries, before_NE: Tensor) -> None:
+        slots_N, positions_N, token_ids_N = entries.slots_N, entries.positions_N, entries.token_ids_N
+        if self._compiled and len(slots_N) <= self._compiled.most_tokens:
+            angles = self._block.angles(positions_N, before_NE)
+            self._compiled.put(self._embed(token_ids_N), before_NE, slots_N, *angles)
+        else:
+            self._block.keep(self._pool, slots_N, positions_N, self._entry(token_ids_N, before_NE))
+
+    def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
+        self._logits_RD: Tensor | None = None
+        if self._compiled and len(token_ids_R) <= self._compiled.most_tokens:
+            angles = self._block.angles(batch.positions, before_RE)
+            feature_RE, self._logits_RD = self._compiled.draft(batch, self._embed(token_ids_R), before_RE, *angles)
+            return feature_RE
+        return self._block(batch, self._pool, self._entry(token_ids_R, before_RE), before_RE)
 
     def logits(self, feature_RE: Tensor) -> Tensor:
+        if self._logits_RD is not None:
+            return self._logits_RD.float()
         return self._parallel.all_gather(self._head(feature_RE, before=self._norm), self._num_known).float()
+
+    def _find_programs(self, reader: ShardReader, shape: ModelConfig) -> Callable[[KVPool], CompiledEagle] | None:
+        """None where the layer is computed part by part."""
+        if reader.kernels is None or reader.parallel.size > 1:
+            return None
+        block = self._block
+        parts = EagleParts(
+            fuse=self._fuse,
+            embedding_norm=self._embedding_norm,
+            feature_norm=self._feature_norm,
+            kv=_halves(reader, shape, "kv"),
+            qkv=_halves(reader, shape, "qkv"),
+            output=block.output,
+            mlp_norm=block.mlp_norm,
+            mlp=block.mlp,
+            norm=self._norm,
+            head=self._head,
+        )
+        if not can_compile(parts):
+            return None
+        return partial(CompiledEagle, reader.kernels, parts, layer=block.index, dim=shape.head_dim)
 
     def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
         """(T, 2 E)"""
         return torch.cat((self._embedding_norm(self._embed(token_ids_T)), self._feature_norm(before_TE)), dim=-1)
+
+
+def _halves(reader: ShardReader, shape: ModelConfig, names: str) -> tuple[Matrix, Matrix]:
+    """Of the matrix that reads both halves of an entry: what each half meets."""
+
+    def half(number: int) -> Matrix:
+        columns = number * shape.hidden_size, (number + 1) * shape.hidden_size
+        parts = [reader.checkpoint.read(f"{_LAYER}.self_attn.{n}_proj.weight", columns=columns) for n in names]
+        return reader.matrix(torch.cat(parts).to(reader.dtype))
+
+    return half(0), half(1)
 
 
 def _expected(config: HeadsConfig, shape: ModelConfig) -> Mapping[str, Shape]:

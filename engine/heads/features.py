@@ -8,7 +8,7 @@ whoever finds the block in the cache, in a lower tier or behind a fork goes on f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -76,9 +76,12 @@ class Features:
         known = np.flatnonzero(places_R != UNKNOWN)
         return known.tolist(), self.read(places_R[known])
 
-    def knows(self, rows: Sequence[HeadRow]) -> bool:
-        """Whether anything is known of the position before the last token of all of them."""
-        return bool((self.find(self._slots_before(rows)) != UNKNOWN).all())
+    def knows(self, rows: Sequence[HeadRow], is_coming: Callable[[Ints], Ints] | None = None) -> bool:
+        """Whether anything is known of the position before the last token of all of them. is_coming: of which slots
+        something will be."""
+        slots_R = self._slots_before(rows)
+        is_known_R = self.find(slots_R) != UNKNOWN
+        return bool((is_known_R | is_coming(slots_R)).all() if is_coming else is_known_R.all())
 
     def read(self, places_N: Ints) -> Tensor:
         """(N, E); zeros where nothing is known."""
@@ -134,11 +137,16 @@ class Features:
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._pool.device)
 
 
-def begin_slots(batch: Batch, *, block_size: int) -> Ints:
-    """The slot before each row's first position, (R,); UNKNOWN where it begins at 0."""
-    before_R = batch.context_lens - batch.query_lens - 1
-    blocks_R = batch.block_tables[np.arange(len(before_R)), np.maximum(before_R, 0) // block_size]
-    return np.where(before_R >= 0, blocks_R * block_size + before_R % block_size, UNKNOWN)
+def slots_before(batch: Batch, *, block_size: int) -> Ints:
+    """(T,) of the position before each; UNKNOWN where there is none."""
+    before_T = batch.slots - 1
+    first_in_block = np.flatnonzero(batch.positions % block_size == 0)
+    if len(first_in_block):
+        rows = np.searchsorted(np.cumsum(batch.query_lens), first_in_block, side="right")
+        positions = batch.positions[first_in_block] - 1
+        slots = (batch.block_tables[rows, positions // block_size] + 1) * block_size - 1
+        before_T[first_in_block] = np.where(positions < 0, UNKNOWN, slots)
+    return before_T
 
 
 def going_on(batch: Batch) -> Ints:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# R rows, V vocabulary
+# R rows, V vocabulary, D tokens that a head knows
 
 
 class HeadRow(NamedTuple):
@@ -18,6 +18,13 @@ class HeadRow(NamedTuple):
     blocks: Sequence[int]  # its table, which has a place for the last token
 
 
-# From the logits (R, V) fp32 of the next token of some rows to these tokens: which rows they are, and how many tokens
-# of the draft are before. The logits may be overwritten.
-Choose = Callable[[Tensor, Sequence[int], int], Sequence[int]]
+class HeadLogits(NamedTuple):
+    """Of the next tokens of some rows."""
+
+    values_RD: Tensor  # fp32; may be overwritten
+    ids_D: Tensor | None = None  # of the tokens that they are of, on the same device; None: all, in order
+
+
+# From the logits of the next token of some rows to these tokens: which rows they are, and how many tokens of the draft
+# are before.
+Choose = Callable[[HeadLogits, Sequence[int], int], Sequence[int]]

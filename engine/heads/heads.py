@@ -43,6 +43,11 @@ class HeadsRoom:
         """For features of positions that sequences may go on from."""
         return _STEPS_KEPT * self.max_rows
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether what a step has computed may be put into the pool later: where nobody else would have to, too."""
+        return self.reader.device.type == "cpu" and self.reader.parallel.size == 1
+
 
 class DraftHeads(Protocol):
     """One kind of heads. Owned by the step thread."""
@@ -56,7 +61,16 @@ class DraftHeads(Protocol):
 
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None, /) -> None:
         """A step has been computed: remember what drafts will need, and put into the pool what the heads keep of its
-        tokens. on_layer: as of ModelRunner.forward, for their own layers."""
+        tokens; with on_layer now, else perhaps not before `settle`. on_layer: as of ModelRunner.forward, for their own
+        layers."""
+        ...
+
+    def settle(self) -> None:
+        """All that steps have computed is in the pool then, and in `features`."""
+        ...
+
+    def knows(self, rows: Sequence[HeadRow], /) -> bool:
+        """Whether they have seen what these rows go on from."""
         ...
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:

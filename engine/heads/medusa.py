@@ -18,7 +18,7 @@ from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
 from engine.batch.batch import Batch
 from engine.heads.features import Features, going_on
-from engine.heads.head_row import Choose, HeadRow
+from engine.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.heads.heads import HeadsRoom
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear
@@ -63,13 +63,19 @@ class Medusa:
         x_TE = taps[self.layers[0]]
         self.features.keep(batch.slots[last_N], x_TE[torch.from_numpy(last_N).to(x_TE.device)])
 
+    def settle(self) -> None:
+        pass
+
+    def knows(self, rows: Sequence[HeadRow]) -> bool:
+        return self.features.knows(rows)
+
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         known, last_RE = self.features.before(rows)
         if not known:
             return
         x_RE = self._room.model.norm(last_RE)
         for place, (residuals, projection) in enumerate(self._heads[:max_tokens]):
-            choose(projection(_through(residuals, x_RE)).float(), known, place)
+            choose(HeadLogits(projection(_through(residuals, x_RE)).float()), known, place)
 
 
 def _through(residuals: Sequence[Linear], x_RE: Tensor) -> Tensor:

@@ -23,12 +23,13 @@ from engine.attention.rotary import Rotary
 from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
+from engine.batch.rows import Ints
 from engine.heads.heads import HeadsRoom
+from engine.heads.late import Entries
 from engine.kv.pool import KVPool
 from engine.layers.residual import Residual
 from engine.model import experts, gated_mlp, latent_layer
 from engine.model.latent_layer import LatentLayer
-from engine.model.taps import Taps
 from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of a step, R rows, E hidden_size
@@ -50,7 +51,6 @@ class MtpLayer:
         self._model = room.model
         self._is_interleaved = shape.latent.is_interleaved
         self._scale = shape.attention_scale
-        self._tap = model.num_layers
         self._embedding_norm = reader.norm(f"{prefix}.enorm", eps)
         self._feature_norm = reader.norm(f"{prefix}.hnorm", eps)
         self._join = reader.linear({f"{prefix}.eh_proj": (0, shape.hidden_size)})
@@ -58,17 +58,21 @@ class MtpLayer:
         self._norm = reader.norm(f"{prefix}.shared_head.norm", eps)
         self._rotary = Rotary(shape, reader.device)
 
-    def features(self, taps: Taps) -> Tensor:
-        return self._model.norm(taps[self._tap])
+    def attach(self, pool: KVPool) -> None:
+        self._pool = pool
 
-    def keep(self, batch: Batch, pool: KVPool, token_ids_T: Tensor, before_TE: Tensor) -> None:
-        x_TE = self._entry(token_ids_T, before_TE)
-        slots_T = torch.from_numpy(batch.slots).to(pool.device)
-        self._layer.keep(Residual(x_TE, adds_late=False), pool, slots_T, self._rotation(batch, x_TE))
+    def features(self, hidden_TW: Tensor) -> Tensor:
+        return self._model.norm(hidden_TW)
 
-    def __call__(self, batch: Batch, pool: KVPool, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
+    def keep(self, entries: Entries, before_NE: Tensor) -> None:
+        x_NE = self._entry(entries.token_ids_N, before_NE)
+        slots_N = torch.from_numpy(entries.slots_N).to(x_NE.device)
+        rotation = self._rotation(entries.positions_N, x_NE)
+        self._layer.keep(Residual(x_NE, adds_late=False), self._pool, slots_N, rotation)
+
+    def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
         x_RE = self._entry(token_ids_R, before_RE)
-        heads = self._heads(batch, pool, self._rotation(batch, x_RE))
+        heads = self._heads(batch, self._rotation(batch.positions, x_RE))
         x = Residual(x_RE, adds_late=False)
         self._layer.finish(x, self._layer.store(x, heads), heads)
         return self._norm(x.total())
@@ -81,11 +85,12 @@ class MtpLayer:
         embedded_TE = self._embedding_norm(self._model.embed(token_ids_T))
         return self._join(torch.cat((embedded_TE, self._feature_norm(before_TE)), dim=-1))
 
-    def _rotation(self, batch: Batch, x_TE: Tensor) -> Rotation:
-        cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(x_TE.device), x_TE.dtype)
-        return Rotation(cos_T1F, sin_T1F, self._is_interleaved)
+    def _rotation(self, positions_N: Ints, x_NE: Tensor) -> Rotation:
+        cos_N1F, sin_N1F = self._rotary(torch.from_numpy(positions_N).to(x_NE.device), x_NE.dtype)
+        return Rotation(cos_N1F, sin_N1F, self._is_interleaved)
 
-    def _heads(self, batch: Batch, pool: KVPool, rotation: Rotation) -> LatentHeads:
+    def _heads(self, batch: Batch, rotation: Rotation) -> LatentHeads:
+        pool = self._pool
         if pool.device.type == "cuda":
             return KernelLatentHeads(DeviceBatch.of(batch, pool.device), pool, rotation, scale=self._scale)
         return TorchLatentHeads(batch, pool, rotation, scale=self._scale)

@@ -28,7 +28,7 @@ _PANEL = 16
 _NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of product.h
 
 NEVER = 1 << 62
-_ROWS_MEASURED = (512, 128, 32)
+_ROWS_MEASURED = (2048, 512, 128, 32)  # of a step: from above, for as long as the kernels lose
 _LEAST_WEIGHTS = 1 << 17  # with fewer, a call from Python costs what it could save
 _MOST_ERROR = 0.02  # of AMX's products: two that bf16 rounds apart differ by less
 _WIDENED_AT_ONCE = 1 << 21  # weights; more would only push them through memory
@@ -46,7 +46,7 @@ class PackedPart:
 
 class PackedMatrix:
     """A (O, I) matrix in the order of matrix.h, or of formats.h. A row's product does not depend on the rows beside
-    it, until `measure` has found out from how many rows on torch is quicker."""
+    it, until `measure` has found out from how many rows on AMX or torch is quicker."""
 
     is_fixed = False  # nothing records on a CPU
 
@@ -61,7 +61,7 @@ class PackedMatrix:
         self.torch_rows = NEVER  # from so many on torch multiplies, with what `_widened` makes of a part
 
     def measure(self, measured: MeasuredWays) -> None:
-        """Find out what is quickest on this machine, unless somebody has before."""
+        """Find out what is quickest on this machine for the first part, unless somebody has before: all go that way."""
         if self.num_outputs * self.num_inputs < _LEAST_WEIGHTS:
             return
         first = self._parts[0]
@@ -70,17 +70,19 @@ class PackedMatrix:
             PackedMatrix(self._kernels, self.num_inputs, replace(first, num_outputs=num_outputs)) for _ in "ab"
         )
         tiled.tile_rows = 0
-        name = first.format_name.name if first.kind is Kind.MULTIPLY_FEW_BITS else first.kind.name
+        is_few_bits = first.kind is Kind.MULTIPLY_FEW_BITS
+        name = first.format_name.name if is_few_bits else first.kind.name
+        has_tiles = self._kernels.has_tiles and not is_few_bits and _agree(some, tiled)
         for num_rows in _ROWS_MEASURED:
             x_TI = torch.ones(num_rows, self.num_inputs, dtype=torch.bfloat16)
             ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
-            if self._kernels.has_tiles and first.kind is not Kind.MULTIPLY_FEW_BITS:
+            if has_tiles:
                 ways[TILES] = partial(tiled.multiply, x_TI)
             what = f"{name} {num_outputs} x {self.num_inputs}, {num_rows} rows"
             way = measured.quickest(what, ways)
             if way == TORCH and self.tile_rows == NEVER:
                 self.torch_rows = num_rows
-            elif way == TILES and _agree(some, tiled):
+            elif way == TILES:
                 self.tile_rows = num_rows
             else:
                 break
@@ -151,7 +153,7 @@ class PackedMatrix:
             rows=rows_T.data_ptr(),
             out=out_TI.data_ptr(),
         )
-        self._kernels.widen_rows(stored)
+        self._kernels.widen_stored_rows(stored)
         return out_TI
 
     def multiply(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cluster.model.shape import ModelConfig
 from engine.attention.cpu_heads import CompiledHeads, SharedHeads, is_shared_quicker, num_long_rows
-from engine.attention.heads import TorchHeads
+from engine.attention.heads import Heads, TorchHeads
 from engine.attention.latent_heads import Rotation, TorchLatentHeads
 from engine.attention.rotary import Rotary
 from engine.attention.triton_heads import KernelHeads
@@ -129,8 +129,8 @@ class Transformer:
                 x_TE = compiled(x_TE, batch, cos_T1F, sin_T1F, on_layer, taps)
             else:
                 rows = self._kernels, batch, pool, cos_T1F, sin_T1F
-                shared = SharedHeads(*rows, self._config.sliding_windows) if is_shared else CompiledHeads(*rows)
-                x_TE = _pass(self._layers, x, shared, on_layer, taps)
+                heads: Heads = SharedHeads(*rows, self._config.sliding_windows) if is_shared else CompiledHeads(*rows)
+                x_TE = _pass(self._layers, x, heads, on_layer, taps)
         else:
             heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
             x_TE = _pass(self._layers, x, heads, on_layer, taps)

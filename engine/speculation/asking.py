@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ _FIRST_STEPS = 16  # whose time may go into each of the first trials
 _NUM_FIRST = 4  # trials without waiting
 _MOST_TRIED = 4  # tokens
 _IN_VAIN, _PLAN_EVERY = 16, 8  # looks: a plan takes 0.1 ms and more
+_PLANS_KEPT = 4  # looks for which a plan that pays is good
 _NEAR = 2  # tokens: so many a sequence that was drafted for in the last step lacks, too
 _FEWEST, _MOST = 16, 512  # tokens of a prompt that are computed before a step
 _ANSWER = 64.0  # tokens, in the mean, until some are known
@@ -40,6 +41,15 @@ class _Method:
     def price(self, step: StepPrice) -> AskPrice:
         """Until it has been asked, a guess."""
         return self.learnt.price or AskPrice(0.0, step.plain / 2, step.token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A plan that pays, while nothing that it was made of is another thing."""
+
+    plan: Plan
+    rows: Seq[Sequence]
+    most: int  # looks that it may serve yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,8 @@ class Asking:
         self._num_in_vain = 0  # looks since it was worth asking
         self._mean_answer = _ANSWER
         self._spent_s = 0.0
+        self._last: Plan | None = None  # that was made
+        self._kept: _Kept | None = None
 
     def plan(
         self,
@@ -89,11 +101,18 @@ class Asking:
         most: tokens that may be drafted for each. guessed, max_tokens: see `plan_ask`."""
         if max_tokens < 1 or (self._num_in_vain >= _IN_VAIN and self._num_in_vain % _PLAN_EVERY):
             return None
-        offers = [self._offer(method, rows, most, price) for method in self._methods]
-        if plan := plan_ask(guessed, offers, price, max_tokens):
-            return self._in_pieces(plan, rows, price, is_trial=False)
-        trial = self._trial(rows, most, price)
-        return self._in_pieces(trial, rows, price, is_trial=True) if trial else None
+        behind = {name: [one.proposer.num_behind(row) for row in rows] for name, one in self._methods.items()}
+        plan = self._kept_plan(rows, most, guessed, behind, max_tokens)
+        if plan is None:
+            offers = [self._offer(name, rows, most, behind[name], price) for name in self._methods]
+            plan = plan_ask(guessed, offers, price, max_tokens)
+            if plan and plan == self._last and not any(guessed):  # chances have settled
+                self._kept = _Kept(plan, list(rows), _PLANS_KEPT)
+            self._last = plan
+        if plan:
+            return self._in_pieces(plan, behind[plan.method], price, is_trial=False)
+        trial = self._trial(rows, most, behind, price)
+        return self._in_pieces(trial, behind[trial.method], price, is_trial=True) if trial else None
 
     def carry_out(self, ask: Ask, rows: Seq[Sequence]) -> None:
         """Ask, and note what is said."""
@@ -129,12 +148,33 @@ class Asking:
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
-    def _offer(self, name: str, rows: Seq[Sequence], most: Seq[int], price: StepPrice) -> Offer:
+    def _kept_plan(
+        self,
+        rows: Seq[Sequence],
+        most: Seq[int],
+        guessed: Seq[Seq[float]],
+        behind: Mapping[str, Seq[int | None]],
+        max_tokens: int,
+    ) -> Plan | None:
+        """To plan takes a part of what a small step takes; and from step to step little changes."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.rows != rows or any(guessed):
+            return None
+        plan = kept.plan
+        behind_R = behind[plan.method]
+        is_near = all((num_behind := behind_R[row]) is not None and num_behind <= _NEAR for row in plan.rows)
+        if not is_near or any(most[row] < plan.depth for row in plan.rows) or max_tokens < plan.depth * len(plan.rows):
+            return None
+        self._kept = replace(kept, most=kept.most - 1) if kept.most > 1 else None
+        return plan
+
+    def _offer(
+        self, name: str, rows: Seq[Sequence], most: Seq[int], behind: Seq[int | None], price: StepPrice
+    ) -> Offer:
         method = self._methods[name]
         chances: list[Seq[float]] = []
         missing: list[float] = []
-        for sequence, num_tokens in zip(rows, most, strict=True):
-            num_behind = method.proposer.num_behind(sequence)
+        for sequence, num_tokens, num_behind in zip(rows, most, behind, strict=True):
             promised: Seq[float] = ()
             if num_behind is not None and num_tokens > 0 and self._guesses.is_missing(name, sequence):
                 promised = self._guesses.promised(name, sequence, num_tokens)
@@ -148,7 +188,9 @@ class Asking:
         left = max(self._mean_answer - sequence.num_generated, float(sequence.num_generated), 1.0)
         return max(1.0, min(left, sequence.last_token - len(sequence.tokens)) / (1.0 + sum(promised)))
 
-    def _trial(self, rows: Seq[Sequence], most: Seq[int], price: StepPrice) -> Plan | None:
+    def _trial(
+        self, rows: Seq[Sequence], most: Seq[int], behind: Mapping[str, Seq[int | None]], price: StepPrice
+    ) -> Plan | None:
         """Of who has waited for longest, and the row for which it has least to do."""
         due = [name for name, one in self._methods.items() if one.num_asked < _NUM_FIRST or one.num_looks >= _TRY_EVERY]
         if not due:
@@ -160,7 +202,7 @@ class Asking:
             for row, sequence in enumerate(rows)
             if most[row] > 0
             and self._guesses.is_missing(name, sequence)
-            and (num_behind := method.proposer.num_behind(sequence)) is not None
+            and (num_behind := behind[name][row]) is not None
         ]
         if not near:
             return None
@@ -170,13 +212,13 @@ class Asking:
         purse_s = _FIRST_STEPS * price.plain if method.num_asked < _NUM_FIRST else self._purse_s
         return Plan(name, depth, [row]) if cost_s <= purse_s else None
 
-    def _in_pieces(self, plan: Plan, rows: Seq[Sequence], price: StepPrice, *, is_trial: bool) -> Ask:
+    def _in_pieces(self, plan: Plan, behind: Seq[int | None], price: StepPrice, *, is_trial: bool) -> Ask:
         """Of all that is missing no more than what takes as long as a step, those first that lack least."""
-        proposer, token_s = self._methods[plan.method].proposer, self._methods[plan.method].price(price).token_s
+        token_s = self._methods[plan.method].price(price).token_s
         room = max(_FEWEST, min(_MOST, int(price.plain / token_s) if token_s else _MOST))
         late: list[tuple[int, int]] = []
         asked: list[int] = []
-        for num_behind, row in sorted((proposer.num_behind(rows[row]) or 0, row) for row in plan.rows):
+        for num_behind, row in sorted((behind[row] or 0, row) for row in plan.rows):
             if num_behind <= max(_NEAR, room):
                 asked.append(row)
             elif room > 0:

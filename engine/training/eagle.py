@@ -17,7 +17,8 @@ from engine.training.vocabulary import DraftVocabulary
 
 # B texts, T tokens of the longest, E hidden_size, N answer tokens, K steps, V draft vocabulary
 
-_STEPS = 3  # of a chain that are trained; further ones are much like the last
+_STEPS = 3  # of a chain, at most
+_TRAINED = 2  # of these: further ones are much like the last, and take as long to train as the first
 _NOISE = 0.1
 _DECAY = 0.8  # of the loss from step to step
 _KEPT = (  # of the model's config.json
@@ -51,9 +52,9 @@ class EagleLearner:
             last_NE = batch.last_BTE[batch.row_N, batch.place_N].to(self._head_VE.dtype)
             wanted_NV = F.linear(last_NE, self._head_VE).float().softmax(-1)
             is_known_N = self._draft_ids[batch.next_N] >= 0
-        first = max(0, int(batch.place_N.min()) - _STEPS)
+        first = max(0, int(batch.place_N.min()) - _TRAINED)
         total, weights = torch.zeros(()), 0.0
-        for step, a_BTE in enumerate(self._chains(batch, first)):
+        for step, a_BTE in enumerate(self._chains(batch, first, _TRAINED)):
             begin_N = batch.place_N - step
             logits_NV = self._head.logits(a_BTE[batch.row_N, (begin_N - first).clamp_min(0)]).float()
             counts_N = (is_known_N & (begin_N >= first)).float()
@@ -67,7 +68,7 @@ class EagleLearner:
     def guesses(self, batch: TextBatch) -> Tensor:
         found = torch.full((len(batch.place_N), _STEPS), -1)
         first = int(batch.place_N.min())
-        for step, a_BTE in enumerate(self._chains(batch, first)):
+        for step, a_BTE in enumerate(self._chains(batch, first, _STEPS)):
             logits_NV = self._head.logits(a_BTE[batch.row_N, batch.place_N - first])
             found[:, step] = self._vocabulary.ids_V[logits_NV.argmax(-1)]
         return found
@@ -96,12 +97,12 @@ class EagleLearner:
         own = self._head.state_dict()
         self._head.load_state_dict({name: tensors[name] for name in own})
 
-    def _chains(self, batch: TextBatch, first: int) -> Iterator[Tensor]:
+    def _chains(self, batch: TextBatch, first: int, num_steps: int) -> Iterator[Tensor]:
         """Of each step what it knows (B, T - first, E), of the chains that begin at slot `first` and on."""
         embedded_BTE = F.embedding(batch.tokens_BT, self._teacher.embedding_VE)
         slots_T = torch.arange(batch.tokens_BT.shape[1])
         g_BTE, chain = self._head.fuse(batch.fused_BTE3), None
-        for step in range(_STEPS):
+        for step in range(num_steps):
             begin = first if step else 0
             rotation: Rotation = self._teacher.rotary(slots_T[begin:] + step, torch.float32)
             embedded = _from(embedded_BTE, step)[:, begin:]

@@ -21,7 +21,7 @@ from cluster.words.errors import SpecError
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from engine.training.answers import AnswerParts, Asker, OwnAnswer
-from engine.training.batches import BATCH_TOKENS, batch_of, batches
+from engine.training.batches import batch_of, batches
 from engine.training.eagle import EagleLearner
 from engine.training.held_out import acceptance
 from engine.training.hidden_states_file import CachedAnswer, bytes_per_token, cached
@@ -31,7 +31,8 @@ from engine.training.run import Kind, Run
 from engine.training.teacher import Teacher
 from engine.training.vocabulary import DraftVocabulary
 
-_RATE = 1e-3
+_STEP_TOKENS = 256  # of a step: many small ones teach more in the same time than few large ones
+_RATE = 2e-3
 _LAST_RATE = 0.05  # of the greatest
 _WARM_UP = 30  # steps
 _MAX_NORM = 1.0  # of gradients
@@ -64,7 +65,7 @@ def train(
     passes: int,
     progress: TrainingProgress,
     save_every_s: float = _SAVE_EVERY_S,
-    batch_tokens: int = BATCH_TOKENS,
+    step_tokens: int = _STEP_TOKENS,
     rate: float = _RATE,
 ) -> dict[str, Any]:
     """Carry a run out, or what is left of it; returns its report. tokens: of answers, all in all; max_answer: of one.
@@ -83,7 +84,7 @@ def train(
     vocabulary = DraftVocabulary.of((text.answer for text in trained), teacher().config.vocab_size)
     progress.say(f"{len(vocabulary.ids_V)} tokens are {vocabulary.share:.1%} of all that was said")
     learner = _LEARNERS[kind](teacher(), vocabulary, seed=seed)
-    plan = [batches(trained, seed=f"{seed} {number}", max_tokens=batch_tokens) for number in range(passes)]
+    plan = [batches(trained, seed=f"{seed} {number}", max_tokens=step_tokens) for number in range(passes)]
     _Lessons(run, learner, plan, held_out, rate=rate, dtype=teacher().dtype).give(progress, save_every_s=save_every_s)
     run.note(run.report() | {"is_done": True})
     run.forget_features()
@@ -149,7 +150,7 @@ class _Lessons:
         self._plan = plan  # of each pass its steps' texts
         self._num_steps = sum(map(len, plan))
         self._optimizer = torch.optim.AdamW(
-            learner.module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
+            learner.module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
     def give(self, progress: TrainingProgress, *, save_every_s: float) -> None:

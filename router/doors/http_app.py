@@ -135,7 +135,7 @@ class _Gate:
             except ClusterError as error:
                 await error_response(error, scope["state"]["errors"])(scope, receive, send)
                 return
-            scope.setdefault("state", {})["client"] = client
+            scope["state"]["client"] = client
         await self._app(scope, receive, send)
 
 

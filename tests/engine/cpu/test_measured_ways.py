@@ -131,12 +131,12 @@ def test_a_matrix_asks_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> 
     class FromRows128(MeasuredWays):
         def quickest(self, what: str, ways: Ways) -> str:
             asked.append(what)
-            return TORCH if "512 rows" in what or "128 rows" in what else KERNELS
+            return KERNELS if "32 rows" in what else TORCH
 
     matrix = PackedMatrix.bf16(kernels, random(512, 512))
     matrix.measure(FromRows128(tmp_path))
     assert matrix.torch_rows == 128
-    assert asked == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (512, 128, 32)]
+    assert asked == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (2048, 512, 128, 32)]
     small = PackedMatrix.bf16(kernels, random(64, 64))
     small.measure(TorchWins(tmp_path))
     assert small.torch_rows == NEVER

@@ -22,9 +22,10 @@ from engine.cpu.library import open_kernels
 from engine.draft_models.drawn import DrawnTokens
 from engine.draft_models.head_proposer import HeadProposer
 from engine.engine import SchedulerConfig
-from engine.heads.head_row import HeadRow
+from engine.heads.head_row import HeadLogits, HeadRow
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
+from engine.speculation.proposer import Proposal
 from engine.speculation.speculation import Speculation
 from tests.engine.asked import Asked, answers
 from tests.engine.heads.eagle1_files import eagle1_reference, write_eagle1
@@ -109,6 +110,18 @@ class Checked:
         pass
 
 
+class SeldomChecked(Checked):
+    """Asks heads in one step of seven; in the others it drafts what is hardly ever right."""
+
+    num_looks = 0
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        self.num_looks += 1
+        if self.num_looks % 7 == 0:
+            return super().propose(sequences, max_tokens)
+        return [Proposal([(one.tokens[-1] + 1) % VOCAB_SIZE] * 3, [0] * 3) for one in sequences]
+
+
 def _drawn(sequence: Sequence) -> Choice:
     """As the sequence's own tokens are drawn."""
 
@@ -152,6 +165,19 @@ def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     assert checked.num_checked > 100 and not checked.num_empty
 
 
+@pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
+def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
+    case: Case, asked: list[Asked], num_blocks: int
+) -> None:
+    """Entries of several steps at once, among them rejected drafts; blocks that fork, and others' that are free."""
+    expected = answers(case.runner, asked)
+    checked = SeldomChecked(case)
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    found = answers(case.runner, asked, _SMALL, num_blocks, speculation=speculation)
+    assert found.ids == expected.ids
+    assert checked.num_checked > 10 and not checked.num_empty
+
+
 @pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
@@ -170,6 +196,7 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
         batch = Batch.of([Row(tokens[start:end], start, [3, 5, 7, 9], num_logits=1)], block_size=8)
         for runner in (compiled, exact):
             runner.forward(batch)
+            runner.settle()
     blocks = torch.tensor([3, 5, 7, 9])
     for layer in range(4):
         ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
@@ -177,8 +204,8 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
     row = HeadRow(7, 30, [3, 5, 7, 9])
     guessed: list[torch.Tensor] = []
 
-    def choose(logits_RV: torch.Tensor, rows: Seq[int], place: int) -> list[int]:
-        guessed.append(logits_RV[0, logits_RV[0] > -1e29])
+    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(logits.values_RD[0])
         return [11 + place]
 
     for runner in (compiled, exact):
@@ -292,8 +319,8 @@ def _guessed(runner: ModelRunner, tokens: list[int]) -> list[int]:
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
     guessed: list[int] = []
 
-    def choose(logits_RV: torch.Tensor, rows: Seq[int], place: int) -> list[int]:
-        guessed.append(int(logits_RV.argmax()))
+    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(int(logits.values_RD.argmax()))
         return guessed[-1:]
 
     runner.draft([HeadRow(tokens[-1], len(tokens) - 1, [0, 1])], _NUM_TOKENS, choose)

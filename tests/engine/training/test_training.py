@@ -89,7 +89,7 @@ def _train(directory: Path, model_dir: Path, kind: Kind, told: _Told | None = No
         "tokens": 9999,
         "max_answer": 24,
         "passes": _PASSES,
-        "batch_tokens": 256,
+        "step_tokens": 256,
         "rate": 1e-2,
     } | more
     return train(run, model_dir, kind, FileAsker(_conversations()), progress=told or _Told(), **options)
