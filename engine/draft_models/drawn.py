@@ -75,7 +75,7 @@ class DrawnTokens:
             if sequence.sampling_row.sampling.is_greedy:
                 continue
             position, *before = self._said.get(sequence, (len(sequence.tokens), -1, -1))
-            self._said[sequence] = len(sequence.tokens), *both
+            self._said[sequence] = len(sequence.tokens), both[0], both[1]
             if position >= len(sequence.tokens) or before[0] == before[1]:
                 continue
             if (token := sequence.tokens[position]) in before:

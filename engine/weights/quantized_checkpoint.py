@@ -132,7 +132,8 @@ class QuantizedCheckpoint:
         if f"{stem}.g_idx" in self._plain.shapes:
             return self._plain.read(f"{stem}.g_idx").long()
         num_inputs = self.shapes[f"{stem}.weight"][1]
-        size = self._config.get("group_size", -1)
+        told = self._config.get("group_size")
+        size = told if isinstance(told, int) else -1
         if size < 1 or -(-num_inputs // size) != num_groups:  # all in one, not said, or another one for this matrix
             if num_groups == 0 or num_inputs % num_groups:
                 raise SpecError(f"{stem}: {num_inputs} inputs are not {num_groups} groups of group_size")

@@ -43,6 +43,9 @@ class FakeRank:
         self._broadcasts.append(data)
         return data
 
+    def settle(self) -> None:
+        pass
+
     def copy_block(self, source: int, target: int) -> None:
         self.did.append((source, target))
 
