@@ -17,7 +17,7 @@ from cluster.model.gguf_table import GGML_TYPES, StoredTensor, write_table
 from cluster.model.gguf_tokenizer import adds_bos, build_tokenizer, end_token_ids, special_token
 from cluster.words.errors import SpecError
 
-IMPORT_VERSION = 1  # raised when the files written here change, so that older imports are made again
+IMPORT_VERSION = 2  # raised when the files written here change, so that older imports are made again
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")

@@ -24,9 +24,10 @@ class HeadProposer:
     """Implements Computing. Nothing is ever to be caught up with: what heads need of a sequence, its steps have left,
     or what came with its KV. Tokens are drawn as the sequence's own will be."""
 
-    def __init__(self, heads: AskedHeads) -> None:
+    def __init__(self, heads: AskedHeads, drawn: DrawnTokens | None = None) -> None:
+        """drawn: None, with what it will learn itself."""
         self._heads = heads
-        self._drawn = DrawnTokens()
+        self._drawn = drawn or DrawnTokens()
 
     def num_behind(self, sequence: Sequence) -> int | None:
         return 0 if _decodes(sequence) and self._heads.knows([_row(sequence)]) else None

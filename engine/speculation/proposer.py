@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.sequence import Sequence
 
-NUM_KINDS = 32  # of evidence
+NUM_KINDS = 48  # of evidence
 
 
 @dataclass(frozen=True, slots=True)

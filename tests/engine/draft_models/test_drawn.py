@@ -85,3 +85,22 @@ def test_where_there_are_no_logits_there_is_no_token() -> None:
     logits_RV[1] = math.nan
     found = DrawnTokens().draw(logits_RV, _sequences(0.0)[:3], 0)
     assert found[1] is None and found[0] and found[2]
+
+
+@pytest.mark.parametrize(("sureness", "expected"), [(1.0, "drawn"), (0.3, "likeliest")])
+def test_which_of_the_two_is_taken_is_learnt(sureness: float, expected: str) -> None:
+    """A draft that is much like the model draws as it does; one that is less sure is right more often with its
+    likeliest token."""
+    generator = torch.Generator().manual_seed(4)
+    sequences, drawn = _sequences(1.0)[:24], DrawnTokens()
+    kinds: list[str] = []
+    for _ in range(40):
+        target_RV = torch.randn(len(sequences), _VOCAB, generator=generator) * 3
+        draft_RV = target_RV + torch.randn(target_RV.shape, generator=generator) * 0.05
+        found = drawn.draw(draft_RV * sureness, sequences, 0)
+        kinds = ["likeliest" if token and token[1] >= 2 * NUM_DEGREES else "drawn" for token in found]
+        chosen = sample(target_RV, [sequence.sampling_row for sequence in sequences]).wait()
+        for sequence, token in zip(sequences, chosen, strict=True):
+            assert token
+            sequence.tokens.append(token[0])
+    assert set(kinds) == {expected}

@@ -90,7 +90,7 @@ class Checked:
     """Implements Proposer: asked for every row of every step, it looks whether heads say what they are to say."""
 
     def __init__(self, case: Case) -> None:
-        self._case, self._heads = case, HeadProposer(case.runner)
+        self._case, self._heads = case, HeadProposer(case.runner, DrawnTokens(learns=False))
         self.num_checked = 0
         self.num_empty = 0
 
