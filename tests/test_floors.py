@@ -37,11 +37,11 @@ cluster.process: cluster(words)
 cluster.rpc:
 cluster.wire: cluster(identity rpc words)
 cluster.words:
-cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine kv orders
-    pace parallel prompts rate runner sampler scorer sequence speculation step tiers) kvtransfer(links movers
+cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine heads kv
+    orders pace parallel prompts rate runner sampler scorer sequence speculation step tiers) kvtransfer(links movers
     protocol)
 decode_worker.actor: cluster(rpc words worker) engine(config speculation) decode_worker(drafts server worker)
-decode_worker.drafts: cluster(model words worker) engine(config draft_models speculation)
+decode_worker.drafts: cluster(model words worker) engine(config draft_models heads speculation)
 decode_worker.server: cluster(worker) decode_worker(worker)
 decode_worker.ticket: cluster(words) engine(prompts)
 decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculation step) kvtransfer(protocol)
@@ -62,7 +62,7 @@ engine.engine: cluster(words) engine(admission ahead decoding guests known_token
     sampling sequence speculation step tiers)
 engine.expert_placement:
 engine.guests: engine(decoding kv prompts sequence)
-engine.heads: cluster(model words) engine(attention batch cpu kernels kv layers model weights)
+engine.heads: cluster(model words) engine(attention batch cpu kernels kv layers model parallel weights)
 engine.kernels: engine(cpu)
 engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels streams)
