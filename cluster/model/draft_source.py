@@ -13,7 +13,6 @@ from cluster.model.draft_heads import HeadsKind, is_eagle1, predicts_further
 from cluster.model.source import Progress
 from cluster.words.errors import SpecError
 from cluster.words.request import Role
-from cluster.words.role_switch import hindrance
 
 if TYPE_CHECKING:
     from cluster.words.spec import Spec
@@ -63,6 +62,8 @@ def heads_source(spec: Spec) -> DraftSource | None:
 def fetch_for_a_switch(spec: Spec, role: Role) -> None:
     """What a replica that may become a decode replica will load then, fetched with its model, so that the switch waits
     for no download. May download. What cannot be had here is the switch's to say."""
+    from cluster.words.role_switch import hindrance  # the engine loads without specs
+
     if role is Role.DECODE or spec.speculation.method != "draft" or hindrance(spec):
         return
     try:

@@ -28,7 +28,7 @@ _OPENING = Opening(handoff="h", num_tokens=4, max_tokens=4, block_ids=(2,))
 class FakeRank:
     """Stands for a rank's runner, its gang and its receiver: says what happened to its blocks, in order."""
 
-    size, has_scales, num_blocks, heads = 2, False, 12, None
+    size, has_scales, num_blocks, heads, max_drafted = 2, False, 12, None, 0
 
     def __init__(self, broadcasts: deque[bytes]) -> None:
         self.did: list[object] = []
