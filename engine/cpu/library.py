@@ -92,7 +92,13 @@ def load_kernels() -> Kernels | None:
         logger.info("no C++ compiler: the engine computes with torch alone, more slowly")
         return None
     try:
-        return Kernels(_compiled(compiler))
+        path = _compiled(compiler)
+        try:
+            return Kernels(path)
+        except (OSError, AttributeError) as error:  # damaged, or not ours
+            logger.warning("%s is made anew: %s", path, error)
+            path.unlink(missing_ok=True)
+            return Kernels(_compiled(compiler))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning("the CPU kernels cannot be used, torch alone computes: %s", detail)

@@ -44,6 +44,7 @@ class MeasuredWays:
         self._path = path
         self._times: Times = {}
         self._used: Times = {}  # what was asked for by this process
+        self._wait_s = _MEASURE_S
 
     @classmethod
     def of_this_machine(cls, version: str) -> MeasuredWays:
@@ -88,9 +89,10 @@ class MeasuredWays:
         with ExitStack() as held:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(FileLock(self._path.with_suffix(".lock"), timeout=_MEASURE_S))
+                held.enter_context(FileLock(self._path.with_suffix(".lock"), timeout=self._wait_s))
             except OSError as error:  # it is read-only or full, say, or another user's; or a neighbour takes too long
                 logger.warning("measuring without a look at who else does: %s", error)
+                self._wait_s = 0.0  # once is enough: there are many shapes
             yield
 
     def _write(self) -> None:
