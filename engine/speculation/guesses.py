@@ -13,6 +13,8 @@ from engine.sequence import Sequence
 from engine.speculation.acceptance import Acceptance, RowAcceptance
 from engine.speculation.proposer import NUM_KINDS, Proposal
 
+ENSEMBLE = "ensemble"  # several methods, place by place
+
 # Of those that compute, before they are asked: so much is risked, and where they are hardly ever asked, so little is
 # remembered.
 _BELIEVED_BY_PLACE = [0.7] * NUM_KINDS
@@ -51,8 +53,14 @@ class Guesses:
         self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
 
     def best(self, sequence: Sequence) -> tuple[str, Guess | None]:
-        """The guess that promises most tokens, and whose it is."""
-        return max(self._row(sequence).guesses.items(), key=_promise, default=("", None))
+        """The guess that promises most tokens, and whose it is: one method's, or ENSEMBLE's, which at each place takes
+        the token that is likeliest to be right, by whoever has agreed with all before it."""
+        guesses = self._row(sequence).guesses
+        if len(guesses) < 2:
+            return max(guesses.items(), default=("", None))
+        best = max(guesses.items(), key=_promise)
+        together = ENSEMBLE, _together(list(guesses.values()))
+        return together if _promise(together) > _promise(best) else best
 
     def learn(self, sequences: Iterable[Sequence]) -> None:
         """From what was said of fewer tokens than they have now. Before anything else is asked of them."""
@@ -108,6 +116,24 @@ class Guesses:
                 sum(map(by_place.chance, places)), num_right
             )
             by_place.saw(places, num_right, num_reached)
+
+
+def _together(guesses: Seq[Guess]) -> Guess:
+    """Their kinds are left out: each method learns from its own guess."""
+    tokens: list[int] = []
+    chances: list[float] = []
+    agreeing = list(guesses)
+    while going_on := [guess for guess in agreeing if len(guess.tokens) > len(tokens)]:
+        place = len(tokens)
+        before = [guess.chances[place - 1] if place else 1.0 for guess in going_on]
+        each = [
+            guess.chances[place] / chance if chance else 0.0 for guess, chance in zip(going_on, before, strict=True)
+        ]
+        likeliest = max(range(len(each)), key=lambda i: each[i])
+        tokens.append(going_on[likeliest].tokens[place])
+        chances.append((chances[-1] if chances else 1.0) * each[likeliest])
+        agreeing = [guess for guess in going_on if guess.tokens[place] == tokens[-1]]
+    return Guess(guesses[0].start, tokens, (), chances)
 
 
 def _kind_of(place: int) -> int:

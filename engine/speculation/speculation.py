@@ -15,7 +15,7 @@ from engine.speculation.asking import Asking
 from engine.speculation.corpus import Corpus
 from engine.speculation.draft import Draft, take_room
 from engine.speculation.draft_plan import StepPrice, plan_drafts
-from engine.speculation.guesses import Guesses
+from engine.speculation.guesses import ENSEMBLE, Guesses
 from engine.speculation.histories import Histories
 from engine.speculation.ngram import Ngram
 from engine.speculation.proposer import Computing, Proposer
@@ -50,10 +50,11 @@ class Speculation:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """max_tokens: of a draft. Where there are several methods, for each row the one that promises most drafts.
+        """max_tokens: of a draft. Where there are several methods, for each row the one that promises most drafts, or
+        all of them place by place.
         clock: see Asking."""
         every = [*methods, *computing]
-        self.counts = {method: DraftCounts() for method in every}
+        self.counts = {method: DraftCounts() for method in [*every, *[ENSEMBLE] * (len(every) > 1)]}
         self._methods = methods
         self._computing = computing
         self._max_tokens = max_tokens

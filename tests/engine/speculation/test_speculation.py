@@ -154,6 +154,26 @@ def test_of_several_the_one_that_promises_more() -> None:
     assert not speculation.counts["silent"].drafted
 
 
+def test_several_that_are_good_at_other_places_are_better_together() -> None:
+    """One knows the next token and nothing after it, one all that follow if it is let begin, as half of the times."""
+    generator = random.Random(0)
+
+    def first(tokens: Seq[int], max_tokens: int) -> list[int]:
+        return _right(tokens, 1)
+
+    def half(tokens: Seq[int], max_tokens: int) -> list[int]:
+        right = _right(tokens, max_tokens)
+        return right if generator.random() < 0.5 else [*_wrong(tokens, 1), *right[1:]]
+
+    speculation = _speculation(first=FakeProposer(first), half=FakeProposer(half))
+    replica = Replica(speculation)
+    for _ in range(200):
+        replica.step(_CHEAP)
+    together = speculation.counts["ensemble"]
+    assert together.accepted[0] == together.drafted[0] > 50, "whoever does not agree with the first is not followed"
+    assert together.accepted[3] > 50, "and who does goes on behind it"
+
+
 def test_whether_a_step_is_worth_waiting_for() -> None:
     right, silent = _speculation(right=FakeProposer(_right)), _speculation(silent=FakeProposer(_nothing))
     rows = [sequence_of([1])]
