@@ -160,7 +160,6 @@ def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list
         pytest.param("eagle1", (1, 1), marks=pytest.mark.slow),
         pytest.param("eagle1", (1, 2), marks=pytest.mark.slow),
         pytest.param("mtp", (1, 1), marks=pytest.mark.slow),
-        pytest.param("mtp", (1, 2), marks=pytest.mark.slow),
     ],
 )
 async def test_after_a_handoff_and_a_cache_hit(
