@@ -28,6 +28,7 @@ _PAUSE_S = 0.05
 _OBJECT_STORE_BYTES = 100_000_000  # nothing of ours goes through it; Ray wants at least 75 MB
 _MARK = "XPYD_LOCAL_RAY"
 _READY = b"Ray runtime started"
+_LATE = b"node timed out during startup"  # by a deadline of Ray's own, of 30 s
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -96,9 +97,10 @@ def start(local: LocalRay, *, log: Path) -> None:
         )
     deadline = time.monotonic() + _START_S
     while _READY not in log.read_bytes():
-        if process.poll() is not None or time.monotonic() > deadline:
+        has_ended = process.poll() is not None
+        if has_ended or time.monotonic() > deadline:
             stop(local)
-            raise DeployError(f"Ray did not start: {_last_line(log)} (all of it: {log})")
+            raise DeployError(_why_not(log, has_ended=has_ended))
         time.sleep(_PAUSE_S)
 
 
@@ -118,6 +120,12 @@ def join(local: LocalRay) -> None:
 def leave_out_client_server(parameters: Any, is_head: bool) -> None:
     """Ray's start hook: `ray start` has no option that says "no client server", and its port 10001 is one for all."""
     parameters.ray_client_server_port = None
+
+
+def _why_not(log: Path, *, has_ended: bool) -> str:
+    if has_ended and _LATE not in log.read_bytes():
+        return f"Ray did not start: {_last_line(log)} (all of it: {log})"
+    return f"Ray did not start in time: try again when this machine has less to do (what Ray said: {log})"
 
 
 def _last_line(log: Path) -> str:

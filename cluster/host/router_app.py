@@ -100,6 +100,8 @@ def _await_running(name: str) -> None:
         if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise DeployError(f"router: {application.message}")
         if time.monotonic() > deadline:
-            state = application.status if application else "unknown"
-            raise DeployError(f"router: not running after {_START_S:g} s ({state})")
+            state = application.status.value if application else "unknown"
+            raise DeployError(
+                f"router: not running after {_START_S:g} s ({state}); if this machine has much else to do, try again"
+            )
         time.sleep(_POLL_S)

@@ -101,8 +101,9 @@ def _answers(
     runner = cache(lambda: ModelRunner(EngineConfig(model_dir=model_dir)))
     while count < tokens and (part := answers.make(len(parts), runner())):
         parts.append(part)
-        progress.advance(_num_answer(part), f"{sum(map(len, parts))} answers")
-        count += _num_answer(part)
+        made = _num_answer(part)
+        progress.advance(min(made, tokens - count), f"{sum(map(len, parts))} answers")
+        count += made
     return parts
 
 

@@ -61,17 +61,21 @@ class _Told:
     def __init__(self, *, interrupts: str = "", after: int = 0) -> None:
         self._interrupts, self._left, self._what = interrupts, after, ""
         self.lines: list[str] = []
+        self.begun: dict[str, int] = {}  # what was done before
         self.done: dict[str, int] = {}
+        self.totals: dict[str, int] = {}
 
     def begin(self, what: str, total: int, done: int) -> None:
         self._what = what
-        self.done[what] = done
+        self.begun[what] = self.done[what] = done
+        self.totals[what] = total
 
     def advance(self, count: int, note: str = "") -> None:
         if self._what == self._interrupts:
             self._left -= 1
             if self._left <= 0:
                 raise KeyboardInterrupt
+        self.done[self._what] += count
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -128,7 +132,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(
     told = _Told()
     report = _train(directory, model_dir, kind, told)
     if interrupts == "steps":
-        assert told.done["steps"] == after, "it goes on where it was"
+        assert told.begun["steps"] == after, "it goes on where it was"
     assert report == whole[kind][1]
     for name in ("model.safetensors", "config.json"):
         assert (directory / name).read_bytes() == (whole[kind][0] / name).read_bytes()
@@ -151,6 +155,15 @@ def test_another_run_has_no_business_in_a_directory(whole: _Whole, tmp_path: Pat
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(SpecError, match="is there already, and no run of train-draft"):
         Run(tmp_path, _words("eagle3"))
+
+
+def test_what_is_done_is_never_more_than_all(model_dir: Path, tmp_path: Path) -> None:
+    """Answers are made many at a time: more than were asked for."""
+    told = _Told()
+    run = Run(tmp_path / "run", _words("eagle3"))
+    asker = FileAsker(_conversations())
+    train(run, model_dir, "eagle3", asker, seed=3, tokens=9, max_answer=4, passes=1, progress=told)
+    assert told.done == told.totals
 
 
 def test_too_few_answers_are_an_error(model_dir: Path, tmp_path: Path) -> None:
