@@ -52,7 +52,8 @@ def best(*work):
     return min(seconds(*work) for _ in range(tries))
 
 def cpu_s():
-    times = [process.cpu_times() for process in [own := psutil.Process(), *own.children(recursive=True)]]
+    own = psutil.Process()
+    times = [process.cpu_times() for process in [own, *own.children(recursive=True)]]
     return sum(one.user + one.system for one in times)
 
 result = {"decode": [], "prefill": []}
