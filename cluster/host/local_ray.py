@@ -22,7 +22,7 @@ from cluster.process import processes
 from cluster.process.ports import free_port
 from cluster.words.errors import DeployError
 
-_START_S = 90.0
+START_S = 90.0
 _STOP_S = 10.0
 _PAUSE_S = 0.05
 _OBJECT_STORE_BYTES = 100_000_000  # nothing of ours goes through it; Ray wants at least 75 MB
@@ -95,7 +95,7 @@ def start(local: LocalRay, *, log: Path) -> None:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + START_S
     while _READY not in log.read_bytes():
         has_ended = process.poll() is not None
         if has_ended or time.monotonic() > deadline:

@@ -32,7 +32,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRa
 
     def start(ray: FakeRay) -> str:
         stopped: list[local_ray.LocalRay] = []
-        monkeypatch.setattr(local_ray, "_START_S", -1.0)
+        monkeypatch.setattr(local_ray, "START_S", -1.0)
         monkeypatch.setattr(local_ray, "stop", stopped.append)
         monkeypatch.setattr(local_ray.subprocess, "Popen", ray)
         place = local_ray.LocalRay(str(tmp_path), 1)
