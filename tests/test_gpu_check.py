@@ -27,6 +27,7 @@ def _rehearsed(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_it_is_rehearsed(tmp_path: Path) -> None:
     parts = _rehearsed(tmp_path, "versions", "recorded", "memory errors", "device", "llama-8b", "host")

@@ -92,27 +92,31 @@ def load_kernels() -> Kernels | None:
         logger.info("no C++ compiler: the engine computes with torch alone, more slowly")
         return None
     try:
-        path = _compiled(compiler)
-        try:
-            return Kernels(path)
-        except (OSError, AttributeError) as error:  # damaged, or not ours
-            logger.warning("%s is made anew: %s", path, error)
-            path.unlink(missing_ok=True)
-            return Kernels(_compiled(compiler))
+        path = _place(compiler)
+        if path.exists():
+            try:
+                return Kernels(path)
+            except (OSError, AttributeError) as error:  # damaged, or not ours
+                logger.warning("%s is made anew: %s", path, error)
+                path.unlink(missing_ok=True)
+        _compile(compiler, path)
+        return Kernels(path)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning("the CPU kernels cannot be used, torch alone computes: %s", detail)
         return None
 
 
-def _compiled(compiler: str) -> Path:
-    """The library for these sources, this compiler and this processor; compiled unless it is there."""
+def _place(compiler: str) -> Path:
+    """Of the library for these sources, this compiler and this processor."""
     sources = sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")))
     facts = [compiler, _run(compiler, "--version"), *FLAGS, description(), *(path.read_text() for path in sources)]
     key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
-    path = cache_root() / "kernels" / f"{key}.so"
-    if path.exists():
-        return path
+    return cache_root() / "kernels" / f"{key}.so"
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Unless a neighbour has done so meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock"), timeout=_COMPILE_S):  # one compiles, its neighbours wait
         if not path.exists():
@@ -121,7 +125,6 @@ def _compiled(compiler: str) -> Path:
                 built = Path(scratch) / path.name
                 _run(compiler, *FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built))
                 move_whole(built, path)
-    return path
 
 
 def _run(*command: str) -> str:

@@ -60,6 +60,7 @@ class _Asked:
         return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(self.schema))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_answers_to_some_are_instances_wherever_they_are_computed(smollm2_dir: Path, redis_url: str) -> None:
     asked = _all_asked(Tokenizer(smollm2_dir), schemas(20))

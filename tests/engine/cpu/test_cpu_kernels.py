@@ -234,6 +234,8 @@ def test_a_library_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch
 
     try:
         place = compiled()
+        place.write_text("damaged")
+        assert compiled().read_text() == "no library\n", "what cannot be loaded is made anew"
         place.unlink()
         disk = FakeDisk(monkeypatch, renamed=place)
         assert compiled() == place

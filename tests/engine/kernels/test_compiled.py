@@ -88,6 +88,7 @@ def test_attention_loops(capability: str) -> None:
     check_loops(capability, "bf16", "fp8", "int8")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_steps_fit_a_gpu() -> None:
     check("9.0", "qwen3_moe/int8")

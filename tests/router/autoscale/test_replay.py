@@ -71,6 +71,7 @@ def test_pools_follow_traffic_that_turns_and_every_request_ends() -> None:
     assert found["good_share"] > 1.3 * fixed["good_share"]
 
 
+@pytest.mark.slow
 def test_a_load_that_stays_the_same_is_served_by_fewer_and_then_left_alone() -> None:
     _, found = _replay(_prompts(0, 300), PoolSizes(3, 1), attainment=0.9)
     sizes = [tuple(decision["after"]) for decision in found["decisions"]]
