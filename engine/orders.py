@@ -78,8 +78,8 @@ class Orders:
 
     @property
     def reads_pool(self) -> bool:
-        """Whether the bytes of blocks are wanted, before the batch is computed."""
-        return bool(self.tiers or self.copies or self.grants or self.begins or self.ships or self.commits)
+        """Whether the bytes of blocks leave the pool, before the batch is computed."""
+        return bool(self.tiers or self.grants or self.begins or self.ships)
 
 
 _NOTHING = Orders()

@@ -54,8 +54,9 @@ class Eagle3Layer:
         self._embed: Callable[[Tensor], Tensor] = room.model.embed
         if "embed_tokens.weight" in found:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
-        self._compiled: CompiledEagle | None = None
-        self._programs = self._find_programs(reader, shape)
+        self._compile = self._find_programs(reader, shape)
+        self._compiled: CompiledEagle | None = None  # from `attach` on
+        self._logits_RD: Tensor | None = None  # of the last call, where a program has made them along
         self.known_D: Tensor | None = None
         if "d2t" in found:
             offsets_D = reader.checkpoint.read("d2t").long()
@@ -65,34 +66,36 @@ class Eagle3Layer:
 
     def attach(self, pool: KVPool) -> None:
         self._pool = pool
-        if self._programs:
-            self._compiled = self._programs(pool)
+        self._compiled = self._compile(pool) if self._compile else None
 
     def features(self, hidden_TW: Tensor) -> Tensor:
-        if self._compiled and len(hidden_TW) <= self._compiled.most_tokens:
-            return self._compiled.fuse(hidden_TW)
-        return self._fuse(hidden_TW)
+        programs = self._for_few(len(hidden_TW))
+        return programs.fuse(hidden_TW) if programs else self._fuse(hidden_TW)
 
     def keep(self, entries: Entries, before_NE: Tensor) -> None:
         slots_N, positions_N, token_ids_N = entries.slots_N, entries.positions_N, entries.token_ids_N
-        if self._compiled and len(slots_N) <= self._compiled.most_tokens:
+        if programs := self._for_few(len(slots_N)):
             angles = self._block.angles(positions_N, before_NE)
-            self._compiled.put(self._embed(token_ids_N), before_NE, slots_N, *angles)
+            programs.put(self._embed(token_ids_N), before_NE, slots_N, *angles)
         else:
             self._block.keep(self._pool, slots_N, positions_N, self._entry(token_ids_N, before_NE))
 
     def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
-        self._logits_RD: Tensor | None = None
-        if self._compiled and len(token_ids_R) <= self._compiled.most_tokens:
+        if programs := self._for_few(len(token_ids_R)):
             angles = self._block.angles(batch.positions, before_RE)
-            feature_RE, self._logits_RD = self._compiled.draft(batch, self._embed(token_ids_R), before_RE, *angles)
+            feature_RE, self._logits_RD = programs.draft(batch, self._embed(token_ids_R), before_RE, *angles)
             return feature_RE
+        self._logits_RD = None
         return self._block(batch, self._pool, self._entry(token_ids_R, before_RE), before_RE)
 
     def logits(self, feature_RE: Tensor) -> Tensor:
         if self._logits_RD is not None:
             return self._logits_RD.float()
         return self._gather(self._head(feature_RE, before=self._norm)).float()
+
+    def _for_few(self, num_tokens: int) -> CompiledEagle | None:
+        """What computes so many; None: part by part."""
+        return self._compiled if self._compiled and num_tokens <= self._compiled.most_tokens else None
 
     def _find_programs(self, reader: ShardReader, shape: ModelConfig) -> Callable[[KVPool], CompiledEagle] | None:
         """None where the layer is computed part by part."""

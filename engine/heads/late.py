@@ -7,7 +7,7 @@ draft, to ship, to copy, to store a block, or to write to one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -61,19 +61,15 @@ class LateEntries:
 
     def add(self, entries: Entries) -> None:
         """Of another step."""
-        token_ids_N, positions_N = entries.token_ids_N.clone(), entries.positions_N.copy()
-        slots_N, before_N = entries.slots_N.copy(), entries.before_N
-        self._waiting.append(
-            Entries(
-                token_ids_N=token_ids_N,
-                positions_N=positions_N,
-                slots_N=slots_N,
-                before_N=before_N,
-                hidden_NW=entries.hidden_NW,
-            )
+        kept = replace(
+            entries,
+            token_ids_N=entries.token_ids_N.clone(),
+            positions_N=entries.positions_N.copy(),
+            slots_N=entries.slots_N.copy(),
         )
-        self._num_waiting += len(slots_N)
-        self._is_late_S[slots_N] = True
+        self._waiting.append(kept)
+        self._num_waiting += len(kept.slots_N)
+        self._is_late_S[kept.slots_N] = True
 
     def has(self, slots_N: Ints) -> Ints:
         """(N,) bool: of which of these slots something waits."""
