@@ -67,11 +67,14 @@ extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
         most = std::max(most, scratch_bytes(calls[i], *step));
         total += work(calls[i], *step);
     }
-    Team team(most);
+    static thread_local std::vector<Floats> scratch;  // as the desks: what is new is slow when it is touched first
+    scratch.resize(std::max<size_t>(scratch.size(), most / sizeof(Floats) + 1));
+    Team team(reinterpret_cast<char*>(scratch.data()));
     const bool is_small = total && total < WORTH_SHARING;
 #pragma omp parallel num_threads(is_small ? 1 : step->threads)
     {
-        Worker me(team, omp_get_thread_num(), omp_get_num_threads());
+        static thread_local Desk desk;
+        Worker me(team, omp_get_thread_num(), omp_get_num_threads(), desk);
         for (int64_t i = 0; i < count; i++) {
             perform(calls[i], *step, me);
             if (i + 1 < count) me.wait(ahead_of(calls[i + 1], me));

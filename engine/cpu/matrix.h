@@ -32,11 +32,12 @@ struct Bf16 {
     typedef float Input;
 #endif
     static void keep(const float* y, int64_t inputs, Input* kept, float&) {
-        for (int64_t i = 0; i < inputs; i++)
 #ifdef __AVX512BF16__
-            kept[i] = narrow(y[i]);
+        int64_t i = 0;
+        for (; i + LANES <= inputs; i += LANES) store(kept + i, narrow(load<Floats>(y + i)));
+        for (; i < inputs; i++) kept[i] = narrow(y[i]);
 #else
-            kept[i] = y[i];
+        std::copy_n(y, inputs, kept);
 #endif
     }
     typedef Floats Sum;
@@ -77,8 +78,15 @@ struct Int8 {
     static constexpr int GROUP = 4;
     typedef uint8_t Input;
     static void keep(const float* y, int64_t inputs, Input* kept, float& scale) {
-        float most = 0, none = 0;
-        for (int64_t i = 0; i < inputs; i++) most = std::max(most, std::fabs(y[i])), none += y[i] * 0.0f;
+        Floats sizes{}, nones{};
+        int64_t i = 0;
+        for (; i + LANES <= inputs; i += LANES) {
+            const Floats v = load<Floats>(y + i), size = v < 0.0f ? -v : v;
+            sizes = size > sizes ? size : sizes;
+            nones += v * 0.0f;
+        }
+        float most = greatest(sizes), none = sum(nones);
+        for (; i < inputs; i++) most = std::max(most, std::fabs(y[i])), none += y[i] * 0.0f;
         scale = std::max(most, 1e-30f) / 127 + none;  // no number, if one of them is not finite
         const float inverse = 1 / scale;
         for (int64_t i = 0; i < inputs; i++) kept[i] = uint8_t(int32_t(y[i] * inverse + 128.5f));
@@ -151,6 +159,7 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
     const typename Weights::Input* x = rows.x + row * rows.stride;
     constexpr int COUNT = PANELS * PARTS;
     typename Weights::SumPart sums[ROWS][COUNT] = {};
+#pragma GCC unroll 4
     for (int64_t g = 0; g < groups; g++) {
         WordPart group[COUNT];
         for (int i = 0; i < COUNT; i++)
@@ -192,26 +201,38 @@ inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row
     }
 }
 
-constexpr int PANELS_AT_ONCE = 24;  // as many as all rows of a block meet, one tile after the other: in the second cache
+// f(row, end of the rows, panel, end of the panels) for this thread's part of the work: a share of the panels with all rows;
+// of many rows, block by block, whatever blocks the others leave: one that has lost its processor has fewer.
+template <class F>
+inline void each_block(int64_t rows, int64_t panels, int64_t at_once, Worker& me, const F& f) {
+    if (rows <= BLOCK_ROWS) {
+        for (int64_t panel = me.first(panels), end = me.end(panels); panel < end; panel += at_once)
+            f(0, rows, panel, std::min(panel + at_once, end));
+        return;
+    }
+    const int64_t stretches = (panels + at_once - 1) / at_once, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * stretches;
+    for (int64_t i; (i = me.take()) < blocks;) {
+        const int64_t row = i / stretches * BLOCK_ROWS, panel = i % stretches * at_once;
+        f(row, std::min(row + BLOCK_ROWS, rows), panel, std::min(panel + at_once, panels));
+    }
+}
+
+constexpr int64_t BYTES_AT_ONCE = 320 << 10;  // of panels that all rows of a block meet, one tile after the other: in the second cache
 
 template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
     const Rows<Weights> rows = prepared_rows<Rows<Weights>>(p, step.tokens, Rows<Weights>::panel_bytes(p), me);
-    const int64_t panels = round_up(p.outputs, LANES) / LANES, first = me.first(panels), end = me.end(panels);
+    const int64_t panels = round_up(p.outputs, LANES) / LANES;
+    const int64_t at_once = std::max<int64_t>(2, BYTES_AT_ONCE / Rows<Weights>::panel_bytes(p) / 2 * 2);
 #if HAS_TILES
     const bool by_tiles = p.inputs % (TILE_ROWS * Weights::GROUP) == 0 && rows.count >= p.tile_rows;
     if (by_tiles) _tile_loadconfig(&ALL_WHOLE);
 #endif
-    for (int64_t row = 0; row < rows.count; row += BLOCK_ROWS)
-        for (int64_t panel = first; panel < end; panel += PANELS_AT_ONCE) {
-            const int64_t last_row = std::min(row + BLOCK_ROWS, rows.count), last = std::min(panel + PANELS_AT_ONCE, end);
+    each_block(rows.count, panels, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last) {
 #if HAS_TILES
-            if (by_tiles) {
-                tiled_rows_of<Weights>(p, rows, row, last_row, panel, last);
-                continue;
-            }
+        if (by_tiles) return tiled_rows_of<Weights>(p, rows, row, last_row, panel, last);
 #endif
-            rows_of(p, rows, row, last_row, panel, last);
-        }
+        rows_of(p, rows, row, last_row, panel, last);
+    });
 #if HAS_TILES
     if (by_tiles) _tile_release();
 #endif

@@ -19,6 +19,8 @@ struct PoolView {
     int64_t first_row(int64_t block, int64_t kind, int64_t head) const {
         return ((block * 2 + kind) * kv_heads + head) * block_size;
     }
+    int64_t row_bytes() const { return head_dim * (coding == Coding::PLAIN ? sizeof(bf16) : 1); }
+    const char* address(int64_t row) const { return static_cast<const char*>(codes) + row * row_bytes(); }
 };
 
 // Both codings: `widen` is exact; `narrow` rounds to nearest, ties to even, what is at most MOST in size or NaN.

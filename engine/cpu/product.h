@@ -50,14 +50,17 @@ inline void normed(const ProductCall& p, const bf16* x, float* y) {
     float total = sum(squares);
     for (; i < p.inputs; i++) total += widen(x[i]) * widen(x[i]);
     const float inverse = 1.0f / std::sqrt(total / p.inputs + p.eps);
-    for (i = 0; i < p.inputs; i++) y[i] = rounded(rounded(widen(x[i]) * inverse) * widen(p.norm[i]));
+    auto norm = [&](auto v, auto weight) { return widen(narrow(widen(narrow(v * inverse)) * weight)); };
+    for (i = 0; i + LANES <= p.inputs; i += LANES)
+        store(y + i, norm(widen(load<Halves>(x + i)), widen(load<Halves>(p.norm + i))));
+    for (; i < p.inputs; i++) y[i] = norm(widen(x[i]), widen(p.norm[i]));
 }
 
 inline void gated(const ProductCall& p, const bf16* x, float* y) {
     auto silu_mul = [](Floats gate, Floats up) {
         // 1 / (1 + e^-g) by e^-|g|, which cannot overflow
-        Floats e = exponential(gate > 0.0f ? -gate : gate);
-        Floats silu = gate * ((gate > 0.0f ? all(1.0f) : e) / (e + 1.0f));
+        Floats e = power_of_two((gate > 0.0f ? -gate : gate) * 1.44269504f);
+        Floats silu = gate * (gate > 0.0f ? all(1.0f) : e) * reciprocal(e + 1.0f);
         return widen(narrow(widen(narrow(silu)) * up));
     };
     int64_t i = 0;
@@ -76,19 +79,21 @@ inline void prepared(const ProductCall& p, int64_t row, float* y) {
 
 // ---- what a result becomes, of sixteen outputs of one row ----
 
-inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) {
-    const int64_t count = std::min<int64_t>(LANES, p.outputs - first);
-    bf16* out = p.out + row * p.out_stride + first;
-    bf16 edge[3][LANES] = {};  // where a panel is not full: bias, residual and result, by themselves
-    const bf16 *bias = p.bias ? p.bias + first : nullptr, *residual = p.residual ? p.residual + row * p.out_stride + first : nullptr;
-    if (count < LANES) {
-        if (bias) bias = std::copy_n(bias, count, edge[0]) - count;
-        if (residual) residual = std::copy_n(residual, count, edge[1]) - count;
-    }
+inline void put(Floats value, const bf16* bias, const bf16* residual, bf16* out) {
     if (bias) value += widen(load<Halves>(bias));
     if (residual) value = widen(narrow(value)) + widen(load<Halves>(residual));
-    store(count < LANES ? edge[2] : out, narrow(value));
-    if (count < LANES) std::copy_n(edge[2], count, out);
+    store(out, narrow(value));
+}
+
+inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) {
+    const int64_t count = p.outputs - first, place = row * p.out_stride + first;
+    if (count >= LANES)
+        return put(value, p.bias ? p.bias + first : nullptr, p.residual ? p.residual + place : nullptr, p.out + place);
+    bf16 bias[LANES] = {}, residual[LANES] = {}, out[LANES];  // a panel that is not full
+    if (p.bias) std::copy_n(p.bias + first, count, bias);
+    if (p.residual) std::copy_n(p.residual + place, count, residual);
+    put(value, p.bias ? bias : nullptr, p.residual ? residual : nullptr, out);
+    std::copy_n(out, count, p.out + place);
 }
 
 constexpr int BLOCK_ROWS = 96;  // of one walk over the panels: their inputs stay in the second cache
@@ -108,7 +113,7 @@ template <class Rows> inline Rows prepared_rows(const ProductCall& p, int64_t co
         rows.prepare(p, 0, 1, me.desk.row);
         return rows;
     }
-    const Rows rows(p, count, me.team.scratch.get());
+    const Rows rows(p, count, me.team.scratch);
     rows.prepare(p, me.first(count), me.end(count), me.desk.row);
     me.wait(share_of(p, panel_bytes, me));
     return rows;

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "vectors.h"
@@ -36,8 +35,10 @@ inline void relax() {
 struct Ahead {
     const char *line = nullptr, *end = nullptr;
 
-    void fetch(int lines) {
+    // Takes the lines from what is asked for; false: nothing is left.
+    bool fetch(int64_t& lines) {
         for (; lines > 0 && line < end; lines--, line += 64) __builtin_prefetch(line, 0, 2);
+        return line < end;
     }
 };
 
@@ -45,25 +46,26 @@ struct Team {
     alignas(64) std::atomic<int64_t> next{0};   // of the pieces that whoever is free takes
     alignas(64) std::atomic<int32_t> arrived{0};
     alignas(64) std::atomic<uint32_t> round{0};
-    std::unique_ptr<char[]> scratch;            // of all of them
+    char* const scratch;                        // of all of them
 
-    explicit Team(int64_t scratch_bytes) : scratch(new char[scratch_bytes]) {}
+    explicit Team(char* scratch) : scratch(scratch) {}
 };
 
 // What a thread needs for itself; kept from one call to the next.
 struct Desk {
-    std::vector<float> row, q, scores, out, tile;
-    std::vector<Floats> columns;
+    std::vector<float> row;
     std::vector<char> kept, copy;
+    std::vector<Floats> q, out, totals, most, columns, values, spare;  // of attention, see there
+    std::vector<Ahead> ahead;
 };
 
 class Worker {
 public:
     Team& team;
     const int64_t index, threads;
-    Desk desk;
+    Desk& desk;
 
-    Worker(Team& team, int64_t index, int64_t threads) : team(team), index(index), threads(threads) {}
+    Worker(Team& team, int64_t index, int64_t threads, Desk& desk) : team(team), index(index), threads(threads), desk(desk) {}
 
     int64_t first(int64_t total) const { return total * index / threads; }  // of this thread's share
     int64_t end(int64_t total) const { return total * (index + 1) / threads; }
@@ -83,7 +85,8 @@ public:
             return;
         }
         for (int turns = 0; team.round.load(std::memory_order_acquire) == round; turns++) {
-            ahead.fetch(4);
+            int64_t lines = 4;
+            ahead.fetch(lines);
             if (turns < PATIENCE) relax();
             else sleep(round);
         }

@@ -45,10 +45,19 @@ inline float sum(Floats x) {  // always in this order
     for (int i = 0; i < LANES; i++) total += x[i];
     return total;
 }
-inline float greatest(Floats x) {
-    float most = x[0];
-    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-    return most;
+
+// Half of the lanes by the other half, and again.
+template <class V> inline float greatest(V x) {
+    constexpr int COUNT = sizeof(V) / sizeof(float);
+    typedef decltype(x < x) Whole;
+    Whole lane;
+    for (int i = 0; i < COUNT; i++) lane[i] = i;
+#pragma GCC unroll 4
+    for (int step = COUNT / 2; step; step /= 2) {
+        const V other = __builtin_shuffle(x, lane ^ step);
+        x = other > x ? other : x;
+    }
+    return x[0];
 }
 
 // bfloat16 is the upper half of a float. Rounded to nearest, ties to even; infinities and quiet NaNs stay what they are.
@@ -71,8 +80,12 @@ inline FloatPart widen_part(const bf16* x) {
 }
 inline Floats widen(Halves x) { return Floats(__builtin_convertvector(x, Words) << 16); }
 inline Halves narrow(Floats f) {
+#ifdef __AVX512BF16__
+    return Halves(_mm512_cvtneps_pbh(__m512(f)));  // what is below 2^-126 becomes 0, as in products
+#else
     Words bits = Words(f);
     return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
+#endif
 }
 
 // By way of 16 bits: in one step gcc 12 goes number by number, and takes no notice of AVX-512's instruction for it.
@@ -107,6 +120,32 @@ template <class V> inline V exponential(V x) {
     p = p * r + 1.0f;
     V scaled = V(Whole(p) + (Whole(shifted) << 23));
     return x > -87.0f ? scaled : V{};
+}
+
+// 2^x within 3e-6 of it, for x <= 0; exactly 1 for 0, and 0 where it would leave the normal range, so for -inf.
+// 2^x = 2^n 2^f with |f| <= 1/2: n by rounding, 2^f by a polynomial of least relative error there.
+template <class V> inline V power_of_two(V x) {
+    typedef decltype(x < x) Whole;
+    const V magic = V{} + 12582912.0f;
+    V shifted = x + magic;
+    V f = x - (shifted - magic);
+    V p = V{} + 9.582852945e-3f;
+    p = p * f + 5.590642616e-2f;
+    p = p * f + 2.402409911e-1f;
+    p = p * f + 6.931241751e-1f;
+    p = p * f + 1.0f;
+    V scaled = V(Whole(p) + (Whole(shifted) << 23));
+    return x > -126.0f ? scaled : V{};
+}
+
+// 1 / x within 2 ulp, for numbers of ordinary size.
+inline Floats reciprocal(Floats x) {
+#ifdef __AVX512F__
+    const Floats guess = Floats(_mm512_rcp14_ps(__m512(x)));
+    return guess * (2.0f - x * guess);
+#else
+    return 1.0f / x;
+#endif
 }
 
 // One round of a transposition: what lies off the diagonal in each square of 2 STEP by 2 STEP changes places.

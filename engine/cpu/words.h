@@ -1,0 +1,158 @@
+// What attention multiplies: words of 32 bits. Where the processor multiplies pairs of bf16, a word is two numbers that are
+// multiplied and added up together; elsewhere it is one float.
+#pragma once
+#include "pool.h"
+#include "vectors.h"
+
+namespace {
+
+typedef uint16_t HalfPart __attribute__((vector_size(32 / PARTS)));
+
+#ifdef __AVX512BF16__
+
+struct Word {
+    static constexpr int NUMBERS = 2;
+
+    static int64_t count(int64_t dim) { return round_up(dim, 2 * LANES) / 2; }
+
+    static FloatPart add(FloatPart sum, WordPart words, uint32_t word) {
+        return FloatPart(_mm512_dpbf16_ps(__m512(sum), __m512bh(_mm512_set1_epi32(int(word))), __m512bh(words)));
+    }
+
+    static void of_numbers(const bf16* x, int64_t dim, uint32_t* words) {
+        words[count(dim) - 1] = 0, std::memset(words, 0, count(dim) * 4);
+        std::memcpy(words, x, dim * sizeof(bf16));
+    }
+
+    // A row of the pool without its scale: in the pool itself, or at `room`.
+    static const char* of_row(const PoolView& pool, int64_t row, uint32_t* room) {
+        const int64_t dim = pool.head_dim, start = row * dim;
+        if (pool.coding == Coding::PLAIN) {
+            const bf16* x = static_cast<const bf16*>(pool.codes) + start;
+            if (dim % (2 * LANES) == 0) return reinterpret_cast<const char*>(x);
+            of_numbers(x, dim, room);
+        } else {
+            bf16* x = reinterpret_cast<bf16*>(room);
+            const uint8_t* codes = static_cast<const uint8_t*>(pool.codes) + start;
+            with_coding(pool.coding, [&](auto coding) {
+                int64_t i = 0;
+                for (; i + LANES <= dim; i += LANES) store(x + i, upper_half(decltype(coding)::widen(load<Bytes>(codes + i))));
+                for (; i < dim; i++) x[i] = upper_half(decltype(coding)::widen(Bytes{} + int8_t(codes[i])))[0];
+            });
+            std::fill(x + dim, x + 2 * count(dim), bf16{});
+        }
+        return reinterpret_cast<const char*>(room);
+    }
+
+    // Of two rows the numbers in sixteen words, from byte `at` on: those with even places, and then those with odd ones,
+    // each with the other row's beside it.
+    static void pair(const char* const* rows, int64_t at, uint32_t* to) {
+        const Words x = load<Words>(rows[0] + at), y = load<Words>(rows[1] + at);
+        store(to, (x & 0xffffu) | y << 16);
+        store(to + LANES, x >> 16 | (y & 0xffff0000u));
+    }
+
+    static void of_weights(Floats weights, uint32_t* words) {
+        store(words, narrow(weights));
+    }
+
+    // Of sums in the order of `pair`.
+    static void to_numbers(const float* sums, float total, int64_t dim, bf16* out) {
+        for (int64_t i = 0; i < dim; i += 2 * LANES) {
+            const Floats even = load<Floats>(sums + i) / total, odd = load<Floats>(sums + i + LANES) / total;
+            const Words both = __builtin_convertvector(narrow(even), Words) | __builtin_convertvector(narrow(odd), Words) << 16;
+            std::memcpy(out + i, &both, std::min<int64_t>(dim - i, 2 * LANES) * sizeof(bf16));
+        }
+    }
+
+private:
+    // Of numbers that bf16 has.
+    static Halves upper_half(Floats x) { return __builtin_convertvector(Words(x) >> 16, Halves); }
+};
+
+#else
+
+struct Word {
+    static constexpr int NUMBERS = 1;
+
+    static int64_t count(int64_t dim) { return round_up(dim, LANES); }
+
+    static FloatPart add(FloatPart sum, WordPart words, uint32_t word) {
+        float number;
+        std::memcpy(&number, &word, 4);
+        return sum + FloatPart(words) * number;
+    }
+
+    static void of_numbers(const bf16* x, int64_t dim, uint32_t* words) {
+        int64_t i = 0;
+        for (; i + PART_LANES <= dim; i += PART_LANES) store(words + i, widen_part(x + i));
+        for (; i < dim; i++) words[i] = uint32_t(x[i]) << 16;
+        std::fill(words + dim, words + count(dim), 0u);
+    }
+
+    // A row of the pool without its scale, at `room`.
+    static const char* of_row(const PoolView& pool, int64_t row, uint32_t* room) {
+        const int64_t dim = pool.head_dim, start = row * dim;
+        if (pool.coding == Coding::PLAIN) {
+            of_numbers(static_cast<const bf16*>(pool.codes) + start, dim, room);
+        } else {
+            const uint8_t* codes = static_cast<const uint8_t*>(pool.codes) + start;
+            with_coding(pool.coding, [&](auto coding) {
+                int64_t i = 0;
+                for (; i + LANES <= dim; i += LANES) store(room + i, decltype(coding)::widen(load<Bytes>(codes + i)));
+                for (; i < dim; i++) room[i] = Words(decltype(coding)::widen(Bytes{} + int8_t(codes[i])))[0];
+            });
+            std::fill(room + dim, room + count(dim), 0u);
+        }
+        return reinterpret_cast<const char*>(room);
+    }
+
+    // The words of one row, from byte `at` on.
+    static void pair(const char* const* rows, int64_t at, uint32_t* to) { store(to, load<WordPart>(rows[0] + at)); }
+
+    static void of_weights(Floats weights, uint32_t* words) { store(words, weights); }
+
+    static void to_numbers(const float* sums, float total, int64_t dim, bf16* out) {
+        for (int64_t i = 0; i < dim; i += LANES) {
+            const Halves numbers = narrow(load<Floats>(sums + i) / total);
+            std::memcpy(out + i, &numbers, std::min<int64_t>(dim - i, LANES) * sizeof(bf16));
+        }
+    }
+};
+
+#endif
+
+constexpr int ROWS_AT_ONCE = 6;
+// As many vectors of sums as the registers hold beside each other, of few rows.
+constexpr int VECTORS_AT_ONCE = PARTS == 2 ? 2 : 4;
+
+template <int ROWS, int COUNT, class Begin, class End>
+inline void few_vectors(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t width, int64_t num_words,
+                        int64_t at, const Begin& begin, const End& end) {
+    FloatPart sums[ROWS][COUNT];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < COUNT; c++) sums[r][c] = begin(r, at + c * PART_LANES);
+    for (int64_t g = 0; g < num_words; g++) {
+        WordPart some[COUNT];
+        for (int c = 0; c < COUNT; c++) some[c] = load<WordPart>(words + g * width + at + c * PART_LANES);
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < COUNT; c++) sums[r][c] = Word::add(sums[r][c], some[c], rows[r * stride + g]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < COUNT; c++) end(r, at + c * PART_LANES, sums[r][c]);
+}
+
+// sum of rows (ROWS, num_words, a row every `stride`) by words (num_words, count of a row of `width`), which `begin` begins
+// and `end` takes: (row, place of the first lane).
+template <int ROWS, class Begin, class End>
+inline void by_words(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t width, int64_t num_words,
+                     int64_t count, const Begin& begin, const End& end) {
+    int64_t at = 0;
+    for (; at + VECTORS_AT_ONCE * PART_LANES <= count; at += VECTORS_AT_ONCE * PART_LANES)
+        few_vectors<ROWS, VECTORS_AT_ONCE>(rows, stride, words, width, num_words, at, begin, end);
+    for (; at < count; at += PART_LANES) few_vectors<ROWS, 1>(rows, stride, words, width, num_words, at, begin, end);
+}
+
+}  // namespace
