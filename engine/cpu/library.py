@@ -23,6 +23,7 @@ from filelock import FileLock
 
 from cluster.model.source import cache_root
 from cluster.process.whole_file import move_whole
+from engine.cpu.huge_pages import HugePages
 from engine.cpu.processor import description
 from engine.cpu.structs import Call, Payload, Step, StoredRows, TokenChoices, Wire
 
@@ -40,6 +41,7 @@ class Kernels:
         """Raises OSError if the library cannot be loaded."""
         library = ctypes.CDLL(str(path))
         self.version = path.stem  # of sources, compiler and processor
+        self.memory = HugePages()  # for what they read in each step
         self.has_tiles = bool(library.may_use_tiles_here())  # AMX, and the system lets us
         self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))

@@ -89,7 +89,7 @@ class PackedMatrix:
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
-        panels_PN16C = _panels(weight_OI.to(torch.bfloat16), group=2)
+        panels_PN16C = kernels.memory.copy(_panels(weight_OI.to(torch.bfloat16), group=2))
         part = PackedPart(Kind.MULTIPLY_BF16, weight_OI.shape[0], {"panels": panels_PN16C})
         return cls(kernels, weight_OI.shape[1], part)
 
@@ -103,7 +103,7 @@ class PackedMatrix:
         scales_O = wide_OI.abs().amax(dim=1).clamp_min(1e-30) / 127
         codes_OI = (wide_OI / scales_O.unsqueeze(1)).round().to(torch.int8)
         tensors = {
-            "panels": _panels(codes_OI, group=4),
+            "panels": kernels.memory.copy(_panels(codes_OI, group=4)),
             "scales": _pad(scales_O),
             "sums": _pad(codes_OI.sum(dim=1, dtype=torch.int32)),
         }
@@ -122,7 +122,7 @@ class PackedMatrix:
                 return None
             same = tuple(alike)
             num_outputs = sum(weight.shape[0] for weight in same)
-            parts.append(PackedPart(Kind.MULTIPLY_FEW_BITS, num_outputs, {"panels": pack(same)}, name))
+            parts.append(PackedPart(Kind.MULTIPLY_FEW_BITS, num_outputs, {"panels": kernels.memory.copy(pack(same))}, name))
         return cls(kernels, weights[0].shape[1], *parts)
 
     def rows(self, rows_T: Tensor) -> Tensor:

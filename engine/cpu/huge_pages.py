@@ -1,0 +1,49 @@
+"""Memory in pages of 2 MiB instead of 4 KiB, where the system gives them to who asks (Linux: madvise).
+
+A step reads all weights and much of the KV once, far more than the processor knows the pages of; in a virtual machine
+each page that it does not know costs two walks through tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_HUGE = 2 << 20
+_CHUNK = 32 << 20
+_LINE = 64
+
+
+def advise(tensor: Tensor) -> None:
+    """Ask for such pages wherever a whole one fits into this tensor on the CPU. It costs nothing where there are none."""
+    first = -(-tensor.data_ptr() // _HUGE) * _HUGE
+    end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
+    if end > first and hasattr(mmap, "MADV_HUGEPAGE"):
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
+
+
+class HugePages:
+    """Tensors of any size beside each other, in chunks; a chunk lives as long as one of its tensors. Owned by whoever
+    loads a model."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The same numbers; begins at a cache line."""
+        num_bytes = -(-tensor.nbytes // _LINE) * _LINE
+        if num_bytes > len(self._chunk):
+            self._chunk = torch.empty(max(_CHUNK, num_bytes) + _LINE, dtype=torch.uint8)
+            advise(self._chunk)
+            self._chunk = self._chunk[-self._chunk.data_ptr() % _LINE :]
+        memory, self._chunk = self._chunk[: tensor.nbytes], self._chunk[num_bytes:]
+        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
