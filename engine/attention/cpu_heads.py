@@ -134,6 +134,23 @@ class StepRows:
         step.sequences, step.tokens = num_rows, int(self._arrays[1][:num_rows].sum())
         return step
 
+    def of_logits(self, batch: Batch) -> Step:
+        """The step of those positions alone whose logits are wanted, the last ones of each row, for what comes behind
+        `store`. It is valid as long as this is."""
+        _, query_lens, context_lens = self._arrays
+        counts = np.diff(np.searchsorted(batch.logits_rows, np.cumsum(query_lens)), prepend=0)
+        wanted = np.flatnonzero(counts)
+        self._wanted = [np.ascontiguousarray(a[wanted]) for a in (self._tables, counts, context_lens)]
+        tables, counts, context_lens = (array.ctypes.data for array in self._wanted)
+        return Step(
+            tokens=len(batch.logits_rows),
+            sequences=len(wanted),
+            table_width=self._tables.shape[1],
+            tables=tables,
+            query_lens=counts,
+            context_lens=context_lens,
+        )
+
 
 def store_kv(
     kernels: Kernels, pool: KVPool, layer: int, slots_T: Ints, kv_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor

@@ -122,7 +122,9 @@ class PackedMatrix:
                 return None
             same = tuple(alike)
             num_outputs = sum(weight.shape[0] for weight in same)
-            parts.append(PackedPart(Kind.MULTIPLY_FEW_BITS, num_outputs, {"panels": kernels.memory.copy(pack(same))}, name))
+            parts.append(
+                PackedPart(Kind.MULTIPLY_FEW_BITS, num_outputs, {"panels": kernels.memory.copy(pack(same))}, name)
+            )
         return cls(kernels, weights[0].shape[1], *parts)
 
     def rows(self, rows_T: Tensor) -> Tensor:

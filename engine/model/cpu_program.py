@@ -21,7 +21,10 @@ from engine.model.decoder_layer import DecoderLayer
 from engine.model.gated_mlp import GatedMLP
 from engine.model.taps import Taps
 
-# T tokens of the step, C tokens that there is room for, I features, E hidden_size, N = H + 2 K heads, D head_dim
+_WORTH_LEAVING_OUT = 32  # positions of which only keys and values are needed
+
+# T tokens of the step, C tokens that there is room for, R positions whose logits are wanted, I features, E hidden_size,
+# N = H + 2 K heads, D head_dim
 
 
 class CompiledLayers:
@@ -44,7 +47,8 @@ class CompiledLayers:
         on_layer: Callable[[int], None] | None,
         taps: Taps | None = None,
     ) -> Tensor:
-        """From the embedded tokens to what leaves the last layer: (T, E), valid until the next step."""
+        """From the embedded tokens to what leaves the last layer: (T, E), valid until the next step. Where nobody asks
+        for more, only of the positions whose logits are wanted: (R, E)."""
         if len(x_TE) > len(self._x_CE):
             self._make_room(1 << (len(x_TE) - 1).bit_length())
         rows, begin = StepRows(batch, cos_T1F, sin_T1F), 0
@@ -60,10 +64,23 @@ class CompiledLayers:
                     self._program.run(rows.step, first=begin, end=end)
                     on_layer(layer)
                     begin = end
+        num_wanted = len(batch.logits_rows)
+        if taps is None and not len(batch.scored_rows) and num_wanted + _WORTH_LEAVING_OUT <= len(x_TE):
+            self._program.run(rows.step, first=begin, end=self._kv_calls[-1][1])
+            return self._finish(rows, batch)
         self._program.run(rows.step, first=begin)
         if taps is not None:
             taps.note(len(self._kv_calls), self._x_CE[: len(x_TE)])
         return self._x_CE[: len(x_TE)]
+
+    def _finish(self, rows: StepRows, batch: Batch) -> Tensor:
+        """Behind the last layer's keys and values nobody needs the other positions."""
+        num_wanted, wanted = len(batch.logits_rows), torch.from_numpy(batch.logits_rows)
+        for values in (self._x_CE, self._heads_CND):
+            values[:num_wanted] = values[wanted]
+        if num_wanted:
+            self._program.run(rows.of_logits(batch), first=self._kv_calls[-1][1])
+        return self._x_CE[:num_wanted]
 
     def is_quickest(self, num_tokens: int) -> bool:
         """Beyond, torch has the quicker way for one of the products: layers are then computed part by part."""

@@ -136,7 +136,9 @@ class Transformer:
             x_TE = _pass(self._layers, x, heads, on_layer, taps)
         if len(batch.scored_rows):
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
-        return self.logits(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
+        if len(x_TE) > len(batch.logits_rows):
+            x_TE = x_TE[torch.from_numpy(batch.logits_rows).to(device)]
+        return self.logits(x_TE)
 
     def compute(
         self,

@@ -15,7 +15,8 @@ from engine.attention.heads import Heads, TorchHeads
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu import library
-from engine.cpu.library import Kernels, open_kernels
+from engine.cpu.library import Kernels, Program, open_kernels
+from engine.cpu.structs import Step
 from engine.cpu.wire import sum_words, wire_of
 from engine.kernels.eight_bits import as_bytes
 from engine.kernels.wire import reference_pack_kv, reference_unpack_kv
@@ -23,7 +24,7 @@ from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
-from engine.model import transformer
+from engine.model import cpu_program, transformer
 from engine.model.cpu_program import can_compile
 from tests.disks import FakeDisk
 from tests.engine.steps import prompts
@@ -153,14 +154,14 @@ def test_heads_conform(kernels: Kernels, dtype: str, head_dim: int, has_norms: b
 
 def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
     """A prompt at once, and in chunks beside other rows: the same bits."""
-    heads_TND = random(70, 10, 64)
-    angles = torch.arange(70)[:, None, None] * torch.linspace(1, 0.01, 32)
+    heads_TND = random(170, 10, 64)
+    angles = torch.arange(170)[:, None, None] * torch.linspace(1, 0.01, 32)
     cos_T1F, sin_T1F = angles.cos().bfloat16(), angles.sin().bfloat16()
 
     def attended(cuts: list[int]) -> Tensor:
         pool, parts = make_pool("bfloat16", head_dim=64), []
         for start, end in pairwise(cuts):
-            row = Row(token_ids=range(end - start), start=start, blocks=range(3, 15), num_logits=1)
+            row = Row(token_ids=range(end - start), start=start, blocks=range(33, 55), num_logits=1)
             other = Row(token_ids=[0], start=19, blocks=range(20, 30), num_logits=1)
             batch = Batch.of([row, other], block_size=BLOCK_SIZE)
             extra = [*range(start, end), 19]
@@ -169,8 +170,8 @@ def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
             parts.append(heads.attend(0, q_THD, window=None)[:-1])
         return torch.cat(parts)
 
-    whole = attended([0, 70])
-    for cuts in ([0, 1, 2, 70], [0, 16, 17, 40, 70], list(range(71))):
+    whole = attended([0, 170])
+    for cuts in ([0, 1, 2, 170], [0, 16, 17, 40, 70, 131, 170], list(range(171))):
         torch.testing.assert_close(attended(cuts), whole, atol=0, rtol=0)
 
 
@@ -207,6 +208,40 @@ def test_all_layers_at_once_are_each_layer_alone(
         torch.testing.assert_close(got, wanted, atol=0, rtol=0)
         assert told == [0, 1, 2]
     assert compiled == [True]
+
+
+@pytest.mark.parametrize("num_logits", [(1, 0, 1, 3), (0, 0, 0, 0)])
+def test_only_what_is_asked_for_passes_the_last_layer(
+    kernels: Kernels,
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
+    num_logits: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same bits as with all positions, of decoding rows and chunks beside each other."""
+    directory, _ = tiny_model("qwen2")
+    some, everything = (make_runner(directory, dtype="bfloat16") for _ in range(2))
+    rows = [
+        Row(token_ids=range(3 * i, 3 * i + count), start=0, blocks=range(7 * i, 7 * i + 7), num_logits=wanted)
+        for i, (count, wanted) in enumerate(zip((40, 50, 1, 7), num_logits, strict=True))
+    ]
+    batch = Batch.of(rows, block_size=8)
+    computed: list[int] = []
+    compute = Program.run
+
+    def note(self: Program, step: Step, **part: int | None) -> None:
+        computed.append(step.tokens)
+        compute(self, step, **part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_program.Program, "run", note)
+        got = some.forward(batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformer, "can_compile", lambda layers: False)
+        wanted = everything.forward(batch)
+    assert computed[:2] == [98, sum(num_logits)]
+    assert got.shape[0] == sum(num_logits)
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
 
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
