@@ -39,7 +39,7 @@ struct Piece {
     int64_t position, count;        // of its queries
 };
 
-constexpr int64_t POSITIONS = 32;  // of one piece
+constexpr int64_t POSITIONS = 64;  // of one piece
 constexpr int KEYS = 64;           // of one tile
 constexpr int KEY_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
 
@@ -271,18 +271,19 @@ private:
     }
 };
 
-// With many of them, a piece has all heads: a block's keys and values lie beside each other.
+constexpr int64_t FEW = 16;  // queries, for which keys and values take longer to come than to be used
+
+// Where there are enough of them, pieces with few queries have all heads: a block's keys and values lie beside each other.
 inline std::vector<Piece> cut(const AttentionCall& a, const Step& step) {
-    int64_t num_stretches = 0;
-    for (int64_t s = 0; s < step.sequences; s++) num_stretches += (step.query_lens[s] + POSITIONS - 1) / POSITIONS;
-    const int64_t num_heads = num_stretches < 3 * step.threads ? 1 : a.pool.kv_heads;
+    const int64_t kv_heads = a.pool.kv_heads, heads_of_few = step.sequences < 3 * step.threads ? 1 : kv_heads;
     std::vector<Piece> pieces;
     for (int64_t s = 0, token = 0; s < step.sequences; token += step.query_lens[s++])
-        for (int64_t q = 0; q < step.query_lens[s]; q += POSITIONS)
-            for (int64_t h = 0; h < a.pool.kv_heads; h += num_heads) {
-                const int64_t count = std::min(POSITIONS, step.query_lens[s] - q);
+        for (int64_t q = 0, count; q < step.query_lens[s]; q += count) {
+            count = std::min(POSITIONS, step.query_lens[s] - q);
+            const int64_t num_heads = count < FEW ? heads_of_few : 1;
+            for (int64_t h = 0; h < kv_heads; h += num_heads)
                 pieces.push_back({s, h, num_heads, token + q, step.context_lens[s] - step.query_lens[s] + q, count});
-            }
+        }
     // The longest first, so that no thread is left with one at the end.
     std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& x, const Piece& y) { return x.position > y.position; });
     return pieces;

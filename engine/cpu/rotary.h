@@ -22,12 +22,27 @@ inline void norm_head(bf16* x, const bf16* weight, int64_t dim, float eps) {
     for (int64_t i = 0; i < dim; i++) x[i] = narrow(rounded(widen(x[i]) * inverse) * widen(weight[i]));
 }
 
+// Numbers of the first half of a head and those of the second: each pair is turned by its angle.
+template <class V> inline void turn(V& a, V& b, V cos, V sin) {
+    auto product = [](V x, V y) { return widen(narrow(x * y)); };
+    const V first = product(a, cos) - product(b, sin);
+    b = product(b, cos) + product(a, sin);
+    a = first;
+}
+
 inline void rotate_head(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) {
     const int64_t half = dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const float a = widen(x[i]), b = widen(x[i + half]), c = widen(cos[i]), s = widen(sin[i]);
-        x[i] = narrow(rounded(a * c) - rounded(b * s));
-        x[i + half] = narrow(rounded(b * c) + rounded(a * s));
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        Floats a = widen(load<Halves>(x + i)), b = widen(load<Halves>(x + half + i));
+        turn(a, b, widen(load<Halves>(cos + i)), widen(load<Halves>(sin + i)));
+        store(x + i, narrow(a));
+        store(x + half + i, narrow(b));
+    }
+    for (; i < half; i++) {
+        float a = widen(x[i]), b = widen(x[half + i]);
+        turn(a, b, widen(cos[i]), widen(sin[i]));
+        x[i] = narrow(a), x[half + i] = narrow(b);
     }
 }
 
