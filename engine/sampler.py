@@ -153,7 +153,7 @@ def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
     if drawing := [(i, row) for i, row in rows if not row.sampling.is_greedy]:
         drawing_N = _numbers(drawing, chosen_R.device)
         chosen_R[drawing_N] = reference_draw(logits_RV[drawing_N], [row for _, row in drawing])
-    if bool(best_R.isfinite().all()):  # mostly
+    if math.isfinite(sum(best_R.tolist())):  # mostly, and sooner known so
         return chosen_R
     chosen_R = torch.where(best_R.isfinite(), chosen_R, NOT_FINITE)
     return torch.where(best_R == -math.inf, NO_LOGIT_IS_FINITE, chosen_R) if rows else chosen_R
