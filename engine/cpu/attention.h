@@ -219,7 +219,8 @@ private:
 
     template <int ROWS> int64_t few_rows(int64_t first, int64_t row) {
         const int64_t seen = std::min<int64_t>(tile.seen, position(row + ROWS - 1) + 1 - tile.first);  // by the last of them
-        const int64_t width = round_up(seen, LANES), num_words = width / Word::NUMBERS, own = first + row;
+        const int64_t width = round_up(seen, LANES), own = first + row;
+        const int64_t num_words = round_up(seen, Word::NUMBERS) / Word::NUMBERS;  // behind them lies what was there before
         by_words<ROWS>(q + own * words, words, columns, KEYS, words, width, [](int, int64_t) { return FloatPart{}; },
                        [&](int r, int64_t i, FloatPart sum) { store(&tile.scores[r][i], sum); });
         for (int r = 0; r < ROWS; r++) weigh(own + r, position(row + r), r, width);

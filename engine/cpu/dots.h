@@ -3,7 +3,7 @@
 // A group is four inputs: of the codes 64 bytes, four for each of 16 outputs, of which a register holds a part; of the row
 // four bytes, which all outputs meet. Whole numbers, hence the same sums by every one of these ways:
 //
-//     VNNI          fours of bytes at once, into 32 bits
+//     VNNI, ARM     fours of bytes at once, into 32 bits
 //     AVX-512, AVX2 pairs of bytes into 16 bits, as often as they have room, then pairs of those into 32;
 //                   codes of 8 bits leave no room: even and odd inputs apart, as 16 bits each
 //     else          the compiler's vectors
@@ -29,7 +29,7 @@ inline int32_t four_bytes(const void* from) {
 }
 
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
-inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row) {
+template <int> inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row) {
 #ifdef __AVX512VNNI__
     return IntPart(_mm512_dpbusd_epi32(__m512i(sum), __m512i(codes), _mm512_set1_epi32(row)));
 #else
@@ -49,8 +49,19 @@ inline ShortPart pairs(CodePart codes, int32_t row) {
 }
 inline IntPart pairs(ShortPart x, int32_t row) { return IntPart(_mm256_madd_epi16(__m256i(x), _mm256_set1_epi32(row))); }
 #endif
+#elif defined(__ARM_FEATURE_DOTPROD)
+template <int BITS> inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row) {
+    const int8x16_t four = int8x16_t(vdupq_n_s32(row));
+    if constexpr (BITS < 8) return IntPart(vdotq_s32(int32x4_t(sum), int8x16_t(codes), four));  // signed ones are as good
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    return IntPart(vusdotq_s32(int32x4_t(sum), uint8x16_t(codes), four));
+#else  // the codes less 128, and 128 times what the row adds up to
+    const int32x4_t half = vdotq_s32(int32x4_t(sum), vdupq_n_s8(64), four);
+    return IntPart(vdotq_s32(vdotq_s32(half, vdupq_n_s8(64), four), int8x16_t(codes ^ 128), four));
+#endif
+}
 #else
-inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row) {
+template <int> inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row) {
     for (int k = 0; k < 4; k++) sum += IntPart(WordPart(codes) >> (8 * k) & 255u) * int32_t(int8_t(row >> (8 * k)));
     return sum;
 }
@@ -135,7 +146,7 @@ inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& 
     for (int g = 0; g < GROUPS; g++)
         for (int i = 0; i < PARTS; i++) {
             const CodePart part = codes(g, i);
-            for (int r = 0; r < ROWS; r++) sums[r][i] = add_fours(sums[r][i], part, four_bytes(row_of(r) + 4 * g));
+            for (int r = 0; r < ROWS; r++) sums[r][i] = add_fours<BITS>(sums[r][i], part, four_bytes(row_of(r) + 4 * g));
         }
 #endif
 }

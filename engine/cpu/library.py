@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -30,7 +31,9 @@ from engine.cpu.structs import Call, Payload, Step, StoredRows, TokenChoices, Wi
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=c++2a", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+# What both families of compilers call this processor: on ARM, -march=native is newer than many of them.
+_NATIVE = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+FLAGS = ("-O3", _NATIVE, "-std=c++2a", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _COMPILE_S = 300.0
 
 

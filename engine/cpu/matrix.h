@@ -12,7 +12,7 @@
 #pragma once
 #include "product.h"
 #include "tiles.h"
-#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
+#ifdef __AVX512VNNI__
 #include <immintrin.h>
 #endif
 
@@ -26,13 +26,13 @@ constexpr int64_t ROOM_ROWS = std::max<int64_t>(SPARE_ROWS, SPARE_TILED_ROWS);
 
 struct Bf16 {
     static constexpr int GROUP = 2;
-#ifdef __AVX512BF16__
+#ifdef HAS_PAIRS_OF_BF16
     typedef bf16 Input;
 #else
     typedef float Input;
 #endif
     static void keep(const float* y, int64_t inputs, Input* kept, float&) {
-#ifdef __AVX512BF16__
+#ifdef HAS_PAIRS_OF_BF16
         int64_t i = 0;
         for (; i + LANES <= inputs; i += LANES) store(kept + i, narrow(load<Floats>(y + i)));
         for (; i < inputs; i++) kept[i] = narrow(y[i]);
@@ -44,12 +44,11 @@ struct Bf16 {
     typedef FloatPart SumPart;
     template <int ROWS, int COUNT>
     static inline void add(SumPart (&sums)[ROWS][COUNT], const Input* x, int64_t stride, const WordPart (&w)[COUNT]) {
-#ifdef __AVX512BF16__
+#ifdef HAS_PAIRS_OF_BF16
         for (int r = 0; r < ROWS; r++) {
-            int32_t pair;
+            uint32_t pair;
             std::memcpy(&pair, x + r * stride, 4);
-            for (int p = 0; p < COUNT; p++)
-                sums[r][p] = Floats(_mm512_dpbf16_ps(__m512(sums[r][p]), __m512bh(_mm512_set1_epi32(pair)), __m512bh(w[p])));
+            for (int p = 0; p < COUNT; p++) sums[r][p] = add_pairs(sums[r][p], w[p], pair);
         }
 #else
         FloatPart half[COUNT];
@@ -72,10 +71,15 @@ struct Bf16 {
 #endif
 };
 
-// Rows are quantised too, each with its own scale: codes of 7 bits and a sign, shifted up by 128, for the units multiply
-// unsigned by signed bytes.
+// Rows are quantised too, each with its own scale: codes of 7 bits and a sign. Where the units multiply unsigned by signed
+// bytes, they are shifted up.
 struct Int8 {
     static constexpr int GROUP = 4;
+#ifdef __ARM_FEATURE_DOTPROD
+    static constexpr int SHIFT = 0;
+#else
+    static constexpr int SHIFT = 128;
+#endif
     typedef uint8_t Input;
     static void keep(const float* y, int64_t inputs, Input* kept, float& scale) {
         Floats sizes{}, nones{};
@@ -89,14 +93,18 @@ struct Int8 {
         for (; i < inputs; i++) most = std::max(most, std::fabs(y[i])), none += y[i] * 0.0f;
         scale = std::max(most, 1e-30f) / 127 + none;  // no number, if one of them is not finite
         const float inverse = 1 / scale;
-        for (int64_t i = 0; i < inputs; i++) kept[i] = uint8_t(int32_t(y[i] * inverse + 128.5f));
+        for (int64_t i = 0; i < inputs; i++) kept[i] = uint8_t(int32_t(y[i] * inverse + 128.5f) - 128 + SHIFT);
     }
     typedef Ints Sum;
     typedef IntPart SumPart;
     template <int ROWS, int COUNT>
     static inline void add(SumPart (&sums)[ROWS][COUNT], const Input* x, int64_t stride, const WordPart (&w)[COUNT]) {
         for (int r = 0; r < ROWS; r++) {
-#ifdef __AVX512VNNI__
+#if defined(__ARM_FEATURE_DOTPROD)
+            const int8x16_t four = int8x16_t(vdupq_n_s32(load<int32_t>(x + r * stride)));
+            for (int p = 0; p < COUNT; p++)
+                sums[r][p] = IntPart(vdotq_s32(int32x4_t(sums[r][p]), int8x16_t(w[p]), four));
+#elif defined(__AVX512VNNI__)
             int32_t four;
             std::memcpy(&four, x + r * stride, 4);
             for (int p = 0; p < COUNT; p++)
@@ -109,7 +117,7 @@ struct Int8 {
         }
     }
     static inline Floats value(Sum sum, const ProductCall& p, int64_t first, float scale) {
-        const Ints shifted = sum - 128 * load<Ints>(p.sums + first);
+        const Ints shifted = sum - SHIFT * load<Ints>(p.sums + first);
         return __builtin_convertvector(shifted, Floats) * (load<Floats>(p.scales + first) * scale);
     }
 #if HAS_TILES

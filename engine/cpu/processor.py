@@ -16,9 +16,13 @@ _TELLING = (
     "amx_int8",
     "amx_bf16",
     "asimd",
+    "asimddp",
     "i8mm",
     "bf16",
+    "sve",
 )
+# How a compiler tells them apart; of x86, then of ARM.
+_NAMING = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
 
 def description(cpuinfo: Path = CPUINFO) -> str:
@@ -26,7 +30,7 @@ def description(cpuinfo: Path = CPUINFO) -> str:
     lines = _lines(cpuinfo)
     if lines is None:
         return platform.processor() + platform.machine()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    return "\n".join(sorted({line for line in lines if line.startswith(_NAMING)}))
 
 
 def instruction_sets(cpuinfo: Path = CPUINFO) -> list[str]:

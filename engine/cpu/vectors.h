@@ -4,8 +4,10 @@
 #include <cstring>
 #include <utility>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -23,13 +25,16 @@ typedef int8_t Bytes __attribute__((vector_size(16)));
 constexpr int PARTS = 1, REGISTERS = 32;
 #elif defined(__AVX2__)
 constexpr int PARTS = 2, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int PARTS = 4, REGISTERS = 32;
 #else
-constexpr int PARTS = 4, REGISTERS = 32;  // NEON
+constexpr int PARTS = 4, REGISTERS = 16;  // SSE
 #endif
 constexpr int PART_LANES = LANES / PARTS;
 typedef float FloatPart __attribute__((vector_size(64 / PARTS)));
 typedef int32_t IntPart __attribute__((vector_size(64 / PARTS)));
 typedef uint32_t WordPart __attribute__((vector_size(64 / PARTS)));
+typedef uint16_t HalfPart __attribute__((vector_size(32 / PARTS)));
 
 template <class V> inline V load(const void* from) {  // no alignment needed
     V v;
@@ -75,18 +80,34 @@ inline bf16 narrow(float f) {
 }
 inline float rounded(float f) { return widen(narrow(f)); }
 inline FloatPart widen_part(const bf16* x) {
-    typedef uint16_t HalfPart __attribute__((vector_size(32 / PARTS)));
     return FloatPart(__builtin_convertvector(load<HalfPart>(x), WordPart) << 16);
 }
 inline Floats widen(Halves x) { return Floats(__builtin_convertvector(x, Words) << 16); }
 inline Halves narrow(Floats f) {
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__)
     return Halves(_mm512_cvtneps_pbh(__m512(f)));  // what is below 2^-126 becomes 0, as in products
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    HalfPart parts[PARTS];
+    for (int i = 0; i < PARTS; i++) parts[i] = HalfPart(vcvt_bf16_f32(load<float32x4_t>(reinterpret_cast<const char*>(&f) + 16 * i)));
+    return load<Halves>(parts);
 #else
     Words bits = Words(f);
     return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
 #endif
 }
+
+// Each word is a pair of bf16, which are multiplied by those of one pair and added up together.
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS_OF_BF16
+inline FloatPart add_pairs(FloatPart sum, WordPart words, uint32_t pair) {
+    return FloatPart(_mm512_dpbf16_ps(__m512(sum), __m512bh(_mm512_set1_epi32(int(pair))), __m512bh(words)));
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIRS_OF_BF16
+inline FloatPart add_pairs(FloatPart sum, WordPart words, uint32_t pair) {
+    return FloatPart(vbfdotq_f32(float32x4_t(sum), bfloat16x8_t(words), bfloat16x8_t(vdupq_n_u32(pair))));
+}
+#endif
 
 // By way of 16 bits: in one step gcc 12 goes number by number, and takes no notice of AVX-512's instruction for it.
 inline Ints widen(Bytes x) {

@@ -6,18 +6,14 @@
 
 namespace {
 
-typedef uint16_t HalfPart __attribute__((vector_size(32 / PARTS)));
-
-#ifdef __AVX512BF16__
+#ifdef HAS_PAIRS_OF_BF16
 
 struct Word {
     static constexpr int NUMBERS = 2;
 
     static int64_t count(int64_t dim) { return round_up(dim, 2 * LANES) / 2; }
 
-    static FloatPart add(FloatPart sum, WordPart words, uint32_t word) {
-        return FloatPart(_mm512_dpbf16_ps(__m512(sum), __m512bh(_mm512_set1_epi32(int(word))), __m512bh(words)));
-    }
+    static FloatPart add(FloatPart sum, WordPart words, uint32_t word) { return add_pairs(sum, words, word); }
 
     static void of_numbers(const bf16* x, int64_t dim, uint32_t* words) {
         words[count(dim) - 1] = 0, std::memset(words, 0, count(dim) * 4);
@@ -44,12 +40,12 @@ struct Word {
         return reinterpret_cast<const char*>(room);
     }
 
-    // Of two rows the numbers in sixteen words, from byte `at` on: those with even places, and then those with odd ones,
+    // Of two rows the numbers in a register of words, from byte `at` on: those with even places, and then those with odd ones,
     // each with the other row's beside it.
     static void pair(const char* const* rows, int64_t at, uint32_t* to) {
-        const Words x = load<Words>(rows[0] + at), y = load<Words>(rows[1] + at);
+        const WordPart x = load<WordPart>(rows[0] + at), y = load<WordPart>(rows[1] + at);
         store(to, (x & 0xffffu) | y << 16);
-        store(to + LANES, x >> 16 | (y & 0xffff0000u));
+        store(to + PART_LANES, x >> 16 | (y & 0xffff0000u));
     }
 
     static void of_weights(Floats weights, uint32_t* words) {
@@ -59,7 +55,12 @@ struct Word {
     // Of sums in the order of `pair`.
     static void to_numbers(const float* sums, float total, int64_t dim, bf16* out) {
         for (int64_t i = 0; i < dim; i += 2 * LANES) {
-            const Floats even = load<Floats>(sums + i) / total, odd = load<Floats>(sums + i + LANES) / total;
+            Floats even, odd;
+            for (int part = 0; part < PARTS; part++) {
+                std::memcpy(reinterpret_cast<char*>(&even) + part * sizeof(FloatPart), sums + i + 2 * part * PART_LANES, sizeof(FloatPart));
+                std::memcpy(reinterpret_cast<char*>(&odd) + part * sizeof(FloatPart), sums + i + (2 * part + 1) * PART_LANES, sizeof(FloatPart));
+            }
+            even /= total, odd /= total;
             const Words both = __builtin_convertvector(narrow(even), Words) | __builtin_convertvector(narrow(odd), Words) << 16;
             std::memcpy(out + i, &both, std::min<int64_t>(dim - i, 2 * LANES) * sizeof(bf16));
         }
@@ -124,7 +125,7 @@ struct Word {
 
 constexpr int ROWS_AT_ONCE = 6;
 // As many vectors of sums as the registers hold beside each other, of few rows.
-constexpr int VECTORS_AT_ONCE = PARTS == 2 ? 2 : 4;
+constexpr int VECTORS_AT_ONCE = REGISTERS == 16 ? 2 : 4;
 
 template <int ROWS, int COUNT, class Begin, class End>
 inline void few_vectors(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t width, int64_t num_words,

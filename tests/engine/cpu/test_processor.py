@@ -12,19 +12,36 @@ _SAPPHIRE_RAPIDS = """\
 model name\t: Intel(R) Xeon(R) Platinum 8481C
 flags\t\t: fpu sse4_2 avx avx2 avx512f avx512bw avx_vnni avx512_bf16 avx512_vnni amx_bf16 avx512_fp16 amx_tile amx_int8
 """
-_GRAVITON = "processor\t: 0\nFeatures\t: fp asimd aes asimddp bf16 i8mm\n"
+_GRAVITON_3 = """\
+processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3 \
+sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs paca pacg dcpodp svei8mm svebf16 i8mm bf16 dgh rng
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x1
+CPU part\t: 0xd40
+CPU revision\t: 1
+"""
 
 
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
         (_SAPPHIRE_RAPIDS, ["avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"]),
-        (_GRAVITON, ["asimd", "i8mm", "bf16"]),
+        (_GRAVITON_3, ["asimd", "asimddp", "i8mm", "bf16", "sve"]),
     ],
 )
 def test_what_it_can_do_is_named_as_linux_does(tmp_path: Path, told: str, expected: list[str]) -> None:
     (tmp_path / "cpuinfo").write_text(told)
     assert processor.instruction_sets(tmp_path / "cpuinfo") == expected
+
+
+def test_processors_of_arm_are_told_apart_by_their_parts(tmp_path: Path) -> None:
+    """They have no model's name; and what is compiled for one is not for every other."""
+    (tmp_path / "one").write_text(_GRAVITON_3)
+    (tmp_path / "other").write_text(_GRAVITON_3.replace("0xd40", "0xd4f"))
+    assert processor.description(tmp_path / "one") != processor.description(tmp_path / "other")
 
 
 def test_where_nothing_is_told_there_is_still_a_name(tmp_path: Path) -> None:
