@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MiB instead of 4 KiB, where the system gives them to who asks (Linux: madvise).
+"""Memory in pages of 2 MiB instead of 4 KiB, where the system gives them to who asks: Linux, by madvise.
 
 A step reads all weights and much of the KV once, far more than the processor knows the pages of; in a virtual machine
 each page that it does not know costs two walks through tables.
