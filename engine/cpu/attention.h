@@ -39,7 +39,7 @@ struct Piece {
     int64_t position, count;        // of its queries
 };
 
-constexpr int64_t POSITIONS = 64;  // of one piece
+constexpr int64_t POSITIONS = 64, PIECE_ROWS = 256;  // of one piece at most: queries and outputs stay in the second cache
 constexpr int KEYS = 64;           // of one tile
 constexpr int KEY_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
 
@@ -175,7 +175,7 @@ private:
     // values: (words of keys, numbers)
     void turn_values(int64_t kv_head) {
         find(1, kv_head, tile.value_scales);
-        for (int64_t k = 0; k < tile.seen; k += Word::NUMBERS) {
+        for (int64_t k = 0; k < round_up(tile.seen, LANES); k += Word::NUMBERS) {  // zeros behind the last, as weights are
             fetch_ahead(share_ahead * Word::NUMBERS);
             for (int64_t w = 0; w < words; w += PART_LANES)
                 Word::pair(tile.rows + k, w * 4, values + k / Word::NUMBERS * wide + w * Word::NUMBERS);
@@ -276,10 +276,11 @@ constexpr int64_t FEW = 16;  // queries, for which keys and values take longer t
 // Where there are enough of them, pieces with few queries have all heads: a block's keys and values lie beside each other.
 inline std::vector<Piece> cut(const AttentionCall& a, const Step& step) {
     const int64_t kv_heads = a.pool.kv_heads, heads_of_few = step.sequences < 3 * step.threads ? 1 : kv_heads;
+    const int64_t positions = std::clamp<int64_t>(PIECE_ROWS * kv_heads / a.q_heads, 1, POSITIONS);
     std::vector<Piece> pieces;
     for (int64_t s = 0, token = 0; s < step.sequences; token += step.query_lens[s++])
         for (int64_t q = 0, count; q < step.query_lens[s]; q += count) {
-            count = std::min(POSITIONS, step.query_lens[s] - q);
+            count = std::min(positions, step.query_lens[s] - q);
             const int64_t num_heads = count < FEW ? heads_of_few : 1;
             for (int64_t h = 0; h < kv_heads; h += num_heads)
                 pieces.push_back({s, h, num_heads, token + q, step.context_lens[s] - step.query_lens[s] + q, count});

@@ -19,7 +19,7 @@ _LINE = 64
 
 
 def advise(tensor: Tensor) -> None:
-    """Ask for such pages wherever a whole one fits into this tensor on the CPU; where there are none, nothing happens."""
+    """Ask for such pages wherever a whole one fits into this tensor; where there are none, nothing happens."""
     first = -(-tensor.data_ptr() // _HUGE) * _HUGE
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
     if end > first and hasattr(mmap, "MADV_HUGEPAGE"):

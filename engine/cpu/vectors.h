@@ -122,7 +122,8 @@ template <class V> inline V exponential(V x) {
     return x > -87.0f ? scaled : V{};
 }
 
-// 2^x within 3e-6 of it, for x <= 0; exactly 1 for 0, and 0 where it would leave the normal range, so for -inf.
+// 2^x within 3e-6 of it, for x <= 0; exactly 1 for 0, 0 where it would leave the normal range, so for -inf, and no number
+// for what is none.
 // 2^x = 2^n 2^f with |f| <= 1/2: n by rounding, 2^f by a polynomial of least relative error there.
 template <class V> inline V power_of_two(V x) {
     typedef decltype(x < x) Whole;
@@ -135,7 +136,7 @@ template <class V> inline V power_of_two(V x) {
     p = p * f + 6.931241751e-1f;
     p = p * f + 1.0f;
     V scaled = V(Whole(p) + (Whole(shifted) << 23));
-    return x > -126.0f ? scaled : V{};
+    return x <= -126.0f ? V{} : scaled;
 }
 
 // 1 / x within 2 ulp, for numbers of ordinary size.
