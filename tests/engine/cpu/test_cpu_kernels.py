@@ -180,7 +180,7 @@ def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
 def test_what_is_no_number_is_its_own_sequences(kernels: Kernels, dtype: str, side: int) -> None:
     """A key or value that is none makes answers of its sequence none, and leaves nothing in what the next one uses."""
-    pool, batch = make_pool(dtype, head_dim=64), make_batch([(80, 1), (2, 1), (66, 3), (0, 40)])
+    pool, batch = make_pool(dtype, head_dim=64), make_batch([(80, 1), (2, 1), (0, 3)])
     slots_T = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
     pool.write(0, slots_T, *(random(len(slots_T), 2, 64, seed=seed) for seed in (7, 8)))
     q_THD = random(batch.num_tokens, 6, 64)
