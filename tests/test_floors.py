@@ -81,9 +81,10 @@ engine.penalties: cluster(words)
 engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
+engine.recorded_steps: engine(batch config decode_graphs kv model)
 engine.ruled_tokens: cluster(words)
 engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory heads kernels kv
-    layers memory_trial model orders parallel scorer step weights)
+    layers memory_trial model orders parallel recorded_steps scorer step weights)
 engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)

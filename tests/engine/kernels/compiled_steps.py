@@ -183,7 +183,7 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
     replaying = ModelRunner(replace(config, kv_memory_gib=kv_gib), capture=call_again, gauge=AbsentGauge())
     layout = replaying.layout
     assert replaying.pool.num_blocks == NUM_BLOCKS
-    assert replaying._graphs is not None, replaying._model.hindrance
+    assert replaying._recorded is not None, replaying._model.hindrance
     replaying.warm_up(2048)
     warm, told = len(launches), list[int]()
     for spans, options in (
