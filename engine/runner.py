@@ -23,6 +23,7 @@ from engine.device_memory import CudaGauge, Gauge, does_not_fit
 from engine.heads.head_row import Choose, HeadRow
 from engine.heads.heads import DraftHeads, ModelParts
 from engine.heads.open_heads import open_heads
+from engine.heads.warm_up import warm_up_heads
 from engine.kernels.choice import NUM_NUMBERS, launch_choice
 from engine.kernels.log_norm import launch_log_norms
 from engine.kv.pool import KVPool
@@ -213,6 +214,7 @@ class ModelRunner:
         scorer = Scorer.of(step)
         return self.forward(step.batch, on_logits=scorer.add if scorer else None) if step else None
 
+    @torch.inference_mode()
     def warm_up(self, max_tokens: int) -> None:
         """Before anything else, on every rank: compute prompts of up to so many tokens on a GPU, so that no request
         waits for kernels to be compiled. Leaves numbers without meaning in the pool's first blocks."""
@@ -220,6 +222,14 @@ class ModelRunner:
             return
         begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
         self._compute_prompts(self.pool, most)
+        if self.heads:
+            warm_up_heads(
+                *(self.heads, self.pool),
+                max_tokens=most,
+                max_rows=self._max_drafted,
+                hidden_size=self.config.hidden_size,
+                dtype=self.dtype,
+            )
         logits = torch.zeros(1, self.config.vocab_size, device=self.device)
         launch_log_norms(logits)
         for numbers in (None, torch.zeros(1, NUM_NUMBERS, dtype=torch.int32, device=self.device)):

@@ -62,7 +62,7 @@ engine.engine: cluster(words) engine(admission ahead decoding guests known_token
     sampling sequence speculation step tiers)
 engine.expert_placement:
 engine.guests: engine(decoding kv prompts sequence)
-engine.heads: cluster(model words) engine(attention batch cpu kernels kv layers model parallel weights)
+engine.heads: cluster(model words) engine(attention batch cpu kernels kv layers model parallel streams weights)
 engine.kernels: engine(cpu)
 engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels streams)

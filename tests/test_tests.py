@@ -24,6 +24,7 @@ _KNOWN = {
     ("kvtransfer/bench/test_bench.py", "bench_run._NUM_TRIES"),
     # What is recorded or compiled for a device that is not there can be seen nowhere else.
     ("engine/kernels/compiled_steps.py", "sampler._place"),
+    ("engine/kernels/compiled_heads.py", "runner._recorded"),
     ("engine/kernels/compiled_steps.py", "replaying._recorded"),
     ("engine/kernels/compiled_steps.py", "replaying._model"),
     ("engine/kernels/counted_steps.py", "runner._model"),

@@ -2,7 +2,8 @@
 
 To be imported before anything else of the engine, in a process of its own: Triton decides at import whether a kernel is
 interpreted. On such a device an operation raises where tensors of the host come among those of the device, where the
-host would wait for a number, and where a shape would depend on one.
+host would wait for a number, where a shape would depend on one, and where numbers that the host has made are uploaded
+in a way that it would wait for.
 """
 
 from __future__ import annotations

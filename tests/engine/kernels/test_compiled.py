@@ -35,8 +35,8 @@ def launches(capability: str, *cases: str, program: str = "compiled_steps") -> l
     return [launch | {"case": of["case"]} for of in found for launch in of["launches"]]
 
 
-def check(capability: str, *cases: str) -> None:
-    for launch in launches(capability, *cases):
+def check(capability: str, *cases: str, program: str = "compiled_steps") -> None:
+    for launch in launches(capability, *cases, program=program):
         place = f"{launch['case']}: {launch['name']}{launch['grid']}"
         assert launch["stack_bytes"] <= _STACK_BYTES, (
             f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
@@ -46,6 +46,7 @@ def check(capability: str, *cases: str) -> None:
             assert _PRODUCTS[capability] in launch["ptx"], f"{place} multiplies without {_PRODUCTS[capability]}"
 
 
+_HEADS = ("medusa", "eagle1", "mtp")
 # Warps that a processor of an H100 is to hold at once, where the kernel waits for memory or for products: from its
 # 65536 registers and 228 KiB.
 _WARPS = {"_attend_part": 8, "_attend_tile": 8, "_attend_latents": 8, "_gather_rows": 32}
@@ -99,3 +100,9 @@ def test_steps_fit_a_gpu() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v2"])
 def test_every_pool_on_every_gpu(family: str, capability: str) -> None:
     check(capability, *(f"{family}/{pool_dtype}" for pool_dtype in ("auto", "fp8_e4m3", "int8")))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _HEADS)])
+def test_heads_follow_steps_and_draft_on_a_gpu(kind: str) -> None:
+    check("9.0", kind, program="compiled_heads")
