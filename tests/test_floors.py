@@ -56,8 +56,8 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.draft_models: cluster(model) engine(batch config heads kv likeliest runner sampler sampling sequence
-    speculation weights)
+engine.draft_models: cluster(model) engine(batch config decode_graphs heads kv likeliest runner sampler sampling
+    sequence speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
