@@ -29,7 +29,6 @@ from torch import Tensor
 
 from engine.batch.batch import Batch, FedTokens
 from engine.batch.device_batch import DeviceBatch, SingleRows, upload
-from engine.batch.rows import Ints
 
 # R rows of a batch, T its tokens, N tokens that a graph computes, each a row, M those of the largest, B blocks of the
 # longest table, V vocabulary
@@ -134,7 +133,7 @@ class DecodeGraphs:
         """Of the last step, on the device: the first are its tokens. The next call overwrites them."""
         return self._numbers_4M[0]
 
-    def _upload_tables(self, batch: Batch, arrays: list[Ints], *, is_single: bool) -> list[Tensor]:
+    def _upload_tables(self, batch: Batch, arrays: list[Any], *, is_single: bool) -> list[Tensor]:
         """Put the batch's block tables in their place, one for each token. arrays: what goes to the device in the same
         copy; returned as they are there."""
         tables_RB, count = batch.block_tables, len(arrays)
