@@ -221,6 +221,7 @@ class ModelRunner:
         if self.device.type != "cuda":
             return
         begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
+        self._model.choose_prompt_heads(self.pool)
         self._compute_prompts(self.pool, most)
         if self.heads:
             warm_up_heads(

@@ -48,7 +48,7 @@ decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculatio
     decode_worker(ticket)
 engine.admission: cluster(words) engine(decoding guests kv prompts sequence)
 engine.ahead: engine(batch sequence step)
-engine.attention: cluster(model) engine(batch cpu kernels kv layers)
+engine.attention: cluster(model) engine(batch cpu kernels kv layers streams)
 engine.batch: engine(kernels streams)
 engine.config: cluster(model words) engine(kv)
 engine.cpu: cluster(model process words)

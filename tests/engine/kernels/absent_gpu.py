@@ -47,6 +47,7 @@ _SHARED_KIB = {(10, 0): 228, (9, 0): 228, (8, 0): 164}
 # Instructions of a loop that cost a multiple of what they do: conversions of one number at a time on a slow unit, loads
 # of single bytes out of shared memory, registers that were put away; and matrix products, by which a loop is known.
 _COUNTED = {
+    "instructions": r"(?!NOP)",
     "conversions": r"(F2F|I2F|F2I)\.",
     "byte_loads": r"(LDS|LDG\.E)\.[US]8",
     "spills": r"(LDL|STL)",
