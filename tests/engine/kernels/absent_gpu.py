@@ -51,7 +51,7 @@ _COUNTED = {
     "conversions": r"(F2F|I2F|F2I)\.",
     "byte_loads": r"(LDS|LDG\.E)\.[US]8",
     "spills": r"(LDL|STL)",
-    "products": r"(HMMA|HGMMA|\w*UTC\w*MMA)",
+    "products": r"([HIQ]G?MMA|\w*UTC\w*MMA)",
     "serialized": r"WARPGROUP\.ARRIVE",  # more than one for a product: ptxas lets none run beside anything
 }
 _ADDRESS = 1 << 32  # of every allocation: aligned
