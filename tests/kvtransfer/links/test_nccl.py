@@ -257,11 +257,19 @@ def test_an_operation_comes_behind_what_its_payload_was_used_for(
 def test_a_peer_that_goes_is_noticed_while_the_device_waits_for_it(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asking = set[int]()
+
+    class UnderWay(FakeMark):
+        @property
+        def is_over(self) -> bool:  # type: ignore[override]
+            asking.add(threading.get_ident())
+            return False
+
     sender, receiver = _pair(tmp_path / "store", fakes(), receiving := fakes())
-    monkeypatch.setattr(nccl_module, "Mark", FakeMark)
+    monkeypatch.setattr(nccl_module, "Mark", UnderWay)
     incoming = receiver.recv(_payload())
     sender.send(_payload())
-    _until(lambda: ("recv", "kv-nccl") in receiving.called)
+    _until(lambda: len(asking) == 2)  # both have been given to the device
 
     def gone(communicator: int) -> bool:
         raise NcclError("remote process exited")
