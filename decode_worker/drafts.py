@@ -63,4 +63,5 @@ def _own_config(spec: Spec, directory: Path, *, device: str) -> EngineConfig:
         block_size=spec.kv.block_size,
         max_batch_tokens=spec.decode.max_batch_tokens,
         max_running=spec.decode.max_running,
+        recorded_rows=spec.decode.max_running if spec.engine.cuda_graphs == "auto" else 0,
     )

@@ -48,7 +48,7 @@ decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculatio
     decode_worker(ticket)
 engine.admission: cluster(words) engine(decoding guests kv prompts sequence)
 engine.ahead: engine(batch sequence step)
-engine.attention: cluster(model) engine(batch cpu kernels kv layers)
+engine.attention: cluster(model) engine(batch cpu kernels kv layers streams)
 engine.batch: engine(kernels streams)
 engine.config: cluster(model words) engine(kv)
 engine.cpu: cluster(model process words)
@@ -56,13 +56,13 @@ engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.draft_models: cluster(model) engine(batch config heads kv likeliest runner sampler sampling sequence
-    speculation weights)
+engine.draft_models: cluster(model) engine(batch config decode_graphs heads kv likeliest runner sampler sampling
+    sequence speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
 engine.guests: engine(decoding kv prompts sequence)
-engine.heads: cluster(model words) engine(attention batch cpu kernels kv layers model parallel weights)
+engine.heads: cluster(model words) engine(attention batch cpu kernels kv layers model parallel streams weights)
 engine.kernels: engine(cpu)
 engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels streams)
@@ -81,9 +81,10 @@ engine.penalties: cluster(words)
 engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
+engine.recorded_steps: engine(batch config decode_graphs kv model)
 engine.ruled_tokens: cluster(words)
 engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory heads kernels kv
-    layers memory_trial model orders parallel scorer step weights)
+    layers memory_trial model orders parallel recorded_steps scorer step weights)
 engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)

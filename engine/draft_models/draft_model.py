@@ -15,6 +15,7 @@ from cluster.model import config as model_config
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig
+from engine.decode_graphs import graph_sizes
 from engine.draft_models.draft_tables import DraftTable, DraftTables
 from engine.draft_models.drawn import DrawnTokens
 from engine.runner import ModelRunner
@@ -28,6 +29,7 @@ _KV_GIB = {"cpu": 0.25, "cuda": 1.0}  # mapped as it is used; taken at once
 _UNEVEN = 1.05  # what torch's allocator loses between tensors
 _STEP_BYTES = 256 << 20  # activations of what is computed at once: see Asking
 _LOGIT_BYTES = 64  # as MemoryTrial counts for those of the served model
+_GRAPH_BYTES = 6 << 20  # of a recorded step of a small model: a guess, for no GPU has seen one
 
 
 class DraftModel:
@@ -146,7 +148,8 @@ def bytes_of(config: EngineConfig) -> int:
     shapes, itemsize = open_checkpoint(config.model_dir).shapes, getattr(torch, config.dtype).itemsize
     weights = sum(math.prod(shape) for shape in shapes.values()) * itemsize
     logits = config.max_running * model_config.load(config.model_dir).vocab_size * _LOGIT_BYTES
-    return int(weights * _UNEVEN) + _kv_bytes(config) + logits + _STEP_BYTES
+    graphs = len(graph_sizes(config.recorded_rows)) * _GRAPH_BYTES if config.recorded_rows else 0
+    return int(weights * _UNEVEN) + _kv_bytes(config) + logits + _STEP_BYTES + graphs
 
 
 def _kv_bytes(config: EngineConfig) -> int:
