@@ -9,13 +9,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from cluster.words.request import BRANCHES
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
 from engine.speculation.asking import Asking
 from engine.speculation.corpus import Corpus
-from engine.speculation.draft import Draft, take_room
-from engine.speculation.draft_plan import StepPrice, plan_drafts
-from engine.speculation.guesses import ENSEMBLE, Guesses
+from engine.speculation.draft import Draft, fork, take_room
+from engine.speculation.draft_plan import BranchOffer, StepPrice, plan_drafts, plan_tree
+from engine.speculation.ensemble import ENSEMBLE
+from engine.speculation.guess import GuessedBranch
+from engine.speculation.guesses import Guesses
 from engine.speculation.histories import Histories
 from engine.speculation.ngram import Ngram
 from engine.speculation.proposer import Computing, Proposer
@@ -31,7 +34,7 @@ _TRY_ABOVE = 0.5  # as likely as that they are right
 
 @dataclass(eq=False, slots=True)
 class DraftCounts:
-    """Of one method: drafted tokens, and those that were accepted, by place in their draft."""
+    """Of one method, or of branches: drafted tokens, and those that were accepted, by place in their draft."""
 
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
@@ -54,7 +57,7 @@ class Speculation:
         all of them place by place.
         clock: see Asking."""
         every = [*methods, *computing]
-        self.counts = {method: DraftCounts() for method in [*every, *[ENSEMBLE] * (len(every) > 1)]}
+        self.counts = {method: DraftCounts() for method in [*every, *[ENSEMBLE] * (len(every) > 1), BRANCHES]}
         self._methods = methods
         self._computing = computing
         self._max_tokens = max_tokens
@@ -101,7 +104,9 @@ class Speculation:
                 self._asking.carry_out(ask, rows)
                 chances = self._chances(rows, most)
             self._asking.looked(price)
-        lengths = plan_drafts(chances, len(rows), price, max_tokens)
+        branches = self._branches(rows, most)
+        offers = [_offer(i, rows[i], branch, price) for i, branch in branches]
+        lengths, taken_of = plan_tree(chances, offers, len(rows), price, max_tokens)
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if not any(lengths):
             lengths = self._try_one(chances, max_tokens)
@@ -112,6 +117,11 @@ class Speculation:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(tokens=guess.tokens[:taken], num_blocks=num_blocks, method=method)
+        for (i, branch), length in zip(branches, taken_of, strict=True):
+            draft = drafts.get(rows[i])
+            if length and draft and branch.place <= len(draft.tokens):
+                if forked := fork(rows[i], branch.place, branch.tokens[:length], blocks):
+                    draft.branches.append(forked)
         return drafts
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:
@@ -136,9 +146,14 @@ class Speculation:
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""
-        counts = self.counts[draft.method]
+        counts, right = self.counts[draft.method], draft.right(chosen)
         counts.drafted.update(range(len(draft.tokens)))
-        counts.accepted.update(range(draft.num_right(chosen)))
+        counts.accepted.update(range(right.num_first))
+        counts = self.counts[BRANCHES]
+        for branch in draft.branches:
+            counts.drafted.update(range(branch.place, branch.place + len(branch.tokens)))
+        if right.branch:
+            counts.accepted.update(range(right.branch.place, right.branch.place + right.num_then))
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
@@ -178,6 +193,17 @@ class Speculation:
         found = (self._guesses.best(row)[1] for row in rows)
         return [guess.chances[:limit] if guess else () for guess, limit in zip(found, most, strict=True)]
 
+    def _branches(self, rows: Seq[Sequence], most: Seq[int]) -> list[tuple[int, GuessedBranch]]:
+        """Of the best guess for each, as far as they may be drafted, and the row whose they are. None of a row whose
+        table somebody else reads: another block would have the place of its last."""
+        found: list[tuple[int, GuessedBranch]] = []
+        for i, (row, limit) in enumerate(zip(rows, most, strict=True)):
+            guess = None if row.keeps_blocks else self._guesses.best(row)[1]
+            for branch in guess.branches if guess else ():
+                if (length := limit - branch.place) > 0:
+                    found.append((i, branch._replace(tokens=branch.tokens[:length], chances=branch.chances[:length])))
+        return found
+
     def _try_one(self, chances: Seq[Seq[float]], max_tokens: int) -> list[int]:
         """Now and then a short draft of the likeliest row, though it does not seem to pay."""
         lengths = [0] * len(chances)
@@ -188,3 +214,8 @@ class Speculation:
                 lengths[i] = min(_TRIED, len(chances[i]), max_tokens)
                 self._num_without = 0
         return lengths
+
+
+def _offer(number: int, row: Sequence, branch: GuessedBranch, price: StepPrice) -> BranchOffer:
+    num_again = row.num_missing + branch.place
+    return BranchOffer(number, branch.place, branch.chances, num_again, price.fork(len(row.tokens)))
