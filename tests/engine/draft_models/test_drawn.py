@@ -73,11 +73,32 @@ def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
     sequences = _sequences(0.0)[:2]
     share = float(_shares(draft_V, 1.0).max())
     expected = (int(draft_V.argmax()), int(share * NUM_DEGREES))
-    assert DrawnTokens().draw(draft_V.repeat(2, 1), sequences, 0) == [expected] * 2
+    found = DrawnTokens().draw(draft_V.repeat(2, 1), sequences, 0)
+    assert [one and (one.token, one.kind) for one in found] == [expected] * 2
     sure_V = torch.full((_VOCAB,), -1e4).index_fill(0, torch.tensor([7]), 0.0)
-    assert DrawnTokens().draw(sure_V[None], sequences[:1], 0) == [(7, NUM_DEGREES - 1)]
-    drawn = DrawnTokens().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
-    assert drawn == [(7, 2 * NUM_DEGREES - 1)], "those that are drawn are another kind"
+    (one,) = DrawnTokens().draw(sure_V[None].clone(), sequences[:1], 0)
+    assert one and (one.token, one.kind) == (7, NUM_DEGREES - 1)
+    (one,) = DrawnTokens().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
+    assert one and (one.token, one.kind) == (7, 2 * NUM_DEGREES - 1), "those that are drawn are another kind"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ids_V", [None, torch.arange(_VOCAB) * 3])
+def test_the_second_is_the_likeliest_of_the_others(temperature: float, ids_V: Tensor | None) -> None:
+    """Of who draws, the likeliest one, where that was not drawn."""
+    _, draft_V = _logits()
+    places = draft_V.argsort(descending=True).tolist()
+    ids = places if ids_V is None else ids_V[places].tolist()
+    shares_V = _shares(draft_V, temperature or 1.0)
+    sequences = _sequences(temperature)[:200]
+    found = DrawnTokens(learns=False).draw(draft_V.repeat(200, 1), sequences, 1, ids_V=ids_V)
+    for one in found:
+        assert one and one.second
+        rank = 1 if one.token == ids[0] else 0
+        assert one.second == (ids[rank], NUM_DEGREES * bool(temperature) + int(shares_V[places[rank]] * NUM_DEGREES))
+    assert (len({one.second for one in found if one}) > 1) == bool(temperature)
+    deeper = DrawnTokens().draw(draft_V.repeat(2, 1), sequences[:2], 2, ids_V=ids_V)
+    assert all(one and one.second is None for one in deeper)
 
 
 def test_where_there_are_no_logits_there_is_no_token() -> None:
