@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.proposer import Proposal
 from engine.speculation.speculation import Speculation
-from tests.engine.asked import Asked, answers
+from tests.engine.asked import Asked, Branching, answers, num_in_branches
 from tests.engine.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.heads.head_files import Choice, eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.heads.mtp_files import write_mtp
@@ -110,6 +111,18 @@ class Checked:
         pass
 
 
+class BranchChecked(Checked):
+    """Checks what heads say, and drafts what goes wrong for a branch to be right."""
+
+    def __init__(self, case: Case, tree: Branching) -> None:
+        super().__init__(case)
+        self._tree = tree
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        super().propose(sequences, max_tokens)
+        return self._tree.propose(sequences, max_tokens)
+
+
 class SeldomChecked(Checked):
     """Asks heads in one step of seven; in the others it drafts what is hardly ever right."""
 
@@ -163,6 +176,22 @@ def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     assert found.ids == expected.ids
     assert bool(found.num_preemptions) == (num_blocks == 30)
     assert checked.num_checked > 100 and not checked.num_empty
+
+
+@pytest.mark.parametrize(
+    ("case", "num_blocks"),
+    [("medusa", 512), ("eagle", 512), ("eagle", 40), ("eagle1", 40), ("mtp", 40)],
+    indirect=["case"],
+)
+def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked: list[Asked], num_blocks: int) -> None:
+    """What heads know of a position lies where its keys do, whichever block that is now."""
+    expected = answers(case.runner, asked)
+    checked = BranchChecked(case, Branching(expected, asked, every=3))
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    room = replace(_SMALL, max_batch_tokens=96, max_running=64)
+    found = answers(case.runner, asked, room, num_blocks, speculation=speculation)
+    assert found.ids == expected.ids
+    assert num_in_branches(speculation) > 20 and checked.num_checked > 20 and not checked.num_empty
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
