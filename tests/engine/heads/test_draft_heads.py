@@ -112,15 +112,20 @@ class Checked:
 
 
 class BranchChecked(Checked):
-    """Checks what heads say, and drafts what goes wrong for a branch to be right."""
+    """Checks what heads say in one step of three, after one in which nothing is drafted and one with what goes wrong
+    for a branch to be right: so entries wait when a block is copied."""
+
+    num_looks = 0
 
     def __init__(self, case: Case, tree: Branching) -> None:
         super().__init__(case)
         self._tree = tree
 
     def propose(self, sequences: Any, max_tokens: int) -> Any:
-        super().propose(sequences, max_tokens)
-        return self._tree.propose(sequences, max_tokens)
+        self.num_looks += 1
+        if self.num_looks % 3 == 0:
+            super().propose(sequences, max_tokens)
+        return self._tree.propose(sequences, max_tokens if self.num_looks % 3 != 1 else 0)
 
 
 class SeldomChecked(Checked):
@@ -191,7 +196,7 @@ def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked:
     room = replace(_SMALL, max_batch_tokens=96, max_running=64)
     found = answers(case.runner, asked, room, num_blocks, speculation=speculation)
     assert found.ids == expected.ids
-    assert num_in_branches(speculation) > 20 and checked.num_checked > 20 and not checked.num_empty
+    assert num_in_branches(speculation) > 20 and checked.num_checked > 15 and not checked.num_empty
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
