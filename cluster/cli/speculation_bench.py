@@ -27,6 +27,7 @@ def speculation(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=2)] = 256,
     tries: Annotated[int, typer.Option(min=1, help="Rounds, in which the methods take turns.")] = 5,
+    linear: Annotated[bool, typer.Option("--linear", help="Each method also with drafts that do not branch.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="One thread's own time, on a busy machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -36,7 +37,7 @@ def speculation(
     Prompts that ask for an edit of a text, of JSON and of code, and one that does not; in bfloat16.
     """
     from cluster.model.source import resolve
-    from engine.tools.bench_speculation import bench_speculation, prompt_texts
+    from engine.tools.bench_speculation import LINEAR, bench_speculation, prompt_texts
 
     batches = sorted({int(count) for count in batch.split(",") if count.isdigit() and int(count)})
     texts = prompt_texts()
@@ -52,7 +53,7 @@ def speculation(
         directory,
         prompts,
         batches=batches,
-        methods=["off", *methods],
+        methods=["off", *methods, *([one + LINEAR for one in methods] if linear else [])],
         drafts=drafts,
         temperature=temperature,
         max_tokens=max_tokens,
@@ -103,7 +104,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
     return [
         f"{result['model']}, {result['threads']} threads, {result['clock']} time, temperature {result['temperature']}",
         *(
-            f"{row['kind']:<14} batch {row['batch']:3}  {row['method']:<7} {row['tokens_per_s']:8.1f} tokens/s  "
+            f"{row['kind']:<14} batch {row['batch']:3}  {row['method']:<14} {row['tokens_per_s']:8.1f} tokens/s  "
             f"{row['beside_off']:6.2f} x  {row['tokens']:5} tokens in {row['steps']:4} steps, "
             f"{row['accepted']} of {row['drafted']} drafted tokens accepted"
             f"{'' if row['is_same'] else '  NOT THE SAME TOKENS'}"

@@ -38,8 +38,6 @@ class HeadsConfig:
         """Raises SpecError where so many ranks cannot draft by them. What keeps nothing in the pool is rank 0's."""
         if size == 1 or not self.num_kv_layers:
             return
-        if self.kind == "mtp":
-            raise SpecError("speculation.method: mtp needs tensor_parallel: 1 in both pools, for now")
         try:
             assert self.shape
             self.shape.check_tensor_parallel(size)

@@ -51,16 +51,18 @@ class Speculation:
         computing: Mapping[str, Computing] = MappingProxyType({}),
         max_tokens: int,
         vocab_size: int,
+        may_branch: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """max_tokens: of a draft. Where there are several methods, for each row the one that promises most drafts, or
-        all of them place by place.
-        clock: see Asking."""
+        all of them place by place. may_branch: else drafts are linear, for whoever wants to know what branches are
+        worth. clock: see Asking."""
         every = [*methods, *computing]
         self.counts = {method: DraftCounts() for method in [*every, *[ENSEMBLE] * (len(every) > 1), BRANCHES]}
         self._methods = methods
         self._computing = computing
         self._max_tokens = max_tokens
+        self._may_branch = may_branch
         self._guesses = Guesses(every, computing, max_tokens=max_tokens, vocab_size=vocab_size)
         self._asking = Asking(computing, self._guesses, clock=clock)
         self._num_without = 0  # steps without a draft since the last trial
@@ -76,6 +78,7 @@ class Speculation:
         vocab_size: int,
         computing: Mapping[str, Computing] = MappingProxyType({}),
         corpus: Corpus | None = None,
+        may_branch: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Speculation:
         """method: `ngram`, `suffix`, one of `computing`, or `auto`: all of them. corpus: None, one of its own."""
@@ -86,6 +89,7 @@ class Speculation:
             computing={name: proposer for name, proposer in computing.items() if method in (name, "auto")},
             max_tokens=max_tokens,
             vocab_size=vocab_size,
+            may_branch=may_branch,
             clock=clock,
         )
 
@@ -197,6 +201,8 @@ class Speculation:
         """Of the best guess for each, as far as they may be drafted, and the row whose they are. None of a row whose
         table somebody else reads: another block would have the place of its last."""
         found: list[tuple[int, GuessedBranch]] = []
+        if not self._may_branch:
+            return found
         for i, (row, limit) in enumerate(zip(rows, most, strict=True)):
             guess = None if row.keeps_blocks else self._guesses.best(row)[1]
             for branch in guess.branches if guess else ():

@@ -42,6 +42,7 @@ from engine.speculation.speculation import Speculation
 _BLOCK_SIZE = 16
 _MAX_RUNNING = 64  # as in a decode replica, if the operator says nothing
 _MAX_DRAFT = 16
+LINEAR = "-linear"
 
 
 def prompt_texts() -> dict[str, str]:
@@ -74,7 +75,7 @@ def bench_speculation(
     cpu_time: bool,
 ) -> dict[str, Any]:
     """Measure; returns plain JSON values. prompts: of each kind as many as the largest batch, as token ids. methods:
-    with `off`. drafts: what those draft by that need it."""
+    with `off`; of one that ends with LINEAR drafts do not branch. drafts: what those draft by that need it."""
     if threads is not None or cpu_time:
         torch.set_num_threads(1 if cpu_time else threads or 1)
     longest = max(len(prompt) for kind in prompts.values() for prompt in kind) + max_tokens
@@ -125,7 +126,7 @@ class _Parts:
         if self._drafts is None or method not in (self._drafts.kind, "auto"):
             return {}
         if self._drafts.heads:
-            return {self._drafts.heads: HeadProposer(runner)}
+            return {self._drafts.heads: HeadProposer(runner, by_place=self._drafts.heads == "medusa")}
         own = replace(self._config, model_dir=self._drafts.directory, num_blocks=None)
         num_tokens = blocks.num_blocks * _BLOCK_SIZE
         return {"draft": DraftModel.open(own, vocab_size=runner.config.vocab_size, num_tokens=num_tokens)}
@@ -135,6 +136,7 @@ class _Replica:
     """What a method has learnt."""
 
     def __init__(self, method: str, parts: _Parts, *, cpu_time: bool) -> None:
+        may_branch, method = not method.endswith(LINEAR), method.removesuffix(LINEAR)
         self.pace = Pace(_CpuMark if cpu_time else HostMark)
         self.corpus = Corpus()
         self.runner = parts.runner_for(method)
@@ -149,6 +151,7 @@ class _Replica:
                 vocab_size=self.runner.config.vocab_size,
                 computing=parts.computing(method, self.blocks),
                 corpus=self.corpus,
+                may_branch=may_branch,
                 clock=parts.clock,
             )
         )
