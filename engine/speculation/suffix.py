@@ -74,15 +74,16 @@ def _follow(
                 votes[followed[i]] = votes.get(followed[i], 0) + num_tokens
         if not votes:
             break
-        token, second = heapq.nlargest(2, votes, key=votes.__getitem__) if len(votes) > 1 else (*votes, None)
+        # Mostly there is one.
+        token, *second = heapq.nlargest(2, votes, key=votes.__getitem__) if len(votes) > 1 else votes
         total, kind = sum(votes.values()), min(best + i, MOST_MATCH) - 1
         share = votes[token] / total
         if share < _LEAST:
             break
-        if second is not None:
-            is_weak = votes[second] / total < _LEAST
-            heard = [place for place in places if i < len(place[1]) and place[1][i] == second]
-            others.append((i, second, kind + MOST_MATCH * is_weak, heard))
+        for other in second:
+            is_weak = votes[other] / total < _LEAST
+            heard = [place for place in places if i < len(place[1]) and place[1][i] == other]
+            others.append((i, other, kind + MOST_MATCH * is_weak, heard))
             places = [place for place in places if len(place[1]) <= i or place[1][i] == token]
         tokens.append(token)
         kinds.append(kind + (MOST_MATCH if share < _MOST_CERTAIN else 0))

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from cluster.model.draft_heads import HeadsPlace
 from cluster.model.draft_source import DraftSource
 from cluster.words.request import BRANCHES, Sampling, SequenceRequest
 from engine.config import EngineConfig
@@ -156,7 +157,7 @@ class _Parts:
             return self.runner
         if self._with_heads is None:
             assert self._drafts
-            config = replace(self._config, heads=heads, heads_dir=self._drafts.directory)
+            config = replace(self._config, heads=HeadsPlace(heads, self._drafts.directory))
             self._with_heads = ModelRunner(config)
         return self._with_heads
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.model.draft_heads import HeadsPlace
 from cluster.words.request import BRANCHES, Sampling
 from engine.cpu.library import open_kernels
 from engine.draft_models.head_proposer import HeadProposer
@@ -163,7 +164,7 @@ class TestOurs:
         write(tmp_path)
         model_dir = tmp_path if kind == "mtp" else tiny_model("llama")[0]
         name = "eagle" if kind == "eagle1" else kind
-        runner = make_runner(model_dir, num_blocks=512, heads=name, heads_dir=tmp_path)
+        runner = make_runner(model_dir, num_blocks=512, heads=HeadsPlace(name, tmp_path))
         expected = answers(runner, asked)
         speculation = _speculation(heads=HeadProposer(runner, by_place=kind == "medusa"))
         found = answers(runner, asked, _ROOM if num_blocks == 512 else _SMALL, num_blocks, speculation=speculation)

@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from cluster.model.draft_heads import HeadsPlace
 from engine.draft_models.draft_model import DraftModel
 from engine.draft_models.head_proposer import HeadProposer
 from engine.draft_models.own_layers import OwnLayers
@@ -61,7 +62,7 @@ def _with_heads(kind: str, target: Path, directory: Path, make_runner: MakeRunne
     _WRITERS[kind](directory)
     name = "eagle" if kind == "eagle1" else kind
     model_dir = directory if kind == "mtp" else target
-    runner = make_runner(model_dir, num_blocks=2048, heads=name, heads_dir=directory)
+    runner = make_runner(model_dir, num_blocks=2048, heads=HeadsPlace(name, directory))
     return runner, lambda blocks: {name: HeadProposer(runner)}
 
 

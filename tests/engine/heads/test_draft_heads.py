@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from cluster.model.draft_heads import HeadsPlace
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling
 from engine.batch.batch import Batch
@@ -63,7 +64,7 @@ def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: 
         model_dir, model = tiny_model("llama")
         reference = {"medusa": _medusa, "eagle": _eagle, "eagle1": _eagle1}[kind](model, directory)
     method = "eagle" if kind == "eagle1" else kind
-    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=method, heads_dir=directory)
+    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=HeadsPlace(method, directory))
     return Case(runner, reference, every=3 if kind in ("eagle1", "mtp") else 1)
 
 
@@ -223,7 +224,7 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
     but for rounding."""
     directory = tmp_path if kind == "mtp" else tiny_model("llama")[0]
     _WRITERS[kind](tmp_path)
-    heads = {"heads": "eagle" if kind == "eagle1" else kind, "heads_dir": tmp_path, "num_blocks": 12}
+    heads = {"heads": HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path), "num_blocks": 12}
     compiled, exact = make_runner(directory, dtype="bfloat16", **heads), make_runner(directory, **heads)
     tokens = prompts(30)[0]
     for start, end in ((0, 13), (13, 29), (29, 30)):
@@ -305,7 +306,7 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     model_dir = tmp_path if kind == "mtp" else tiny_model("llama")[0]
     with pytest.raises(SpecError) as refused:
-        make_runner(model_dir, heads="eagle" if kind == "eagle1" else kind, heads_dir=tmp_path)
+        make_runner(model_dir, heads=HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path))
     assert complaint in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -326,7 +327,7 @@ def test_what_heads_need_not_have_must_fit_where_they_have_it(
     whole = {"lm_head.weight": torch.zeros(VOCAB_SIZE, 48), "d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64)}
     save_file(tensors | whole | {name: tensor}, tmp_path / "model.safetensors")
     with pytest.raises(SpecError, match=f"wrong shape: {name}"):
-        make_runner(tiny_model("llama")[0], heads="eagle", heads_dir=tmp_path)
+        make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
 
 
 @pytest.mark.parametrize(("has_biases", "has_copies"), [(False, True), (True, False)])
@@ -335,7 +336,7 @@ def test_eagle_1_with_biases_or_without_and_with_copies_of_what_is_the_models(
 ) -> None:
     directory, model = tiny_model("llama")
     tensors = write_eagle1(tmp_path, has_biases=has_biases, has_copies=has_copies)
-    runner = make_runner(directory, heads="eagle", heads_dir=tmp_path)
+    runner = make_runner(directory, heads=HeadsPlace("eagle", tmp_path))
     tokens = prompts(12)[0]
     assert _guessed(runner, tokens) == eagle1_reference(model, tensors, tokens, _NUM_TOKENS)
 
@@ -358,7 +359,7 @@ def test_both_names_of_medusa_heads_are_read(
 ) -> None:
     directory, model = tiny_model("llama")
     tensors = write_medusa(tmp_path, is_old=is_old, num_residuals=1)
-    runner = make_runner(directory, heads="medusa", heads_dir=tmp_path)
+    runner = make_runner(directory, heads=HeadsPlace("medusa", tmp_path))
     tokens = prompts(12)[0]
     assert _guessed(runner, tokens) == medusa_reference(model, tensors, tokens)
 
@@ -391,7 +392,7 @@ def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: Mak
     write_medusa(tmp_path / "medusa")
     plain = EngineConfig(model_dir=directory, dtype="float32").layout()
     one, two, medusa = (
-        EngineConfig(model_dir=directory, dtype="float32", heads=kind, heads_dir=tmp_path / name).layout()
+        EngineConfig(model_dir=directory, dtype="float32", heads=HeadsPlace(kind, tmp_path / name)).layout()
         for kind, name in (("eagle", "one"), ("eagle", "two"), ("medusa", "medusa"))
     )
     assert len({plain.fingerprint, one.fingerprint, two.fingerprint}) == 3
