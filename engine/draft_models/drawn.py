@@ -2,9 +2,11 @@
 
 Where the drafting model's distribution is the target's, so is every token. Where they differ, tokens agree as often as
 the two cumulative distributions have the same token at a number drawn evenly. Of a model that is little alike, its
-likeliest token is right more often than that; so it is learnt, by temperature, which of the two is to be taken. The
-other one, or where they are the same the one that comes next, may begin a branch: how often that is right is learnt,
-too.
+likeliest token is right more often than that; so it is learnt, by temperature, which of the two is to be taken.
+
+What may begin a branch instead of a token that was drawn is not the likeliest: the target's cumulative distribution is
+moved a little beside the draft's, so that its token is the one that lies beside the number. Instead of the likeliest
+token it is the one that was drawn; where nothing is drawn, the second.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.likeliest import likeliest
-from engine.sampler import sample
+from engine.sampler import sample, uniform
 from engine.sampling import SamplingRow
 from engine.sequence import Sequence
 from engine.speculation.proposer import NOTHING, Proposal, ProposedBranch
@@ -31,6 +33,7 @@ _GREEDY, _DRAWN, _LIKELIEST = range(3)  # kinds of tokens: of who draws none; of
 _KEEP = 0.98  # weight of the past at each time that the two are not the same and one of them is right
 _EVIDENCE = 4.0  # times more that the likeliest has been right than what was drawn
 _BRANCHING = 2  # places at which a second token is looked for: of what is deeper in a draft it would pay still less
+_NEARBY = 0.05  # of the number: so far the target's distribution may be moved
 
 
 class Drawn(NamedTuple):
@@ -119,8 +122,18 @@ class DrawnTokens:
         chances_R = (given_RV.gather(-1, places_R.unsqueeze(-1)) - log_norms_R1).exp().squeeze(-1)
         second = None
         if place < _BRANCHING:
+            draws = torch.tensor([[uniform(row.seed, row.position)] for row in rows], device=logits_RV.device)
+            second = _beside(given_RV, log_norms_R1, places_R, draws)
+            is_greedy_R = torch.tensor([kind == _GREEDY for kind in kinds], device=logits_RV.device)
             seconds_R, next_R = _second(given_RV, places_R)
-            second = seconds_R, (next_R - log_norms_R1.squeeze(-1)).exp()
+            is_other_R = takes_likeliest_R & (drawn_R >= 0) & (drawn_R != likeliest_R)
+            seconds_R = torch.where(is_other_R, drawn_R.clamp_min(0), seconds_R)
+            next_R = given_RV.gather(-1, seconds_R.unsqueeze(-1)) - log_norms_R1
+            is_known_R = is_greedy_R | is_other_R
+            second = (
+                torch.where(is_known_R, seconds_R, second[0]),
+                torch.where(is_known_R, next_R.squeeze(-1).exp(), second[1]),
+            )
         return _drawn((places_R, chances_R), second, drawn_R >= 0, kinds, ids_V)
 
     def _kind(self, temperature: float) -> int:
@@ -163,6 +176,15 @@ def _second(logits_RV: Tensor, places_R: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest but for these, and its logit. Overwrites the logits of these."""
     logits_RV.scatter_(-1, places_R.unsqueeze(-1), -math.inf)
     return likeliest(logits_RV, {})
+
+
+def _beside(given_RV: Tensor, log_norms_R1: Tensor, places_R: Tensor, draws_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """But for the tokens at these places, the one that has most of what lies beside the number; and how much of it."""
+    shares_RV = (given_RV - log_norms_R1).exp()
+    ends_RV = shares_RV.cumsum(dim=-1)
+    inside_RV = torch.minimum(ends_RV, draws_R1 + _NEARBY) - torch.maximum(ends_RV - shares_RV, draws_R1 - _NEARBY)
+    most_R, seconds_R = inside_RV.scatter(-1, places_R.unsqueeze(-1), -1.0).max(dim=-1)
+    return seconds_R, (most_R / (2 * _NEARBY)).clamp_min(0.0)
 
 
 def _drawn(

@@ -85,11 +85,10 @@ def _hangs_together(offers: Seq[BranchOffer], lengths: Seq[int], branches: Seq[i
 
 def test_a_branch_must_pay_for_what_is_computed_again_and_read_again() -> None:
     """Beside one row of a small model; not where its context is long, and not beside many rows."""
-    offer = BranchOffer(0, 0, [0.3, 0.3, 0.3], 1, 0.0)
     price = StepPrice(plain=12.0, token=0.9, context=0.001)
 
     def taken(num_rows: int, num_context: int, place: int = 0) -> int:
-        one = offer._replace(fork=price.fork(num_context), num_again=1 + place)
+        one = BranchOffer(0, place, [0.3, 0.3, 0.3], 1 + place, price.fork(num_context))
         return plan_tree([[0.6] * 3] * num_rows, [one], num_rows, price, 64).branches[0]
 
     assert taken(1, 100) == 3 and taken(1, 20_000) == 0 and taken(8, 100) == 0
