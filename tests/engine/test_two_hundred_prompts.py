@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from cluster.model.draft_heads import HeadsPlace
+from cluster.words.request import BRANCHES
 from engine.draft_models.draft_model import DraftModel
 from engine.draft_models.head_proposer import HeadProposer
 from engine.draft_models.own_layers import OwnLayers
@@ -107,3 +108,5 @@ def test_answers_are_what_they_are_without_drafts(
     check_with_leavers(runner, asked, expected, speculation(blocks), blocks=blocks)
     drafted = [sum(counts.drafted.total() for counts in one.counts.values()) for one in made]
     assert min(drafted) > 20
+    in_branches = [one.counts[BRANCHES].drafted.total() for one in made]
+    assert any(in_branches) == (method != "ngram")
