@@ -37,6 +37,9 @@ def speculation(
     every_step: Annotated[
         bool, typer.Option("--every-step", help="Draft whatever is guessed: how often is it right?")
     ] = False,
+    answered: Annotated[
+        int, typer.Option(min=0, help="Times that each prompt was answered before, with other seeds.")
+    ] = 0,
     draft_tokens: Annotated[int, typer.Option(min=1, help="Of a draft, at most.")] = 16,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="One thread's own time, on a busy machine.")] = False,
@@ -78,6 +81,7 @@ def speculation(
         in_turn=prompts is not None,
         every_step=every_step,
         draft_tokens=draft_tokens,
+        answered=answered,
     )
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 

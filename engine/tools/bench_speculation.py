@@ -38,7 +38,7 @@ from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence
-from engine.speculation.corpus import Corpus
+from engine.speculation.corpus import Answer, Corpus, Scope
 from engine.speculation.proposer import Computing
 from engine.speculation.speculation import Speculation
 
@@ -90,13 +90,14 @@ def bench_speculation(
     in_turn: bool = False,
     every_step: bool = False,
     draft_tokens: int = _MAX_DRAFT,
+    answered: int = 0,
 ) -> dict[str, Any]:
     """Measure; returns plain JSON values.
 
     prompts: of each kind as many as the largest batch, as token ids; in_turn: any number, of which each batch takes its
     share until all are answered. methods: with `off`; of one that ends with LINEAR drafts do not branch. drafts: what
     those draft by that need it. every_step: whatever is guessed is drafted, worth it or not. draft_tokens: of a draft,
-    at most.
+    at most. answered: so often each prompt has been answered before, with other seeds, by some replica of the fleet.
     """
     if threads is not None or cpu_time:
         torch.set_num_threads(1 if cpu_time else threads or 1)
@@ -114,13 +115,14 @@ def bench_speculation(
     replicas = {method: _Replica(method, parts, cpu_time=cpu_time) for method in methods}
     rows = []
     for kind, asked in prompts.items():
+        known = _earlier(asked, sampling, replicas["off"], answered, parts.clock)
         for batch in batches:
             found: dict[str, list[_Answers]] = {method: [] for method in methods}
             for number in range(tries):
                 first = number % len(methods)
                 for method in (*methods[first:], *methods[:first]):
                     groups = [asked[i : i + batch] for i in range(0, len(asked), batch)] if in_turn else [asked[:batch]]
-                    answers = [_answer(group, sampling, replicas[method], parts.clock) for group in groups]
+                    answers = [_answer(group, sampling, replicas[method], parts.clock, known) for group in groups]
                     for other in answers[1:]:
                         answers[0].add(other)
                     found[method].append(answers[0])
@@ -252,7 +254,22 @@ def _best(answers: Seq[_Answers]) -> float:
     return min(one.seconds for one in answers)
 
 
-def _answer(prompts: Seq[Seq[int]], sampling: Sampling, replica: _Replica, clock: Callable[[], float]) -> _Answers:
+Known = Mapping[tuple[int, ...], Seq[Seq[int]]]  # earlier answers, by prompt
+
+
+def _earlier(
+    prompts: Seq[Seq[int]], sampling: Sampling, replica: _Replica, count: int, clock: Callable[[], float]
+) -> Known:
+    found: dict[tuple[int, ...], list[list[int]]] = {tuple(prompt): [] for prompt in prompts}
+    for prompt in prompts:
+        for number in range(count):
+            found[tuple(prompt)] += _answer([prompt], replace(sampling, seed=2 + number), replica, clock, {}).tokens
+    return found
+
+
+def _answer(
+    prompts: Seq[Seq[int]], sampling: Sampling, replica: _Replica, clock: Callable[[], float], known: Known
+) -> _Answers:
     replica.corpus.forget()
     replica.num_rounds += 1
     runner, pace, speculation = replica.runner, replica.pace, replica.speculation
@@ -263,6 +280,8 @@ def _answer(prompts: Seq[Seq[int]], sampling: Sampling, replica: _Replica, clock
     running: list[Sequence] = []
     for number, tokens in enumerate(prompts):  # each alone
         sequence = _sequence(runner, f"{replica.num_rounds} {number}", tokens, sampling)
+        for answer in known.get(tuple(tokens), ()):
+            replica.corpus.add(Answer(Scope.of(sequence.request), tuple(answer)), is_ours=False)
         engine.add(Prompt(sequence))
         while sequence not in engine.decoding.running and engine.step().did_work:
             pass

@@ -97,6 +97,27 @@ def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_o
     assert "prompts" in said and "    20 tokens" in said and "; by place " in said
 
 
+def test_what_was_answered_before_is_known(
+    tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model("llama")[0], directory)
+    save_tokenizer(directory)
+    options = ["--model", str(directory), "--kind", "open_chat", "--batch", "1", "--max-tokens", "24", "--tries", "1"]
+    options += ["--threads", "1", "--method", "suffix", "--every-step", "--json"]  # greedy: whatever the seed, the same
+    threads = torch.get_num_threads()
+    steps = []
+    try:
+        for more in ([], ["--answered", "2"]):
+            assert run(["bench", "speculation", *options, *more]) == 0
+            off, drafting = json.loads(capsys.readouterr().out)["rows"]
+            assert off["steps"] == 23 and drafting["is_same"]
+            steps.append(drafting["steps"])
+    finally:
+        torch.set_num_threads(threads)
+    assert steps[1] < steps[0] / 2
+
+
 def test_its_prompts_are_there() -> None:
     texts = bench_speculation.prompt_texts()
     assert list(texts) == ["code_change", "copy_edit", "json_rewrite", "open_chat"] and all(texts.values())
