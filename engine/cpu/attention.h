@@ -1,7 +1,7 @@
 // softmax(q k / sqrt(D)) v over paged keys and values, read where they lie.
 //
-// The work is cut into (sequence, kv head, some positions). The query heads that share a kv head, at those positions, are
-// the rows of one piece: each key is fetched and turned once for all of them. For each tile of 64 keys:
+// The work is cut into (sequence, some kv heads, some positions). The query heads that share a kv head, at those positions,
+// are that head's rows of a piece: each key is fetched and turned once for all of them. For each tile of 64 keys:
 //
 //   1  keys become columns, so that a vector holds one query's scores with 16 keys
 //   2  six rows at a time: their scores; what that makes of each row's greatest score, and of its weights so far; then
@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include "pool.h"

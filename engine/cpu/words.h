@@ -6,8 +6,6 @@
 
 namespace {
 
-typedef uint16_t HalfPart __attribute__((vector_size(32 / PARTS)));
-
 #ifdef __AVX512BF16__
 
 struct Word {
