@@ -26,7 +26,7 @@ def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
     if drafts is None:
         return {}
     if drafts.heads:
-        return {drafts.heads: HeadProposer(_GangHeads(parts))}
+        return {drafts.heads: HeadProposer(_GangHeads(parts), by_place=drafts.heads == "medusa")}
     check_same_tokens(drafts.directory, model_source.resolve(spec.model.source))
     config = _own_config(spec, drafts.directory, device=str(runner.device))
     num_tokens = runner.pool.num_blocks * runner.layout.block_size
@@ -63,4 +63,5 @@ def _own_config(spec: Spec, directory: Path, *, device: str) -> EngineConfig:
         block_size=spec.kv.block_size,
         max_batch_tokens=spec.decode.max_batch_tokens,
         max_running=spec.decode.max_running,
+        recorded_rows=spec.decode.max_running if spec.engine.cuda_graphs == "auto" else 0,
     )

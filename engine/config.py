@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cluster.model import config as model_config
-from cluster.model.draft_heads import HeadsConfig, HeadsKind, load_heads
+from cluster.model.draft_heads import HeadsConfig, HeadsPlace, load_heads
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
 from engine.kv.layout import KVLayout
@@ -37,8 +37,7 @@ class EngineConfig:
     expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
     redundant_experts: int = 0  # of each layer: places for further copies of the experts that are chosen most
     deterministic: bool = False  # refuse to compute in a way in which a row's bits depend on the rows beside it
-    heads: HeadsKind | None = None  # heads on the model's hidden states; None: there are none
-    heads_dir: Path | None = None  # where they are; mtp: with the model
+    heads: HeadsPlace | None = None  # on the model's hidden states; None: there are none
     recorded_rows: int = 0  # record decode steps of up to so many rows, where they can be, and replay them
 
     def layout(self, *, tensor_parallel: int = 1) -> KVLayout:
@@ -76,13 +75,7 @@ class EngineConfig:
 
     def load_heads(self, model: ModelConfig) -> HeadsConfig | None:
         """Raises SpecError where what is there does not draft for this model."""
-        if self.heads is None:
-            return None
-        if self.heads == "mtp":
-            return load_heads(self.heads, self.model_dir, model)
-        if self.heads_dir is None:
-            raise SpecError(f"speculation.model: {self.heads} needs it: the directory of its heads")
-        return load_heads(self.heads, self.heads_dir, model)
+        return load_heads(*self.heads, model) if self.heads else None
 
 
 def device_for(*, gpus: float) -> torch.device:

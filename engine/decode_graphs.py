@@ -10,6 +10,10 @@ Block tables stay there from step to step: while the same rows follow each other
 Shapes are part of a graph, so there is one for each of a few batch sizes, and a batch is filled up to the next. A row
 that fills up has a context of 0, which is attended to as zeros, and a slot of -1, where nothing is stored: no block is
 set aside for it.
+
+A row of several tokens, as drafts and short chunks of prompts are, is replayed as so many rows of one: a layer stores
+the keys of all its tokens before any of them attends, each up to itself. Keys are read again for each, so that only few
+may be.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from torch import Tensor
 from engine.batch.batch import Batch, FedTokens
 from engine.batch.device_batch import DeviceBatch, SingleRows, upload
 
-# R rows of a batch, N rows that a graph computes, M those of the largest, B blocks of the longest table, V vocabulary
+# R rows of a batch, T its tokens, N tokens that a graph computes, each a row, M those of the largest, B blocks of the
+# longest table, V vocabulary
 
 _MOST_ROWS = 256  # beyond, launching takes less time than computing
 _ABSENT = np.array([[0], [0], [-1], [0]], dtype=np.int32)  # token, position, slot and context of a row that fills up
@@ -74,6 +79,7 @@ class DecodeGraphs:
         max_rows: int,
         num_sizes: int | None = None,
         max_context: int,
+        most_read_again: int,
         block_size: int,
         vocab_size: int,
         device: torch.device,
@@ -81,12 +87,14 @@ class DecodeGraphs:
         """Records a step for each batch size, of rows that are all absent: nothing is read or written of the pool.
 
         compute: from N rows to their logits (N, V); what it launches must follow from shapes and `longest` alone.
-        num_sizes: only the largest so many.
+        num_sizes: only the largest so many. most_read_again: positions that rows of several tokens may read, together,
+        beyond those that they would if each read its own once.
         """
         self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]
         self._compute = compute
         self._device = device
         self._longest = max_context
+        self._most_read_again = most_read_again
         most = self._sizes[-1]
         self._numbers_4M = torch.from_numpy(_ABSENT).to(device).repeat(1, most)
         self._tokens_M = torch.arange(most, dtype=torch.int32, device=device)
@@ -97,32 +105,56 @@ class DecodeGraphs:
         self._replays = {size: capture(partial(self._step, size)) for size in reversed(self._sizes)}
 
     def __call__(self, batch: Batch) -> Tensor | None:
-        """The logits (R, V) fp32, which the next call overwrites.
+        """The logits (R, V) fp32 of the positions that rows want, which the next call overwrites.
 
-        None where no graph computes this batch: a row has several queries or wants no logits, or there are more rows,
-        or longer tables, than any graph has room for.
+        None where no graph computes this batch: it has more tokens, or longer tables, than any graph has room for; its
+        rows would read too much again; or somebody wants the logits of a prompt.
         """
-        num_rows, width = batch.block_tables.shape
-        is_decode = batch.num_tokens == num_rows == len(batch.logits_rows)
-        if not is_decode or num_rows > self._sizes[-1] or width > self._tables_MB.shape[1]:
+        num_tokens, width = batch.num_tokens, batch.block_tables.shape[1]
+        if num_tokens > self._sizes[-1] or width > self._tables_MB.shape[1] or len(batch.scored_rows):
             return None
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        is_single = num_tokens == len(batch.query_lens)
+        if not is_single and num_read_again(batch) > self._most_read_again:
+            return None
+        size = self._sizes[bisect_left(self._sizes, num_tokens)]
         numbers_4N = np.repeat(_ABSENT, size, axis=1)
-        numbers_4N[:, :num_rows] = batch.token_ids, batch.positions, batch.slots, batch.context_lens
-        if batch.new_cells is not None and self._is_next(batch):
-            new_blocks = batch.block_tables[batch.new_cells]
-            numbers, *cells, blocks = upload([numbers_4N, *batch.new_cells, new_blocks], self._device)
-            if len(new_blocks):
-                self._tables_MB[tuple(cells)] = blocks
-        else:
-            numbers, tables_RB = upload([numbers_4N, batch.block_tables], self._device)
-            self._tables_MB[:num_rows, :width].copy_(tables_RB)
-        self._last = batch.number, batch.block_tables.base
+        numbers_4N[:, :num_tokens] = batch.token_ids, batch.positions, batch.slots, batch.positions + 1
+        are_all_wanted = len(batch.logits_rows) == num_tokens
+        more = [] if are_all_wanted else [batch.logits_rows]
+        numbers, *wanted = self._upload_tables(batch, [numbers_4N, *more], is_single=is_single)
         self._numbers_4M[:, :size].copy_(numbers)
         if batch.fed:
             self._feed(batch.fed)
         self._replays[size]()
-        return self._logits_MV[:num_rows]
+        return self._logits_MV[:num_tokens] if are_all_wanted else self._logits_MV.index_select(0, wanted[0])
+
+    @property
+    def token_ids_M(self) -> Tensor:
+        """Of the last step, on the device: the first are its tokens. The next call overwrites them."""
+        return self._numbers_4M[0]
+
+    def _upload_tables(self, batch: Batch, arrays: list[Any], *, is_single: bool) -> list[Tensor]:
+        """Put the batch's block tables in their place, one for each token. arrays: what goes to the device in the same
+        copy; returned as they are there."""
+        tables_RB, count = batch.block_tables, len(arrays)
+        num_tokens, width = batch.num_tokens, tables_RB.shape[1]
+        if not is_single:
+            row_of_T = np.repeat(np.arange(len(tables_RB)), batch.query_lens)
+            *uploaded, tables, rows = upload([*arrays, tables_RB, row_of_T], self._device)
+            self._tables_MB[:num_tokens, :width].copy_(tables.index_select(0, rows))
+            self._last = 0, None
+            return uploaded
+        if batch.new_cells is not None and self._is_next(batch):
+            new_blocks = tables_RB[batch.new_cells]
+            uploaded = upload([*arrays, *batch.new_cells, new_blocks], self._device)
+            if len(new_blocks):
+                *_, lines, columns, blocks = uploaded
+                self._tables_MB[lines, columns] = blocks
+        else:
+            uploaded = upload([*arrays, tables_RB], self._device)
+            self._tables_MB[:num_tokens, :width].copy_(uploaded[-1])
+        self._last = batch.number, tables_RB.base
+        return uploaded[:count]
 
     def _feed(self, fed: FedTokens) -> None:
         """Tokens that are chosen behind the step before."""
@@ -145,6 +177,11 @@ class DecodeGraphs:
         rows = SingleRows(self._tokens_M[:size], self._tables_MB[:size], contexts, self._longest)
         batch = DeviceBatch(token_ids, positions, slots, logits_rows=None, singles=rows, prompts=None)
         self._logits_MV[:size].copy_(self._compute(batch))
+
+
+def num_read_again(batch: Batch) -> int:
+    """Positions that rows of several tokens read beyond those that they hold, where each token reads for itself."""
+    return int((batch.positions + 1).sum() - batch.context_lens.sum())
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -125,6 +125,7 @@ class Engine(Generic[Logits]):
         step = self._schedule()
         step.orders = self._connector.orders(step)
         step.orders.tiers += self._tier_orders()
+        step.orders.copies += step.forks if step.drafts else []
         if step.has_rows:
             if self._pace:
                 self._pace.begin()
@@ -160,7 +161,7 @@ class Engine(Generic[Logits]):
             sampled=step.known,
             num_known=len(step.known),
             num_rows=len(step.decoding),
-            num_drafted=sum(len(draft.tokens) for draft in step.drafts.values()),
+            num_drafted=sum(draft.num_tokens for draft in step.drafts.values()),
         )
         for sequence, token in step.known:
             if token.finish_reason:
@@ -196,14 +197,14 @@ class Engine(Generic[Logits]):
         result: StepResult,
     ) -> None:
         """Nobody has left since the launch: no step with drafts is followed by another before it is completed."""
-        choices = choices_of(draft, sequence, chosen, self._sampler, step.logits)
-        tokens, is_found = verify(draft, sequence, num_tokens, choices, self.blocks)
+        choose = choices_of(draft, sequence, chosen, self._sampler, step.logits)
+        tokens, is_found = verify(draft, sequence, num_tokens, choose, self.blocks)
         result.sampled += [(sequence, token) for token in tokens]
         ids = [token.token_id for token in tokens]
         if tally := sequence.drafts:
             tally.drafts += 1
-            tally.drafted += len(draft.tokens)
-            tally.accepted += draft.num_right(ids)
+            tally.drafted += draft.num_guessed
+            tally.accepted += draft.right(ids).num_tokens
         self._drafting.verified(draft, ids)
         if not is_found:
             self._fail(sequence, result)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from engine.batch.batch import Batch, KeptRows
-from engine.batch.rows import Ints, RowChanges, num_blocks
+from engine.batch.rows import Ints, Row, RowChanges, num_blocks
 from engine.scoring import ScoredRow
 from engine.sequence import Sequence
 
@@ -30,9 +32,11 @@ class LastRows:
         num_tokens: Seq[int],
         scored: Seq[ScoredRow] = (),
         drafts: Mapping[int, Seq[int]] = MappingProxyType({}),
+        branches: Seq[Row] = (),
     ) -> RowChanges:
         """From the last step to one in which each of these computes its next so many tokens; drafts: and these, by row.
-        Of those that have drafts the logits of all positions from their last own token on are wanted."""
+        Of those that have drafts the logits of all positions from their last own token on are wanted. branches: rows
+        behind these, of no sequence, that nothing goes on from."""
         starts = np.array([one.num_computed + one.sampling_row.num_coming for one in sequences])
         tables = [sequence.blocks for sequence in sequences]
         kept = self._places(sequences, tables, starts)
@@ -45,7 +49,7 @@ class LastRows:
         growing = np.flatnonzero(num_added)
         added = [tables[row][counts[row] - num_added[row] : counts[row]] for row in growing.tolist()]
         assert sum(map(len, added)) == num_added.sum(), "a row has no block for its tokens"
-        return RowChanges(
+        changes = RowChanges(
             number=self._kept.number + 1,
             kept=kept,
             query_lens=lens,
@@ -56,6 +60,7 @@ class LastRows:
             blocks=np.array(list(chain.from_iterable(added)), dtype=np.int64),
             scored=np.array([(one.row, len(one.next_tokens)) for one in scored], dtype=np.int64).reshape(-1, 2),
         )
+        return _with_rows(changes, RowChanges.of(branches, block_size=self._block_size)) if branches else changes
 
     def apply(self, changes: RowChanges) -> Batch:
         """The batch of that step."""
@@ -72,6 +77,13 @@ class LastRows:
         is_behind = kept >= 0
         is_behind[is_behind] = self._kept.ends[kept[is_behind]] == starts[is_behind]
         return np.where(is_behind, kept, -1)
+
+
+def _with_rows(changes: RowChanges, more: RowChanges) -> RowChanges:
+    """more: new rows, behind the others."""
+    names = "kept", "query_lens", "num_logits", "starts", "adapters", "token_ids", "blocks"
+    both: dict[str, Any] = {name: np.concatenate((getattr(changes, name), getattr(more, name))) for name in names}
+    return replace(changes, **both)
 
 
 def _num_logits(sequences: list[Sequence], ends: Ints, drafts: Mapping[int, Seq[int]]) -> Ints:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig, num_blocks_for
 from engine.cpu.library import open_copies, open_kernels
 from engine.cpu.measured_ways import MeasuredWays
-from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.decode_graphs import Capture, CudaCapture
 from engine.device_memory import CudaGauge, Gauge, does_not_fit
 from engine.heads.head_row import Choose, HeadRow
 from engine.heads.heads import DraftHeads, ModelParts
 from engine.heads.open_heads import open_heads
+from engine.heads.warm_up import warm_up_heads
 from engine.kernels.choice import NUM_NUMBERS, launch_choice
 from engine.kernels.log_norm import launch_log_norms
 from engine.kv.pool import KVPool
@@ -33,6 +33,7 @@ from engine.model.taps import Taps
 from engine.model.transformer import OnLayer, OnLogits, Transformer
 from engine.orders import Orders
 from engine.parallel import TensorParallel
+from engine.recorded_steps import RecordedSteps, Recorder
 from engine.scorer import Scorer
 from engine.step import ScheduledStep
 from engine.weights.checkpoint import Checkpoint
@@ -115,7 +116,7 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             raise does_not_fit(self.device, "its weights", error) from error
         is_loaded()
-        make_capture = None if self.heads else self._capture_maker(config.recorded_rows, capture)
+        make_capture = self._capture_maker(config.recorded_rows, capture)
         if num_blocks is None:
             assert gauge, "without one it is known by now"
             num_blocks = self._num_blocks(config, gauge, make_capture, weights=gauge.allocated() - before)
@@ -123,10 +124,10 @@ class ModelRunner:
         self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device, num_spare=config.max_running)
         if self.heads:
             self.heads.attach(self.pool)
-        self._graphs: DecodeGraphs | None = None
+        self._recorded: RecordedSteps | None = None
         if make_capture:
-            begin = time.monotonic()
-            self._graphs = self._record(self.pool, make_capture(), config.recorded_rows, max_context=self.max_tokens)
+            begin, recorder = time.monotonic(), self._recorder(config.recorded_rows)
+            self._recorded = recorder.record(self.pool, make_capture(), max_context=self.max_tokens)
             logger.info(
                 "decode steps of up to %d rows recorded in %.1f s", config.recorded_rows, time.monotonic() - begin
             )
@@ -155,13 +156,13 @@ class ModelRunner:
             raise RequestError(f"the model has no adapter {batch.adapters.max()}", param="adapter")
         if batch.fed and self.device.type == "cpu":
             batch.fed.fill(batch.token_ids)
-        if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
-            return logits_RV
-        if self.heads is None:
-            return self._model(batch, self.pool, on_layer, on_logits)
-        taps = Taps(self.heads.layers)
-        logits_RV = self._model(batch, self.pool, on_layer, on_logits, taps)
-        self.heads.follow(batch, taps, on_layer)
+        if self._recorded and on_layer is None and (replayed := self._recorded(batch)):
+            logits_RV, taps = replayed
+        else:
+            taps = Taps(self.heads.layers) if self.heads else None
+            logits_RV = self._model(batch, self.pool, on_layer, on_logits, taps)
+        if self.heads and taps:
+            self.heads.follow(batch, taps, on_layer)
         return logits_RV
 
     @torch.inference_mode()
@@ -213,13 +214,23 @@ class ModelRunner:
         scorer = Scorer.of(step)
         return self.forward(step.batch, on_logits=scorer.add if scorer else None) if step else None
 
+    @torch.inference_mode()
     def warm_up(self, max_tokens: int) -> None:
         """Before anything else, on every rank: compute prompts of up to so many tokens on a GPU, so that no request
         waits for kernels to be compiled. Leaves numbers without meaning in the pool's first blocks."""
         if self.device.type != "cuda":
             return
         begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
+        self._model.choose_prompt_heads(self.pool)
         self._compute_prompts(self.pool, most)
+        if self.heads:
+            warm_up_heads(
+                *(self.heads, self.pool),
+                max_tokens=most,
+                max_rows=self._max_drafted,
+                hidden_size=self.config.hidden_size,
+                dtype=self.dtype,
+            )
         logits = torch.zeros(1, self.config.vocab_size, device=self.device)
         launch_log_norms(logits)
         for numbers in (None, torch.zeros(1, NUM_NUMBERS, dtype=torch.int32, device=self.device)):
@@ -268,18 +279,16 @@ class ModelRunner:
             return None
         return lambda: capture or CudaCapture(self.device)
 
-    @torch.inference_mode()
-    def _record(
-        self, pool: KVPool, capture: Capture, max_rows: int, *, max_context: int, num_sizes: int | None = None
-    ) -> DecodeGraphs:
-        return DecodeGraphs(
-            partial(self._model.compute, pool=pool),
-            capture,
+    def _recorder(self, max_rows: int) -> Recorder:
+        return Recorder(
+            model=self._model,
             max_rows=max_rows,
-            num_sizes=num_sizes,
-            max_context=max_context,
+            tapped=self.heads.layers if self.heads else None,
             block_size=self.layout.block_size,
+            bytes_per_token=self.layout.bytes_per_token(),
             vocab_size=self.config.vocab_size,
+            hidden_size=self.config.hidden_size,
+            dtype=self.dtype,
             device=self.device,
         )
 
@@ -290,8 +299,8 @@ class ModelRunner:
         trial = MemoryTrial(
             warm_up=lambda pool: self._compute_prompts(pool, config.max_batch_tokens),
             compute=self._compute_largest,
-            record=lambda pool, capture, longest, num_sizes: self._record(
-                pool, capture, config.recorded_rows, max_context=longest, num_sizes=num_sizes
+            record=lambda pool, capture, longest, num_sizes: self._recorder(config.recorded_rows).record(
+                pool, capture, max_context=longest, num_sizes=num_sizes
             ),
             make_capture=make_capture,
             least=self.parallel.least,

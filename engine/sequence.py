@@ -65,6 +65,7 @@ class Sequence:
         self.drafts: DraftTally | None = None  # since somebody took it; None where nothing is drafted
         self._stops = request.sampling.stop_token_ids
         self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
+        self.keeps_blocks = False  # somebody else reads them: none of its table gives way to another
         self.block_size = block_size
         self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)

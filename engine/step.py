@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from cluster.words.request import SampledToken
 from engine.batch.batch import Batch, FedTokens
-from engine.batch.rows import RowChanges
+from engine.batch.rows import Row, RowChanges
 from engine.last_rows import LastRows
 from engine.orders import Orders
 from engine.prompts import Prompt
@@ -53,7 +53,7 @@ class ScheduledStep:
     def sampling_rows(self) -> tuple[list[SamplingRow], list[int] | None]:
         """Whose next token is to be chosen: that of every sequence that decodes; then, for each prompt that is whole,
         one for every choice. And where the logits of each are; None: in this order. Of a row with a draft, also what
-        follows each drafted token, but where that must wait for the choice before it."""
+        follows each drafted token, and each of its branches, but where that must wait for the choice before it."""
         if self.drafts:
             return self._sampling_rows_with_drafts()
         rows = [sequence.sampling_row for sequence, _ in self.decoding]
@@ -69,16 +69,24 @@ class ScheduledStep:
         rows: list[SamplingRow] = []
         positions: list[int] = []
         first_logits = 0
+        in_branches = len(self.decoding) + len(self.whole) + sum(len(draft.tokens) for draft in self.drafts.values())
         for sequence, _ in self.decoding:
             row, draft = sequence.sampling_row, self.drafts.get(sequence)
             rows.append(row)
             positions.append(first_logits)
             if draft:
                 draft.first_logits, num_drafted = first_logits, len(draft.tokens)
-                if not row.goes_one_by_one(num_drafted):
+                goes_at_once = not row.goes_one_by_one(draft.depth)
+                if goes_at_once:
                     rows += [row.behind(i) for i in range(1, num_drafted + 1)]
                     positions += range(first_logits + 1, first_logits + num_drafted + 1)
                 first_logits += num_drafted
+                for branch in draft.branches:
+                    branch.first_logits, count = in_branches, len(branch.tokens)
+                    if goes_at_once:
+                        rows += [row.behind(branch.place + i) for i in range(1, count + 1)]
+                        positions += range(in_branches, in_branches + count)
+                    in_branches += count
             first_logits += 1
         for position, prompt in enumerate(self.whole, first_logits):
             rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
@@ -96,8 +104,20 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        num_drafted = sum(len(draft.tokens) for draft in self.drafts.values())
+        num_drafted = sum(draft.num_tokens for draft in self.drafts.values())
         return num_drafted + sum(num_tokens for _, num_tokens in (*self.decoding, *self.prompts))
+
+    @property
+    def branches(self) -> list[Row]:
+        """The last rows of the step, behind those of its sequences."""
+        pairs = ((one, self.drafts[one]) for one, _ in self.decoding if one in self.drafts)
+        return [branch.row(sequence, draft) for sequence, draft in pairs for branch in draft.branches]
+
+    @property
+    def forks(self) -> list[tuple[int, int]]:
+        """Blocks that are copied for these, before the step: source, target."""
+        copies = (branch.copy(one) for one, draft in self.drafts.items() for branch in draft.branches)
+        return [copy for copy in copies if copy]
 
     @cached_property
     def changes(self) -> RowChanges:
@@ -105,7 +125,7 @@ class ScheduledStep:
         sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
         num_tokens = [num_tokens for _, num_tokens in (*self.decoding, *self.prompts)]
         drafts = {row: self.drafts[one].tokens for row, (one, _) in enumerate(self.decoding) if one in self.drafts}
-        return self.last_rows.changes(sequences, num_tokens, self.scored, drafts)
+        return self.last_rows.changes(sequences, num_tokens, self.scored, drafts, self.branches if drafts else ())
 
     @cached_property
     def batch(self) -> Batch:

@@ -64,6 +64,8 @@ class Lane(Protocol):
 class Streams(Protocol):
     """Of one device."""
 
+    is_at_once: bool  # everything is done when it returns
+
     def mark(self) -> Event:
         """On the calling thread's current stream."""
         ...
@@ -120,6 +122,8 @@ class CudaStreams:
     has left, and with it the memory that torch keeps by stream.
     """
 
+    is_at_once = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._left: queue.SimpleQueue[int] = queue.SimpleQueue()  # by ended lanes; any thread takes and leaves
@@ -161,6 +165,8 @@ class CudaStreams:
 
 class AtOnce:
     """Implements Streams where everything is done when it returns."""
+
+    is_at_once = True
 
     def mark(self) -> Event:
         return self

@@ -11,7 +11,7 @@ one of them a write, of which neither comes behind the other, are a race, howeve
     memory     that is let go is written to by the stream on which it was made, as torch's allocator may
 
 Operations are seen by torch's dispatcher, on threads that are `watched`; indices are looked up, so that two blocks of a
-pool are two things. What numpy does with page-locked memory is not seen.
+pool are two things. Of what numpy does with memory of the host it is seen that it looks there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Clock = Counter[str]  # of each stream, how many of its operations come before
@@ -37,6 +38,8 @@ _AT_ROWS = ("aten.index_select.default", "aten.index_copy_.default")
 
 class FakeStreams:
     """Implements engine.streams.Streams. Races are collected, not raised: threads have edges that would catch them."""
+
+    is_at_once = False
 
     def __init__(self, *, num_streams: int | None = None) -> None:
         """num_streams: lanes share so many, in turn, as torch's streams do; None: each has its own."""
@@ -110,7 +113,7 @@ class FakeStreams:
                 yield
                 return
             self._own.is_seen = True
-            with _Seen(self):
+            with _Seen(self), _SeenByNumpy(self):
                 yield
         finally:
             self._own.stream, self._own.is_seen = before, is_seen
@@ -131,6 +134,14 @@ class FakeStreams:
     def launch(self, what: str, *, reads: list[Tensor] = [], writes: list[Tensor] = []) -> None:  # noqa: B006
         """Book something on the calling thread's stream."""
         self._book(self.current, what, reads, writes)
+
+    def looked_at(self, memory: Tensor) -> None:
+        """By the host, if the memory is its own."""
+        if getattr(self._own, "is_unseen", False):
+            return
+        with self._lock:
+            if memory.numel() and self._memory_of(memory).is_host:
+                self._book(HOST, "numpy", [memory], [])
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Book an operation of torch."""
@@ -274,6 +285,17 @@ class _Seen(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._streams.saw(func, args, kwargs or {}, out)
         return out
+
+
+class _SeenByNumpy(TorchFunctionMode):
+    def __init__(self, streams: FakeStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is Tensor.numpy:
+            self._streams.looked_at(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 _Access = tuple[Tensor, Any]  # a tensor, and what picks elements of it; None: all

@@ -24,11 +24,13 @@ _KNOWN = {
     ("kvtransfer/bench/test_bench.py", "bench_run._NUM_TRIES"),
     # What is recorded or compiled for a device that is not there can be seen nowhere else.
     ("engine/kernels/compiled_steps.py", "sampler._place"),
-    ("engine/kernels/compiled_steps.py", "replaying._graphs"),
+    ("engine/kernels/compiled_heads.py", "runner._recorded"),
+    ("engine/kernels/compiled_steps.py", "replaying._recorded"),
     ("engine/kernels/compiled_steps.py", "replaying._model"),
     ("engine/kernels/counted_steps.py", "runner._model"),
+    ("engine/attention/test_flashinfer_heads.py", "runner._model"),
     ("engine/test_decode_graphs.py", "replaying._model"),
-    ("engine/test_decode_graphs.py", "pair[0]._graphs"),
+    ("engine/test_decode_graphs.py", "pair[0]._recorded"),
     # What an operation of torch writes to is said by its schema alone.
     ("fake_streams.py", "func._schema"),
     # The books themselves, cooked to see that the audit finds it; and a memory that must not grow.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.words.errors import ClusterError
-from cluster.words.request import Role
+from cluster.words.request import BRANCHES, Role
 from cluster.words.timing import StepTiming
 
 _STEPS = {
@@ -38,7 +38,7 @@ def parse_learnt(text: str) -> Learnt:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found[sample.name, sample.labels.get("role", "")].append(sample.value)
-            if "place" in sample.labels:
+            if "place" in sample.labels and sample.labels.get("method") != BRANCHES:
                 counts, place = places[sample.name], int(sample.labels["place"])
                 counts[place] = counts.get(place, 0.0) + sample.value
     steps = {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _METHODS = ("ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto")
 _DEFAULT = "ngram,suffix,auto"
+_SHOWN = 4  # places
 
 
 def speculation(
@@ -24,9 +25,22 @@ def speculation(
     draft_model: Annotated[str | None, typer.Option(help="As speculation.model in a spec.")] = None,
     batch: Annotated[str, typer.Option(metavar="N[,N…]")] = "1,4",
     kind: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="Of the prompts; default: all.")] = "",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE|DIR", help="Others: lines as of train-draft's --data; or what its DIR held out."),
+    ] = None,
+    most_prompts: Annotated[int, typer.Option(min=1, help="Of these, the first so many.")] = 16,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=2)] = 256,
     tries: Annotated[int, typer.Option(min=1, help="Rounds, in which the methods take turns.")] = 5,
+    linear: Annotated[bool, typer.Option("--linear", help="Each method also with drafts that do not branch.")] = False,
+    every_step: Annotated[
+        bool, typer.Option("--every-step", help="Draft whatever is guessed: how often is it right?")
+    ] = False,
+    answered: Annotated[
+        int, typer.Option(min=0, help="Times that each prompt was answered before, with other seeds.")
+    ] = 0,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Of a draft, at most.")] = 16,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="One thread's own time, on a busy machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -36,23 +50,27 @@ def speculation(
     Prompts that ask for an edit of a text, of JSON and of code, and one that does not; in bfloat16.
     """
     from cluster.model.source import resolve
-    from engine.tools.bench_speculation import bench_speculation, prompt_texts
+    from engine.tools.bench_speculation import LINEAR, bench_speculation, prompt_texts
 
     batches = sorted({int(count) for count in batch.split(",") if count.isdigit() and int(count)})
     texts = prompt_texts()
     kinds = kind.split(",") if kind else list(texts)
+    if prompts and kind:
+        raise SpecError("--prompts and --kind: one of them says what is asked")
     if not batches or not set(kinds) <= texts.keys():
         raise SpecError(f"--batch takes whole numbers above 0, --kind some of {', '.join(texts)}")
     directory, methods = resolve(model), list(dict.fromkeys(method.split(",")))
     if not set(methods) <= set(_METHODS):
         raise SpecError(f"--method takes some of {', '.join(_METHODS)}")
     drafts = _drafts(methods, draft_model, model, directory)
-    prompts, ends = _encode(directory, {name: texts[name] for name in kinds}, count=max(batches))
+    asked, ends = _encode(directory, {name: texts[name] for name in kinds}, count=max(batches))
+    if prompts:
+        asked = {"prompts": _read(prompts, directory)[:most_prompts]}
     result = bench_speculation(
         directory,
-        prompts,
+        asked,
         batches=batches,
-        methods=["off", *methods],
+        methods=["off", *methods, *([one + LINEAR for one in methods] if linear else [])],
         drafts=drafts,
         temperature=temperature,
         max_tokens=max_tokens,
@@ -60,6 +78,10 @@ def speculation(
         tries=tries,
         threads=threads,
         cpu_time=cpu_time,
+        in_turn=prompts is not None,
+        every_step=every_step,
+        draft_tokens=draft_tokens,
+        answered=answered,
     )
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 
@@ -84,6 +106,19 @@ def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path)
     return found
 
 
+def _read(path: Path, model_dir: Path) -> list[list[int]]:
+    """What is asked, as token ids. Raises SpecError."""
+    from cluster.cli.train_draft import ModelWords
+    from engine.training.answers import held_out_prompts
+    from engine.training.prompts import read_conversations
+
+    if path.is_dir():
+        if found := held_out_prompts(path):
+            return found
+        raise SpecError(f"--prompts {path}: no run of train-draft is there that has held answers out")
+    return [list(one.tokens[: one.num_prompt]) for one in read_conversations(path, ModelWords(model_dir), "--prompts")]
+
+
 def _encode(directory: Path, texts: dict[str, str], *, count: int) -> tuple[dict[str, list[list[int]]], list[int]]:
     """So many prompts of each text, which differ in their first line, in ChatML where the model has its marks; and the
     tokens that end an answer."""
@@ -103,10 +138,22 @@ def _lines(result: dict[str, Any]) -> list[str]:
     return [
         f"{result['model']}, {result['threads']} threads, {result['clock']} time, temperature {result['temperature']}",
         *(
-            f"{row['kind']:<14} batch {row['batch']:3}  {row['method']:<7} {row['tokens_per_s']:8.1f} tokens/s  "
+            f"{row['kind']:<14} batch {row['batch']:3}  {row['method']:<14} {row['tokens_per_s']:8.1f} tokens/s  "
             f"{row['beside_off']:6.2f} x  {row['tokens']:5} tokens in {row['steps']:4} steps, "
             f"{row['accepted']} of {row['drafted']} drafted tokens accepted"
+            f"{_shares(row)}"
             f"{'' if row['is_same'] else '  NOT THE SAME TOKENS'}"
             for row in result["rows"]
         ),
     ]
+
+
+def _shares(row: dict[str, Any]) -> str:
+    """How often tokens were right where all before them were; of branches, of those that were drafted."""
+    places, branches = row["by_place"], row["branches_by_place"]
+    before = [drafted for drafted, _ in places[:1]] + [right for _, right in places]
+    reached = [min(drafted, count) for (drafted, _), count in zip(places, before, strict=False)]
+    shares = [f"{right / count:.0%}" for (_, right), count in zip(places[:_SHOWN], reached, strict=False) if count]
+    said = f"; by place {', '.join(shares)}" if shares else ""
+    drafted, right = (sum(counts) for counts in zip(*branches, strict=True)) if branches else (0, 0)
+    return said + (f"; {right} of {drafted} in branches" if drafted else "")

@@ -63,7 +63,7 @@ def train_draft(
         tokens=tokens,
         passes=passes,
     )
-    texts = _Words(directory)
+    texts = ModelWords(directory)
     asker = (
         SelfAsker(texts, texts.tokenizer.decode, seed)
         if data == _SELF
@@ -86,7 +86,7 @@ def train_draft(
     print(f"wrote {output}: {size / 1e6:.1f} MB, {last['mean_length']:.2f} tokens a step on answers held out")
 
 
-class _Words:
+class ModelWords:
     """Implements engine.training.prompts.Words."""
 
     def __init__(self, directory: Path) -> None:

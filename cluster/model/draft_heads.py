@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cluster.model import config as model_config
 from cluster.model.shape import ModelConfig
@@ -17,6 +17,13 @@ HeadsKind = Literal["medusa", "eagle", "mtp"]
 STEPS_KEPT = 4  # features of positions that sequences may go on from are kept of so many full steps
 _FURTHER = "num_nextn_predict_layers"
 _MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
+
+
+class HeadsPlace(NamedTuple):
+    """Where heads are."""
+
+    kind: HeadsKind
+    directory: Path  # mtp: the model's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +45,6 @@ class HeadsConfig:
         """Raises SpecError where so many ranks cannot draft by them. What keeps nothing in the pool is rank 0's."""
         if size == 1 or not self.num_kv_layers:
             return
-        if self.kind == "mtp":
-            raise SpecError("speculation.method: mtp needs tensor_parallel: 1 in both pools, for now")
         try:
             assert self.shape
             self.shape.check_tensor_parallel(size)

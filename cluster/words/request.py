@@ -120,6 +120,9 @@ class DraftTally:
         self.floors += other.floors
 
 
+BRANCHES = "branches"  # of drafts, among the methods by which drafted tokens are counted: they stand beside those
+
+
 @dataclass(slots=True, kw_only=True)
 class SampledToken:
     """One token of one choice, as it leaves a worker."""

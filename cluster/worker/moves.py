@@ -117,6 +117,7 @@ class Moves:
         ):
             self._under_way[sequence] = Move(sequence, handoff, listener)
             sequence.most_tokens = handoff.max_tokens  # KV of so many tokens finds room there
+            sequence.keeps_blocks = True
         else:
             listener.stays("it ends sooner here")
 
@@ -197,6 +198,7 @@ class Moves:
         if self._under_way.pop(move.sequence, None) is None:
             return
         move.sequence.most_tokens = move.sequence.max_context
+        move.sequence.keeps_blocks = False
         if move.departure:
             self._departures.abort(move.departure, error)
         if move.state is MoveState.PAUSED:

@@ -15,6 +15,7 @@ from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.membership import Member
 from cluster.index.redis_client import connect_redis
 from cluster.model import source as model_source
+from cluster.model.draft_heads import HeadsPlace
 from cluster.model.draft_source import fetch_for_a_switch, heads_source
 from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
@@ -193,8 +194,7 @@ class RankBody(Generic[W]):
             max_context=spec.model.max_context,
             link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
-            heads=heads.heads if heads else None,
-            heads_dir=heads.directory if heads else None,
+            heads=HeadsPlace(heads.heads, heads.directory) if heads and heads.heads else None,
         )
 
         def is_loaded() -> None:

@@ -136,18 +136,18 @@ class StepRows:
 
     def of_logits(self, batch: Batch) -> Step:
         """The step of those positions alone whose logits are wanted, the last ones of each row, for what comes behind
-        `store`. It is valid as long as this is."""
-        _, query_lens, context_lens = self._arrays
-        counts = np.diff(np.searchsorted(batch.logits_rows, np.cumsum(query_lens)), prepend=0)
-        wanted = np.flatnonzero(counts)
-        self._wanted = [np.ascontiguousarray(a[wanted]) for a in (self._tables, counts, context_lens)]
-        tables, counts, context_lens = (array.ctypes.data for array in self._wanted)
+        `store`. It is valid as long as this is, and until it is asked for again."""
+        _, query_lens_R, context_lens_R = self._arrays
+        counts_R = np.diff(np.searchsorted(batch.logits_rows, np.cumsum(query_lens_R)), prepend=0)
+        wanted = np.flatnonzero(counts_R)
+        self._wanted = [np.ascontiguousarray(a[wanted]) for a in (self._tables, counts_R, context_lens_R)]
+        tables, query_lens, context_lens = (array.ctypes.data for array in self._wanted)
         return Step(
             tokens=len(batch.logits_rows),
             sequences=len(wanted),
             table_width=self._tables.shape[1],
             tables=tables,
-            query_lens=counts,
+            query_lens=query_lens,
             context_lens=context_lens,
         )
 

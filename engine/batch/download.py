@@ -20,11 +20,12 @@ def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
     it, nor is waited for. Returns what waits for the copies. All tensors are of one device; a CPU's are not copied.
     """
     device = tensors[0].device
-    if device.type != "cuda":
+    ours = streams.streams_of(device)
+    if ours.is_at_once:
         return lambda: [tensor.numpy() for tensor in tensors]
-    ours, tensors = streams.streams_of(device), [tensor.contiguous() for tensor in tensors]
+    tensors = [tensor.contiguous() for tensor in tensors]
     computed = ours.mark()
-    with _copies(device).entered():
+    with copies_lane(device).entered():
         computed.hold_up()
         hosts = [ours.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
         for host, tensor in zip(hosts, tensors, strict=True):
@@ -40,5 +41,5 @@ def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
 
 
 @cache
-def _copies(device: torch.device) -> Lane:
+def copies_lane(device: torch.device) -> Lane:
     return streams.streams_of(device).lane()

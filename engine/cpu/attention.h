@@ -1,7 +1,7 @@
 // softmax(q k / sqrt(D)) v over paged keys and values, read where they lie.
 //
-// The work is cut into (sequence, kv head, some positions). The query heads that share a kv head, at those positions, are
-// the rows of one piece: each key is fetched and turned once for all of them. For each tile of 64 keys:
+// The work is cut into (sequence, some kv heads, some positions). The query heads that share a kv head, at those positions,
+// are that head's rows of a piece: each key is fetched and turned once for all of them. For each tile of 64 keys:
 //
 //   1  keys become columns, so that a vector holds one query's scores with 16 keys
 //   2  six rows at a time: their scores; what that makes of each row's greatest score, and of its weights so far; then
@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include "pool.h"
@@ -39,7 +38,7 @@ struct Piece {
     int64_t position, count;        // of its queries
 };
 
-constexpr int64_t POSITIONS = 64;  // of one piece
+constexpr int64_t POSITIONS = 64, PIECE_ROWS = 256;  // of one piece at most: queries and outputs stay in the second cache
 constexpr int KEYS = 64;           // of one tile
 constexpr int KEY_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
 
@@ -175,7 +174,7 @@ private:
     // values: (words of keys, numbers)
     void turn_values(int64_t kv_head) {
         find(1, kv_head, tile.value_scales);
-        for (int64_t k = 0; k < tile.seen; k += Word::NUMBERS) {
+        for (int64_t k = 0; k < round_up(tile.seen, LANES); k += Word::NUMBERS) {  // zeros behind the last, as weights are
             fetch_ahead(share_ahead * Word::NUMBERS);
             for (int64_t w = 0; w < words; w += PART_LANES)
                 Word::pair(tile.rows + k, w * 4, values + k / Word::NUMBERS * wide + w * Word::NUMBERS);
@@ -219,8 +218,7 @@ private:
 
     template <int ROWS> int64_t few_rows(int64_t first, int64_t row) {
         const int64_t seen = std::min<int64_t>(tile.seen, position(row + ROWS - 1) + 1 - tile.first);  // by the last of them
-        const int64_t width = round_up(seen, LANES), own = first + row;
-        const int64_t num_words = round_up(seen, Word::NUMBERS) / Word::NUMBERS;  // behind them lies what was there before
+        const int64_t width = round_up(seen, LANES), num_words = width / Word::NUMBERS, own = first + row;
         by_words<ROWS>(q + own * words, words, columns, KEYS, words, width, [](int, int64_t) { return FloatPart{}; },
                        [&](int r, int64_t i, FloatPart sum) { store(&tile.scores[r][i], sum); });
         for (int r = 0; r < ROWS; r++) weigh(own + r, position(row + r), r, width);
@@ -277,10 +275,11 @@ constexpr int64_t FEW = 16;  // queries, for which keys and values take longer t
 // Where there are enough of them, pieces with few queries have all heads: a block's keys and values lie beside each other.
 inline std::vector<Piece> cut(const AttentionCall& a, const Step& step) {
     const int64_t kv_heads = a.pool.kv_heads, heads_of_few = step.sequences < 3 * step.threads ? 1 : kv_heads;
+    const int64_t positions = std::clamp<int64_t>(PIECE_ROWS * kv_heads / a.q_heads, 1, POSITIONS);
     std::vector<Piece> pieces;
     for (int64_t s = 0, token = 0; s < step.sequences; token += step.query_lens[s++])
         for (int64_t q = 0, count; q < step.query_lens[s]; q += count) {
-            count = std::min(POSITIONS, step.query_lens[s] - q);
+            count = std::min(positions, step.query_lens[s] - q);
             const int64_t num_heads = count < FEW ? heads_of_few : 1;
             for (int64_t h = 0; h < kv_heads; h += num_heads)
                 pieces.push_back({s, h, num_heads, token + q, step.context_lens[s] - step.query_lens[s] + q, count});

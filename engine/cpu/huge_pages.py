@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MiB instead of 4 KiB, where the system gives them to who asks (Linux: madvise).
+"""Memory in pages of 2 MiB instead of 4 KiB, where the system gives them to who asks: Linux, by madvise.
 
 A step reads all weights and much of the KV once, far more than the processor knows the pages of; in a virtual machine
 each page that it does not know costs two walks through tables.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from functools import lru_cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _LINE = 64
 
 
 def advise(tensor: Tensor) -> None:
-    """Ask for such pages wherever a whole one fits into this tensor on the CPU; where there are none, nothing happens."""
+    """Ask for such pages wherever a whole one fits into this tensor; where there are none, nothing happens."""
     first = -(-tensor.data_ptr() // _HUGE) * _HUGE
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
     if end > first and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -27,21 +28,26 @@ def advise(tensor: Tensor) -> None:
 
 
 class HugePages:
-    """Tensors of any size beside each other, in chunks; a chunk lives as long as one of its tensors. Owned by whoever
-    loads a model."""
+    """Tensors of any size beside each other, in chunks; a chunk lives as long as one of its tensors. Several threads
+    may load models at once."""
 
     def __init__(self) -> None:
+        self._lock = Lock()  # of `_chunk`
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """The same numbers; begins at a cache line."""
-        num_bytes = -(-tensor.nbytes // _LINE) * _LINE
-        if num_bytes > len(self._chunk):
-            self._chunk = torch.empty(max(_CHUNK, num_bytes) + _LINE, dtype=torch.uint8)
-            advise(self._chunk)
-            self._chunk = self._chunk[-self._chunk.data_ptr() % _LINE :]
-        memory, self._chunk = self._chunk[: tensor.nbytes], self._chunk[num_bytes:]
+        memory = self._take(-(-tensor.nbytes // _LINE) * _LINE)[: tensor.nbytes]
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        with self._lock:
+            if num_bytes > len(self._chunk):
+                self._chunk = torch.empty(max(_CHUNK, num_bytes) + _LINE, dtype=torch.uint8)
+                advise(self._chunk)
+                self._chunk = self._chunk[-self._chunk.data_ptr() % _LINE :]
+            memory, self._chunk = self._chunk[:num_bytes], self._chunk[num_bytes:]
+        return memory
 
 
 @lru_cache(maxsize=1)

@@ -77,31 +77,10 @@ template <class Codes> inline bf16 quantize_row(const bf16* x, int64_t dim, uint
     return rounded_up;
 }
 
-// As floats: `to` has room for whole vectors, and what lies beyond dim stays as it is. Or as bf16.
-template <class Codes> inline void widen_row(const uint8_t* codes, float scale, int64_t dim, float* to) {
-    int64_t i = 0;
-    for (; i + LANES <= dim; i += LANES) store(to + i, Codes::widen(load<Bytes>(codes + i)) * scale);
-    for (; i < dim; i++) to[i] = Codes::widen(Bytes{} + int8_t(codes[i]))[0] * scale;
-}
 template <class Codes> inline void widen_row(const uint8_t* codes, float scale, int64_t dim, bf16* to) {
     int64_t i = 0;
     for (; i + LANES <= dim; i += LANES) store(to + i, narrow(Codes::widen(load<Bytes>(codes + i)) * scale));
     for (; i < dim; i++) to[i] = narrow(Codes::widen(Bytes{} + int8_t(codes[i]))[0] * scale);
-}
-
-// A row as floats: see widen_row.
-inline void read_row(const PoolView& pool, int64_t row, float* to) {
-    const int64_t dim = pool.head_dim, start = row * dim;
-    if (pool.coding == Coding::PLAIN) {
-        const bf16* codes = static_cast<const bf16*>(pool.codes) + start;
-        int64_t i = 0;
-        for (; i + PART_LANES <= dim; i += PART_LANES) store(to + i, widen_part(codes + i));
-        for (; i < dim; i++) to[i] = widen(codes[i]);
-        return;
-    }
-    const uint8_t* codes = static_cast<const uint8_t*>(pool.codes) + start;
-    const float scale = widen(pool.scales[row]);
-    with_coding(pool.coding, [&](auto coding) { widen_row<decltype(coding)>(codes, scale, dim, to); });
 }
 
 // Store a row, quantised if the pool has 8 bits.

@@ -2,7 +2,6 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 #include "team.h"
 #include "vectors.h"

@@ -123,31 +123,12 @@ inline Bytes narrow(Ints x) {
     return __builtin_convertvector(__builtin_convertvector(x, Shorts), Bytes);
 }
 
-// e^x within 2 ulp for x <= 0; exactly 0 where it would leave the normal range, so for -inf.
-// e^x = 2^n e^r with |r| <= ln(2) / 2: n by rounding, e^r by its Taylor polynomial of degree 6.
-template <class V> inline V exponential(V x) {
-    typedef decltype(x < x) Whole;
-    const V magic = V{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    V shifted = x * 1.44269504f + magic;
-    V n = shifted - magic;
-    V r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    V p = V{} + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    V scaled = V(Whole(p) + (Whole(shifted) << 23));
-    return x > -87.0f ? scaled : V{};
-}
-
-// 2^x within 3e-6 of it, for x <= 0; exactly 1 for 0, and 0 where it would leave the normal range, so for -inf.
+// 2^x within 3e-6 of it, for x <= 0; exactly 1 for 0, 0 where it would leave the normal range, so for -inf, and no number
+// for what is none.
 // 2^x = 2^n 2^f with |f| <= 1/2: n by rounding, 2^f by a polynomial of least relative error there.
 template <class V> inline V power_of_two(V x) {
     typedef decltype(x < x) Whole;
-    const V magic = V{} + 12582912.0f;
+    const V magic = V{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     V shifted = x + magic;
     V f = x - (shifted - magic);
     V p = V{} + 9.582852945e-3f;
@@ -156,7 +137,7 @@ template <class V> inline V power_of_two(V x) {
     p = p * f + 6.931241751e-1f;
     p = p * f + 1.0f;
     V scaled = V(Whole(p) + (Whole(shifted) << 23));
-    return x > -126.0f ? scaled : V{};
+    return x <= -126.0f ? V{} : scaled;
 }
 
 // 1 / x within 2 ulp, for numbers of ordinary size.

@@ -16,7 +16,7 @@ struct Word {
     static FloatPart add(FloatPart sum, WordPart words, uint32_t word) { return add_pairs(sum, words, word); }
 
     static void of_numbers(const bf16* x, int64_t dim, uint32_t* words) {
-        words[count(dim) - 1] = 0, std::memset(words, 0, count(dim) * 4);
+        std::memset(words, 0, count(dim) * 4);
         std::memcpy(words, x, dim * sizeof(bf16));
     }
 

@@ -15,8 +15,9 @@ from cluster.model import config as model_config
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig
+from engine.decode_graphs import graph_sizes
 from engine.draft_models.draft_tables import DraftTable, DraftTables
-from engine.draft_models.drawn import DrawnTokens
+from engine.draft_models.drawn import Drawn, DrawnDraft, DrawnTokens
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.proposer import NOTHING, Proposal
@@ -28,6 +29,7 @@ _KV_GIB = {"cpu": 0.25, "cuda": 1.0}  # mapped as it is used; taken at once
 _UNEVEN = 1.05  # what torch's allocator loses between tensors
 _STEP_BYTES = 256 << 20  # activations of what is computed at once: see Asking
 _LOGIT_BYTES = 64  # as MemoryTrial counts for those of the served model
+_GRAPH_BYTES = 6 << 20  # of a recorded step of a small model: a guess, for no GPU has seen one
 
 
 class DraftModel:
@@ -89,7 +91,7 @@ class DraftModel:
             for one, token in zip(going_on, drawn, strict=True):
                 one.take(token, max_tokens=self._max_tokens)
             going_on = [one for one in going_on if not one.is_over]
-        found = {one.sequence: Proposal(one.tokens, one.kinds) for one in drafting}
+        found = {one.sequence: one.draft.proposal() for one in drafting}
         return [found.get(sequence, NOTHING) for sequence in sequences]
 
     def finished(self, sequence: Sequence) -> None:
@@ -111,8 +113,7 @@ class _Drafting:
 
     def __init__(self, sequence: Sequence, table: DraftTable) -> None:
         self.sequence = sequence
-        self.tokens: list[int] = []
-        self.kinds: list[int] = []
+        self.draft = DrawnDraft()
         self.is_over = False
         self._table = table
 
@@ -123,22 +124,20 @@ class _Drafting:
     def row(self) -> Row:
         """What is computed next: all that is missing, or the token that was drafted last."""
         table = self._table
-        if self.tokens:
-            return Row(self.tokens[-1:], len(self.sequence.tokens) + len(self.tokens) - 1, table.blocks, num_logits=1)
+        if drafted := self.draft.tokens:
+            return Row(drafted[-1:], len(self.sequence.tokens) + len(drafted) - 1, table.blocks, num_logits=1)
         return Row(self.sequence.tokens[table.num_known :], table.num_known, table.blocks, num_logits=1)
 
     def note_computed(self, tables: DraftTables) -> None:
-        if self.tokens:
-            self._table.drafted.append(self.tokens[-1])
+        if self.draft.tokens:
+            self._table.drafted.append(self.draft.tokens[-1])
         else:
             tables.computed(self.sequence, self._table, self.num_missing)
 
-    def take(self, token: tuple[int, int] | None, *, max_tokens: int) -> None:
-        """One that was drawn, and its kind; None: there is none, and nothing can follow it."""
-        if token is not None:
-            self.tokens.append(token[0])
-            self.kinds.append(token[1])
-        self.is_over = token is None or len(self.sequence.tokens) + len(self.tokens) > max_tokens
+    def take(self, token: Drawn | None, *, max_tokens: int) -> None:
+        """None: there is none, and nothing can follow it."""
+        self.draft.take(token)
+        self.is_over = self.draft.is_over or len(self.sequence.tokens) + len(self.draft.tokens) > max_tokens
 
 
 def bytes_of(config: EngineConfig) -> int:
@@ -146,7 +145,8 @@ def bytes_of(config: EngineConfig) -> int:
     shapes, itemsize = open_checkpoint(config.model_dir).shapes, getattr(torch, config.dtype).itemsize
     weights = sum(math.prod(shape) for shape in shapes.values()) * itemsize
     logits = config.max_running * model_config.load(config.model_dir).vocab_size * _LOGIT_BYTES
-    return int(weights * _UNEVEN) + _kv_bytes(config) + logits + _STEP_BYTES
+    graphs = len(graph_sizes(config.recorded_rows)) * _GRAPH_BYTES if config.recorded_rows else 0
+    return int(weights * _UNEVEN) + _kv_bytes(config) + logits + _STEP_BYTES + graphs
 
 
 def _kv_bytes(config: EngineConfig) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Protocol
 
-from engine.draft_models.drawn import DrawnTokens
+from engine.draft_models.drawn import DrawnDraft, DrawnTokens
 from engine.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.sequence import Sequence
-from engine.speculation.proposer import NOTHING, Proposal
+from engine.speculation.proposer import Proposal
 
 
 class AskedHeads(Protocol):
@@ -24,10 +24,12 @@ class HeadProposer:
     """Implements Computing. Nothing is ever to be caught up with: what heads need of a sequence, its steps have left,
     or what came with its KV. Tokens are drawn as the sequence's own will be."""
 
-    def __init__(self, heads: AskedHeads, drawn: DrawnTokens | None = None) -> None:
-        """drawn: None, with what it will learn itself."""
+    def __init__(self, heads: AskedHeads, drawn: DrawnTokens | None = None, *, by_place: bool = False) -> None:
+        """drawn: None, with what it will learn itself. by_place: what the heads say of a place does not depend on the
+        drafted tokens before it."""
         self._heads = heads
         self._drawn = drawn or DrawnTokens()
+        self._by_place = by_place
 
     def num_behind(self, sequence: Sequence) -> int | None:
         return 0 if _decodes(sequence) and self._heads.knows([_row(sequence)]) else None
@@ -36,11 +38,11 @@ class HeadProposer:
         pass
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        drafts = [_Draft(sequence) for sequence in sequences]
-        asked = [draft for draft in drafts if _decodes(draft.sequence)]
+        drafts = [(sequence, DrawnDraft()) for sequence in sequences]
+        asked = [(sequence, draft) for sequence, draft in drafts if _decodes(sequence)]
         if asked and max_tokens > 0:
-            self._heads.draft([_row(draft.sequence) for draft in asked], max_tokens, partial(self._choose, asked))
-        return [Proposal(draft.tokens, draft.kinds) if draft.tokens else NOTHING for draft in drafts]
+            self._heads.draft([_row(sequence) for sequence, _ in asked], max_tokens, partial(self._choose, asked))
+        return [draft.proposal(by_place=self._by_place) for _, draft in drafts]
 
     def forget(self, sequence: Sequence) -> None:
         pass
@@ -48,27 +50,12 @@ class HeadProposer:
     def finished(self, sequence: Sequence) -> None:
         pass
 
-    def _choose(self, asked: Seq[_Draft], logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-        drafts = [asked[row] for row in rows]
-        drawn = self._drawn.draw(logits.values_RD, [draft.sequence for draft in drafts], place, ids_V=logits.ids_D)
-        return [draft.take(token) for draft, token in zip(drafts, drawn, strict=True)]
-
-
-class _Draft:
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
-        self.tokens: list[int] = []
-        self.kinds: list[int] = []
-        self._is_over = False
-
-    def take(self, token: tuple[int, int] | None) -> int:
-        """The next one, and its kind; None: there is none, and none follows. Returns any that there is."""
-        self._is_over |= token is None
-        if token is None or self._is_over:
-            return 0
-        self.tokens.append(token[0])
-        self.kinds.append(token[1])
-        return token[0]
+    def _choose(
+        self, asked: Seq[tuple[Sequence, DrawnDraft]], logits: HeadLogits, rows: Seq[int], place: int
+    ) -> list[int]:
+        going_on = [asked[row] for row in rows]
+        drawn = self._drawn.draw(logits.values_RD, [sequence for sequence, _ in going_on], place, ids_V=logits.ids_D)
+        return [draft.take(token) for (_, draft), token in zip(going_on, drawn, strict=True)]
 
 
 def _decodes(sequence: Sequence) -> bool:

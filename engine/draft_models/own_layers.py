@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.draft_models.drawn import DrawnTokens
+from engine.draft_models.drawn import DrawnDraft, DrawnTokens
 from engine.kv.block_manager import BlockManager
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
@@ -52,13 +52,11 @@ class OwnLayers:
             logits = self._forward(Batch.of([one.row() for one in going_on], block_size=self._block_size))
             drawn = self._drawn.draw(logits, [one.sequence for one in going_on], place)
             for one, token in zip(going_on, drawn, strict=True):
-                if token is not None:
-                    one.tokens.append(token[0])
-                    one.kinds.append(token[1])
-            going_on = [one for one in going_on if len(one.tokens) > place]
+                one.draft.take(token)
+            going_on = [one for one in going_on if not one.draft.is_over]
         for one in drafting:
             self._blocks.free(one.beyond)
-        found = {one.sequence: Proposal(one.tokens, one.kinds) for one in drafting}
+        found = {one.sequence: one.draft.proposal() for one in drafting}
         return [found.get(sequence, NOTHING) for sequence in sequences]
 
     def finished(self, sequence: Sequence) -> None:
@@ -83,11 +81,10 @@ class _Drafting:
     def __init__(self, sequence: Sequence, beyond: list[int]) -> None:
         self.sequence = sequence
         self.beyond = beyond
-        self.tokens: list[int] = []
-        self.kinds: list[int] = []
+        self.draft = DrawnDraft()
         self._blocks = [*sequence.blocks, *beyond]
 
     def row(self) -> Row:
         """The token that nobody has computed yet."""
-        start = len(self.sequence.tokens) - 1 + len(self.tokens)
-        return Row([(self.tokens or self.sequence.tokens)[-1]], start, self._blocks, num_logits=1)
+        start = len(self.sequence.tokens) - 1 + len(self.draft.tokens)
+        return Row([(self.draft.tokens or self.sequence.tokens)[-1]], start, self._blocks, num_logits=1)

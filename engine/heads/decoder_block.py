@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.model.shape import ModelConfig
+from engine import streams
 from engine.attention.cpu_heads import CompiledHeads, store_kv
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.rotary import Rotary
@@ -73,7 +74,7 @@ class DecoderBlock:
             store_kv(self.kernels, pool, self.index, slots_N, kv_NMD, cos_N1F, sin_N1F)
         else:
             k_NKD, v_NKD = kv_NMD.chunk(2, dim=1)
-            slots = torch.from_numpy(slots_N).to(pool.device)
+            slots = streams.upload_indices(slots_N, pool.device)
             pool.write(self.index, slots, rotate(k_NKD, cos_N1F, sin_N1F), v_NKD)
 
     def __call__(self, batch: Batch, pool: KVPool, entry_RI: Tensor, x_RE: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class DecoderBlock:
 
     def angles(self, positions_N: Ints, x_NI: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, where and as exactly as x is: see Rotary."""
-        return self.rotary(torch.from_numpy(positions_N).to(x_NI.device), x_NI.dtype)
+        return self.rotary(streams.upload_indices(positions_N, x_NI.device), x_NI.dtype)
 
     def _heads(self, batch: Batch, pool: KVPool, cos_R1F: Tensor, sin_R1F: Tensor) -> Heads:
         if pool.device.type == "cuda":

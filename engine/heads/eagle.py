@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cluster.model.shape import ModelConfig
+from engine import streams
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
 from engine.heads.draft_layer import DraftLayer
@@ -90,7 +90,7 @@ class Eagle:
         token_ids: Sequence[int] = [row.token_id for row in asked]
         for place in range(min(max_tokens, size)):
             batch = Batch.of_next_tokens(tables_RB, positions_R + place, block_size=size)
-            feature_RE = self._layer(batch, torch.tensor(token_ids, device=pool.device), feature_RE)
+            feature_RE = self._layer(batch, streams.upload_indices(token_ids, pool.device), feature_RE)
             token_ids = choose(HeadLogits(self._layer.logits(feature_RE), self._layer.known_D), known, place)
 
     def _put(self, entries: Entries, going_on_M: Ints) -> None:
@@ -98,12 +98,12 @@ class Eagle:
         device, slots_N = self._pool.device, entries.slots_N
         feature_NE = self._layer.features(entries.hidden_NW)
         places_N = self._late.places(slots_N, entries.before_N)
-        before_NE = feature_NE[torch.from_numpy(np.maximum(places_N, 0)).to(device)]
+        before_NE = feature_NE[streams.upload_indices(np.maximum(places_N, 0), device)]
         first_F = np.flatnonzero(places_N == UNKNOWN)
         if len(first_F):
-            before_NE[torch.from_numpy(first_F).to(device)] = self._read(entries.before_N[first_F])
+            before_NE[streams.upload_indices(first_F, device)] = self._read(entries.before_N[first_F])
         self._layer.keep(entries, before_NE)
-        self.features.keep(slots_N[going_on_M], feature_NE[torch.from_numpy(going_on_M).to(device)])
+        self.features.keep(slots_N[going_on_M], feature_NE[streams.upload_indices(going_on_M, device)])
         self.features.keep_ends(slots_N, feature_NE)
 
     def _read(self, slots_R: Ints) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import streams
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
 from engine.heads.head_row import HeadRow
@@ -116,8 +117,10 @@ class Features:
         slots is of whoever had the blocks before."""
         self._place_of[self._slots(blocks, min(first_token, end_token - 1), end_token)] = UNKNOWN
         if end_token and len(last) == self._ring_CE[0].nbytes:
-            x_1E = torch.frombuffer(bytearray(last), dtype=self._ring_CE.dtype).to(self._pool.device)[None]
-            self.keep(self._slots(blocks, end_token - 1, end_token), x_1E)
+            ours = streams.streams_of(self._pool.device)
+            host = ours.page_locked(len(last), torch.uint8)
+            host.numpy()[:] = np.frombuffer(last, dtype=np.uint8)
+            self.keep(self._slots(blocks, end_token - 1, end_token), ours.upload(host).view(self._ring_CE.dtype)[None])
 
     def _slots_before(self, rows: Sequence[HeadRow]) -> Ints:
         size, before = self._size, [row.position - 1 for row in rows]
@@ -129,7 +132,7 @@ class Features:
         return slots
 
     def _on_device(self, numbers: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._pool.device)
+        return streams.upload_indices(numbers, self._pool.device)
 
 
 def slots_before(batch: Batch, *, block_size: int) -> Ints:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
+from engine import streams
 from engine.batch.batch import Batch
 from engine.heads.features import Features, going_on
 from engine.heads.head_row import Choose, HeadLogits, HeadRow
@@ -61,7 +61,7 @@ class Medusa:
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
         last_N = going_on(batch)
         x_TE = taps[self.layers[0]]
-        self.features.keep(batch.slots[last_N], x_TE[torch.from_numpy(last_N).to(x_TE.device)])
+        self.features.keep(batch.slots[last_N], x_TE[streams.upload_indices(last_N, x_TE.device)])
 
     def settle(self) -> None:
         pass

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
+from engine import streams
 from engine.attention.latent_heads import LatentHeads, Rotation, TorchLatentHeads
 from engine.attention.rotary import Rotary
 from engine.attention.triton_latent_heads import KernelLatentHeads
@@ -66,7 +67,7 @@ class MtpLayer:
 
     def keep(self, entries: Entries, before_NE: Tensor) -> None:
         x_NE = self._entry(entries.token_ids_N, before_NE)
-        slots_N = torch.from_numpy(entries.slots_N).to(x_NE.device)
+        slots_N = streams.upload_indices(entries.slots_N, x_NE.device)
         rotation = self._rotation(entries.positions_N, x_NE)
         self._layer.keep(Residual(x_NE, adds_late=False), self._pool, slots_N, rotation)
 
@@ -86,7 +87,7 @@ class MtpLayer:
         return self._join(torch.cat((embedded_TE, self._feature_norm(before_TE)), dim=-1))
 
     def _rotation(self, positions_N: Ints, x_NE: Tensor) -> Rotation:
-        cos_N1F, sin_N1F = self._rotary(torch.from_numpy(positions_N).to(x_NE.device), x_NE.dtype)
+        cos_N1F, sin_N1F = self._rotary(streams.upload_indices(positions_N, x_NE.device), x_NE.dtype)
         return Rotation(cos_N1F, sin_N1F, self._is_interleaved)
 
     def _heads(self, batch: Batch, rotation: Rotation) -> LatentHeads:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-# T tokens of the step, E hidden_size
+# T tokens of the step, M of the largest that is recorded, E hidden_size
 
 
 class Taps:
@@ -28,3 +29,32 @@ class Taps:
     def __getitem__(self, num_layers: int) -> Tensor:
         """(T, E), once the step is computed."""
         return self._states[num_layers]
+
+
+class StaticTaps:
+    """Where recorded steps leave hidden states that somebody wants, so that they can be found when one is replayed."""
+
+    def __init__(
+        self, layers: Sequence[int], *, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._layers = layers
+        self._states = {
+            layer: torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device) for layer in frozenset(layers)
+        }
+
+    def new(self) -> Taps:
+        """For a step that is about to be recorded."""
+        return Taps(self._layers)
+
+    def keep(self, taps: Taps) -> None:
+        """It has been computed: also this is recorded."""
+        for layer, states_ME in self._states.items():
+            states_ME[: len(taps[layer])].copy_(taps[layer])
+
+    def of(self, token_ids_T: Tensor) -> Taps:
+        """Of these tokens, whose step was replayed last: until the next one."""
+        taps = self.new()
+        taps.token_ids_T = token_ids_T
+        for layer, states_ME in self._states.items():
+            taps.note(layer, states_ME[: len(token_ids_T)])
+        return taps

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from cluster.model.shape import ModelConfig
 from engine.attention.cpu_heads import CompiledHeads, SharedHeads, is_shared_quicker, num_long_rows
+from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.latent_heads import Rotation, TorchLatentHeads
 from engine.attention.rotary import Rotary
@@ -38,6 +40,7 @@ from engine.weights.checkpoint import Shape, check_tensors
 # T tokens of the step, R rows whose logits are wanted, E hidden_size, H query heads of this rank, D head_dim,
 # F half of its rotated part, V vocabulary, S positions that are scored, N of them in a slice
 
+MIN_TOKENS = 64  # of a step that FlashInfer is asked about: planning takes the host as long as launching does
 SLICE_BYTES = 32 << 20  # of logits; a long chunk's would not fit beside the pool
 
 OnLayer = Callable[[int], None]
@@ -91,6 +94,7 @@ class Transformer:
             self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)
         self._compiled: CompiledLayers | None = None
+        self._flashinfer: FlashInfer | None = None
         self._shares_heads = False  # long rows are attended to by torch
         if reader.kernels and reader.measured and not config.latent:
             q_first, q_end = reader.parallel.span(config.num_q_heads)
@@ -111,7 +115,11 @@ class Transformer:
         """
         device = pool.device
         if device.type == "cuda":
-            return self.compute(DeviceBatch.of(batch, device), pool, on_layer, on_logits, taps)
+            on_device = DeviceBatch.of(batch, device)
+            prompts = self._flashinfer if on_device.prompts and batch.num_tokens >= MIN_TOKENS else None
+            return self.compute(
+                on_device, pool, on_layer, on_logits, taps, partial(prompts.heads, batch) if prompts else None
+            )
         token_ids_T = torch.from_numpy(batch.token_ids).to(device)
         x_TE = self._embedding(token_ids_T)
         if taps is not None:
@@ -147,8 +155,10 @@ class Transformer:
         on_layer: OnLayer | None = None,
         on_logits: OnLogits | None = None,
         taps: Taps | None = None,
+        others: Callable[[Heads], Heads] | None = None,
     ) -> Tensor:
-        """The same of a batch that is on the device, by the GPU's kernels (on a CPU: their references).
+        """The same of a batch that is on the device, by the GPU's kernels (on a CPU: their references). others: makes
+        of our heads those that are to be used.
 
         Where `hindrance` knows of none, nothing here waits for the device, or depends on a number that is there.
         """
@@ -162,10 +172,23 @@ class Transformer:
             latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
             x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, taps)
         else:
-            x_TE = _pass(self._layers, x, KernelHeads(batch, pool, cos_T1F, sin_T1F), on_layer, taps)
+            kernel_heads = KernelHeads(batch, pool, cos_T1F, sin_T1F)
+            x_TE = _pass(self._layers, x, others(kernel_heads) if others else kernel_heads, on_layer, taps)
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
         return self.logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
+
+    def choose_prompt_heads(self, pool: KVPool) -> None:
+        """Find out who is quickest with prompts over this pool, on a GPU."""
+        config = self._config
+        if (
+            config.latent
+            or set(config.sliding_windows) != {None}
+            or not is_possible(pool, dtype=self._norm.weight.dtype)
+        ):
+            return
+        first, end = self._parallel.span(config.num_q_heads)
+        self._flashinfer = find_flashinfer(pool, num_q_heads=end - first, dtype=self._norm.weight.dtype)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """(T, E)"""

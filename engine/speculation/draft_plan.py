@@ -1,9 +1,12 @@
-"""How many tokens to draft for each row of a step: as many as make tokens come soonest, all rows together."""
+"""How many tokens to draft for each row of a step, and in which branches: as many as make tokens come soonest, all rows
+together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,17 +16,52 @@ class StepPrice:
     plain: float  # without drafts
     token: float  # each drafted token
     drafting: float = 1.0  # times what both come to, where anything is drafted
+    context: float = 0.0  # each position that a row more reads
 
-    def step(self, num_drafted: int) -> float:
+    def step(self, num_drafted: float) -> float:
         return (self.plain + self.token * num_drafted) * self.drafting if num_drafted else self.plain
 
     def floor(self, num_rows: int) -> float:
         """The chance above which a drafted token can pay: beside the tokens that so many rows get anyway."""
         return self.token * num_rows / self.plain
 
+    def fork(self, num_context: int) -> float:
+        """Tokens that could be drafted instead of one row more behind so many positions, but for its own tokens."""
+        return _FORK + self.context * num_context / self.token if self.token else 0.0
+
+
+class BranchOffer(NamedTuple):
+    """What may be computed beside a row's draft."""
+
+    row: int
+    place: int  # in the draft: it needs so many tokens of that
+    chances: Seq[float]  # of each of its tokens, that it and all before it are right
+    num_again: int  # tokens that are computed for it once more
+    fork: float  # see StepPrice
+
+
+class DraftPlan(NamedTuple):
+    lengths: list[int]  # of each row's draft
+    branches: list[int]  # of each offer, how much of it is taken
+
 
 _LEAST_GAIN = 1.01  # to guess takes time, too
+_FORK = 1.0  # tokens: to copy a block, and to tell of a row
 FREE = StepPrice(plain=1.0, token=0.0)  # nobody knows: whatever may be right is drafted
+
+
+class _Part(NamedTuple):
+    """Tokens that are taken together or not at all, for they pay together. The best comes first, and of what is as good
+    what must come first."""
+
+    density: float  # what they bring over what they cost, below 0
+    is_branch: bool
+    number: int  # of the row; or of the offer
+    place: int  # of the first
+    value: float  # chances, added up
+    price: float  # in tokens
+    num_again: int
+    length: int
 
 
 def plan_drafts(chances: Seq[Seq[float]], num_rows: int, price: StepPrice, max_tokens: int) -> list[int]:
@@ -33,17 +71,49 @@ def plan_drafts(chances: Seq[Seq[float]], num_rows: int, price: StepPrice, max_t
     chances: of each drafted token of each row, that it and all before it are right: so they fall along a row.
     num_rows: that get a token anyway.
     """
+    return plan_tree(chances, (), num_rows, price, max_tokens).lengths
+
+
+def plan_tree(
+    chances: Seq[Seq[float]], offers: Seq[BranchOffer], num_rows: int, price: StepPrice, max_tokens: int
+) -> DraftPlan:
+    """The same with branches beside the drafts."""
     # No token pays that would not pay alone, beside those that come anyway.
     floor = price.floor(num_rows)
-    tokens = sorted(((chance, i) for i, row in enumerate(chances) for chance in row if chance > floor), reverse=True)
+    parts = [
+        _Part(-chance, False, i, place, chance, 1.0, 0, 1)
+        for i, row in enumerate(chances)
+        for place, chance in enumerate(row)
+        if chance > floor
+    ]
+    for number, offer in enumerate(offers):
+        parts += [part for part in _parts_of(number, offer) if -part.density > floor]
     best, best_rate = 0, num_rows / price.plain * (_LEAST_GAIN if price.token else 1.0)
-    expected = float(num_rows)
-    for num_drafted, (chance, _) in enumerate(tokens[:max_tokens], 1):
-        expected += chance
-        rate = expected / price.step(num_drafted)
+    taken: list[_Part] = []
+    without = set[int]()  # branches whose first part has no room
+    expected, cost, room = float(num_rows), 0.0, max_tokens
+    for part in sorted(parts):
+        num_tokens = part.num_again + part.length
+        if num_tokens > room or (part.is_branch and part.number in without):
+            if part.is_branch:
+                without.add(part.number)
+            continue
+        taken.append(part)
+        expected, cost, room = expected + part.value, cost + part.price, room - num_tokens
+        rate = expected / price.step(cost)
         if rate > best_rate:
-            best, best_rate = num_drafted, rate
-    lengths = [0] * len(chances)
-    for _, i in tokens[:best]:
-        lengths[i] += 1
-    return lengths
+            best, best_rate = len(taken), rate
+    plan = DraftPlan([0] * len(chances), [0] * len(offers))
+    for part in taken[:best]:
+        (plan.branches if part.is_branch else plan.lengths)[part.number] += part.length
+    return plan
+
+
+def _parts_of(number: int, offer: BranchOffer) -> list[_Part]:
+    """The first so many tokens for which a branch brings most for what it costs, and each of the others."""
+    beside = offer.num_again + offer.fork
+    sums = list(accumulate(offer.chances))
+    density, length = max((value / (beside + i), i) for i, value in enumerate(sums, 1))
+    first = _Part(-density, True, number, 0, sums[length - 1], beside + length, offer.num_again, length)
+    rest = enumerate(offer.chances[length:], length)
+    return [first, *(_Part(-chance, True, number, place, chance, 1.0, 0, 1) for place, chance in rest)]

@@ -91,7 +91,7 @@ class Drafting:
         if self._speculation is None or not decoding:
             return
         rows = [sequence for sequence, _ in decoding]
-        num_drafted = sum(len(draft.tokens) for draft in drafts.values())
+        num_drafted = sum(draft.num_tokens for draft in drafts.values())
         floor = self._price(rows, num_tokens - num_drafted).floor(len(rows))
         for row in rows:
             tally = row.drafts = row.drafts or DraftTally()
@@ -120,5 +120,7 @@ class Drafting:
             return FREE
         num_context = sum(len(sequence.tokens) for sequence in rows)
         plain_s = timing.step_s(num_tokens=num_tokens, num_pairs=0, num_context=num_context)
-        token_s = timing.token_s * _MARGIN
-        return StepPrice(plain=plain_s, token=token_s, drafting=self._pace.draft_factor) if plain_s else FREE
+        if not plain_s:
+            return FREE
+        token_s, context_s = timing.token_s * _MARGIN, timing.context_s * _MARGIN
+        return StepPrice(plain=plain_s, token=token_s, drafting=self._pace.draft_factor, context=context_s)

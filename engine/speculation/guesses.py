@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
 
 from engine.sequence import Sequence
 from engine.speculation.acceptance import Acceptance, RowAcceptance
-from engine.speculation.proposer import NUM_KINDS, Proposal
-
-ENSEMBLE = "ensemble"  # several methods, place by place
+from engine.speculation.ensemble import ENSEMBLE, together
+from engine.speculation.guess import Guess, GuessedBranch
+from engine.speculation.proposer import NUM_KINDS, Proposal, ProposedBranch
 
 # Of those that compute, before they are asked: so much is risked, and where they are hardly ever asked, so little is
 # remembered.
@@ -21,20 +21,14 @@ _BELIEVED_BY_PLACE = [0.7] * NUM_KINDS
 _MEMORY_BY_PLACE = 48.0  # tokens
 _BOUNDS_BY_PLACE = 0.25, 2.0  # of what one request is beside others, of which nothing else is known
 
-
-@dataclass(eq=False, slots=True)
-class Guess:
-    """What a method has said of a row: until the row's own tokens have shown how much of it was right."""
-
-    start: int  # position of its first token
-    tokens: Seq[int]
-    kinds: Seq[int]
-    chances: Seq[float]  # of each, that it and those before it are right
+# Of the tokens with which branches begin. What follows one that is right is right as often as elsewhere.
+_BELIEVED_OF_BRANCHES = [0.1] * NUM_KINDS
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
     guesses: dict[str, Guess] = field(default_factory=dict)  # by method
+    together: Guess | None = None  # of all of these, once somebody has asked
     acceptance: dict[str, RowAcceptance] = field(default_factory=dict)  # beside what was to be expected of the kinds
     promises: dict[str, RowAcceptance] = field(default_factory=dict)  # and of the places
 
@@ -50,22 +44,30 @@ class Guesses:
         self._vocab_size = vocab_size
         self._acceptance = {method: Acceptance() for method in methods}
         self._by_place = {method: Acceptance(_BELIEVED_BY_PLACE, _MEMORY_BY_PLACE) for method in by_place}
+        self._branching = {method: Acceptance(_BELIEVED_OF_BRANCHES) for method in (*self._acceptance, ENSEMBLE)}
         self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
 
     def best(self, sequence: Sequence) -> tuple[str, Guess | None]:
-        """The guess that promises most tokens, and whose it is: one method's, or ENSEMBLE's, which at each place takes
-        the token that is likeliest to be right, by whoever has agreed with all before it."""
-        guesses = self._row(sequence).guesses
-        if len(guesses) < 2:
-            return max(guesses.items(), default=("", None))
-        best = max(guesses.items(), key=_promise)
-        together = ENSEMBLE, _together(list(guesses.values()))
-        return together if _promise(together) > _promise(best) else best
+        """The guess that promises most tokens, and whose it is: one method's, or ENSEMBLE's (see `together`), by which
+        it branches, too, where several have guessed."""
+        row = self._row(sequence)
+        if len(row.guesses) < 2:
+            return max(row.guesses.items(), default=("", None))
+        method, guess = max(row.guesses.items(), key=lambda item: sum(item[1].chances))
+        if row.together is None:
+            row.together = together(list(row.guesses.values()), self._branching[ENSEMBLE])
+        if sum(row.together.chances) > sum(guess.chances):
+            return ENSEMBLE, row.together
+        is_same = list(row.together.tokens) == list(guess.tokens)
+        return method, replace(guess, branches=row.together.branches) if is_same else guess
 
     def learn(self, sequences: Iterable[Sequence]) -> None:
         """From what was said of fewer tokens than they have now. Before anything else is asked of them."""
         for sequence in sequences:
             row = self._row(sequence)
+            if row.together and row.together.start != len(sequence.tokens):
+                self._learn_branches(ENSEMBLE, row.together, sequence)
+                row.together = None
             for method in [name for name, guess in row.guesses.items() if guess.start != len(sequence.tokens)]:
                 self._learn(method, row, sequence)
 
@@ -83,16 +85,34 @@ class Guesses:
 
     def note(self, method: str, sequence: Sequence, proposal: Proposal) -> None:
         """The method has said this of the tokens that the sequence has now."""
-        tokens = proposal.tokens[: self._max_tokens]
-        end = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))
-        if not end:
+        tokens = self._real(proposal.tokens)
+        if not tokens:
             return
         row = self._row(sequence)
         factor = row.acceptance[method].factor if method in row.acceptance else 1.0
         chance = self._acceptance[method].chance
-        each = [min(1.0, chance(kind) * factor) for kind in proposal.kinds[:end]]
-        chances = list(accumulate(each, mul))
-        row.guesses[method] = Guess(len(sequence.tokens), tokens[:end], proposal.kinds[:end], chances)
+        kinds = proposal.kinds[: len(tokens)]
+        chances = list(accumulate((min(1.0, chance(kind) * factor) for kind in kinds), mul))
+        guess = Guess(len(sequence.tokens), tokens, kinds, chances)
+        if proposal.branches:
+            found = (self._branch(method, guess, proposed) for proposed in proposal.branches)
+            guess.branches = [branch for branch in found if branch]
+        row.guesses[method], row.together = guess, None
+
+    def _real(self, tokens: Seq[int]) -> Seq[int]:
+        """As many as may be drafted, and of those the model's own."""
+        tokens = tokens[: self._max_tokens]
+        return tokens[: next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))]
+
+    def _branch(self, method: str, guess: Guess, proposed: ProposedBranch) -> GuessedBranch | None:
+        place, tokens = proposed.place, self._real(proposed.tokens)
+        if not 0 <= place < len(guess.tokens) or not tokens or tokens[0] == guess.tokens[place]:
+            return None
+        before, kind = guess.chances[place - 1] if place else 1.0, proposed.kinds[0]
+        # Of all that may come next one comes.
+        first = min(before * self._branching[method].chance(kind), before - guess.chances[place])
+        then = map(self._acceptance[method].chance, proposed.kinds[1 : len(tokens)])
+        return GuessedBranch(place, tokens, kind, list(accumulate((first, *then), mul)))
 
     def _row(self, sequence: Sequence) -> _Row:
         row = self._rows.get(sequence)
@@ -103,6 +123,7 @@ class Guesses:
     def _learn(self, method: str, row: _Row, sequence: Sequence) -> None:
         """From what has become of the last guess, as far as the row has come since then."""
         guess = row.guesses.pop(method)
+        self._learn_branches(method, guess, sequence)
         known = sequence.tokens[guess.start : guess.start + len(guess.tokens)]
         num_right = next((i for i, token in enumerate(known) if token != guess.tokens[i]), len(known))
         num_reached = min(num_right + 1, len(known))
@@ -117,29 +138,16 @@ class Guesses:
             )
             by_place.saw(places, num_right, num_reached)
 
-
-def _together(guesses: Seq[Guess]) -> Guess:
-    """Their kinds are left out: each method learns from its own guess."""
-    tokens: list[int] = []
-    chances: list[float] = []
-    agreeing = list(guesses)
-    while going_on := [guess for guess in agreeing if len(guess.tokens) > len(tokens)]:
-        place = len(tokens)
-        before = [guess.chances[place - 1] if place else 1.0 for guess in going_on]
-        each = [
-            guess.chances[place] / chance if chance else 0.0 for guess, chance in zip(going_on, before, strict=True)
-        ]
-        likeliest = max(range(len(each)), key=lambda i: each[i])
-        tokens.append(going_on[likeliest].tokens[place])
-        chances.append((chances[-1] if chances else 1.0) * each[likeliest])
-        agreeing = [guess for guess in going_on if guess.tokens[place] == tokens[-1]]
-    return Guess(guesses[0].start, tokens, (), chances)
+    def _learn_branches(self, method: str, guess: Guess, sequence: Sequence) -> None:
+        """With what those begin that the row could have gone on with."""
+        for branch in guess.branches:
+            at = guess.start + branch.place
+            is_reached = at < len(sequence.tokens) and sequence.tokens[guess.start : at] == list(
+                guess.tokens[: branch.place]
+            )
+            if is_reached and branch.kind >= 0:
+                self._branching[method].saw((branch.kind,), sequence.tokens[at] == branch.tokens[0], 1)
 
 
 def _kind_of(place: int) -> int:
     return min(place, NUM_KINDS - 1)
-
-
-def _promise(guess: tuple[str, Guess]) -> float:
-    """Of a method's guess: how many of its tokens are right, in the mean."""
-    return sum(guess[1].chances)

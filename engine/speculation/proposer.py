@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.sequence import Sequence
 
 NUM_KINDS = 48  # of evidence
 
 
+class ProposedBranch(NamedTuple):
+    """Tokens that may follow instead of those of a proposal, from one of them on."""
+
+    place: int  # tokens of the proposal that are before it
+    tokens: Seq[int]  # the first is not the proposal's own
+    kinds: Seq[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Tokens that may follow a sequence, and what speaks for each: a number below NUM_KINDS that means something to
-    their proposer alone. How often the tokens of a kind are right is learnt."""
+    their proposer alone. How often the tokens of a kind are right is learnt, apart for those in branches."""
 
     tokens: Seq[int]
     kinds: Seq[int]
+    branches: Seq[ProposedBranch] = ()
 
 
 NOTHING = Proposal((), ())

@@ -9,13 +9,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from cluster.words.request import BRANCHES
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
 from engine.speculation.asking import Asking
 from engine.speculation.corpus import Corpus
-from engine.speculation.draft import Draft, take_room
-from engine.speculation.draft_plan import StepPrice, plan_drafts
-from engine.speculation.guesses import ENSEMBLE, Guesses
+from engine.speculation.draft import Draft, fork, take_room
+from engine.speculation.draft_plan import BranchOffer, StepPrice, plan_drafts, plan_tree
+from engine.speculation.ensemble import ENSEMBLE
+from engine.speculation.guess import GuessedBranch
+from engine.speculation.guesses import Guesses
 from engine.speculation.histories import Histories
 from engine.speculation.ngram import Ngram
 from engine.speculation.proposer import Computing, Proposer
@@ -31,7 +34,7 @@ _TRY_ABOVE = 0.5  # as likely as that they are right
 
 @dataclass(eq=False, slots=True)
 class DraftCounts:
-    """Of one method: drafted tokens, and those that were accepted, by place in their draft."""
+    """Of one method, or of branches: drafted tokens, and those that were accepted, by place in their draft."""
 
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
@@ -48,16 +51,18 @@ class Speculation:
         computing: Mapping[str, Computing] = MappingProxyType({}),
         max_tokens: int,
         vocab_size: int,
+        may_branch: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """max_tokens: of a draft. Where there are several methods, for each row the one that promises most drafts, or
-        all of them place by place.
-        clock: see Asking."""
+        all of them place by place. may_branch: else drafts are linear, for whoever wants to know what branches are
+        worth. clock: see Asking."""
         every = [*methods, *computing]
-        self.counts = {method: DraftCounts() for method in [*every, *[ENSEMBLE] * (len(every) > 1)]}
+        self.counts = {method: DraftCounts() for method in [*every, *[ENSEMBLE] * (len(every) > 1), BRANCHES]}
         self._methods = methods
         self._computing = computing
         self._max_tokens = max_tokens
+        self._may_branch = may_branch
         self._guesses = Guesses(every, computing, max_tokens=max_tokens, vocab_size=vocab_size)
         self._asking = Asking(computing, self._guesses, clock=clock)
         self._num_without = 0  # steps without a draft since the last trial
@@ -73,6 +78,7 @@ class Speculation:
         vocab_size: int,
         computing: Mapping[str, Computing] = MappingProxyType({}),
         corpus: Corpus | None = None,
+        may_branch: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Speculation:
         """method: `ngram`, `suffix`, one of `computing`, or `auto`: all of them. corpus: None, one of its own."""
@@ -83,6 +89,7 @@ class Speculation:
             computing={name: proposer for name, proposer in computing.items() if method in (name, "auto")},
             max_tokens=max_tokens,
             vocab_size=vocab_size,
+            may_branch=may_branch,
             clock=clock,
         )
 
@@ -101,7 +108,9 @@ class Speculation:
                 self._asking.carry_out(ask, rows)
                 chances = self._chances(rows, most)
             self._asking.looked(price)
-        lengths = plan_drafts(chances, len(rows), price, max_tokens)
+        branches = self._branches(rows, most)
+        offers = [_offer(i, rows[i], branch, price) for i, branch in branches]
+        lengths, taken_of = plan_tree(chances, offers, len(rows), price, max_tokens)
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if not any(lengths):
             lengths = self._try_one(chances, max_tokens)
@@ -112,6 +121,11 @@ class Speculation:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(tokens=guess.tokens[:taken], num_blocks=num_blocks, method=method)
+        for (i, branch), length in zip(branches, taken_of, strict=True):
+            draft = drafts.get(rows[i])
+            if length and draft and branch.place <= len(draft.tokens):
+                if forked := fork(rows[i], branch.place, branch.tokens[:length], blocks):
+                    draft.branches.append(forked)
         return drafts
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:
@@ -136,9 +150,14 @@ class Speculation:
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""
-        counts = self.counts[draft.method]
+        counts, right = self.counts[draft.method], draft.right(chosen)
         counts.drafted.update(range(len(draft.tokens)))
-        counts.accepted.update(range(draft.num_right(chosen)))
+        counts.accepted.update(range(right.num_first))
+        counts = self.counts[BRANCHES]
+        for branch in draft.branches:
+            counts.drafted.update(range(branch.place, branch.place + len(branch.tokens)))
+        if right.branch:
+            counts.accepted.update(range(right.branch.place, right.branch.place + right.num_then))
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
@@ -178,6 +197,19 @@ class Speculation:
         found = (self._guesses.best(row)[1] for row in rows)
         return [guess.chances[:limit] if guess else () for guess, limit in zip(found, most, strict=True)]
 
+    def _branches(self, rows: Seq[Sequence], most: Seq[int]) -> list[tuple[int, GuessedBranch]]:
+        """Of the best guess for each, as far as they may be drafted, and the row whose they are. None of a row whose
+        table somebody else reads: another block would have the place of its last."""
+        found: list[tuple[int, GuessedBranch]] = []
+        if not self._may_branch:
+            return found
+        for i, (row, limit) in enumerate(zip(rows, most, strict=True)):
+            guess = None if row.keeps_blocks else self._guesses.best(row)[1]
+            for branch in guess.branches if guess else ():
+                if (length := limit - branch.place) > 0:
+                    found.append((i, branch._replace(tokens=branch.tokens[:length], chances=branch.chances[:length])))
+        return found
+
     def _try_one(self, chances: Seq[Seq[float]], max_tokens: int) -> list[int]:
         """Now and then a short draft of the likeliest row, though it does not seem to pay."""
         lengths = [0] * len(chances)
@@ -188,3 +220,8 @@ class Speculation:
                 lengths[i] = min(_TRIED, len(chances[i]), max_tokens)
                 self._num_without = 0
         return lengths
+
+
+def _offer(number: int, row: Sequence, branch: GuessedBranch, price: StepPrice) -> BranchOffer:
+    num_again = row.num_missing + branch.place
+    return BranchOffer(number, branch.place, branch.chances, num_again, price.fork(len(row.tokens)))

@@ -103,10 +103,7 @@ class AnswerParts:
 
     def existing(self) -> Iterator[list[OwnAnswer]]:
         """Part by part, those that there are."""
-        number = 0
-        while (path := self._path(number)).exists():
-            yield _read(path)
-            number += 1
+        return _existing(self._directory)
 
     def make(self, number: int, runner: ModelRunner) -> list[OwnAnswer]:
         """Another part. Empty: there are no more conversations."""
@@ -132,7 +129,24 @@ class AnswerParts:
         )
 
     def _path(self, number: int) -> Path:
-        return self._directory / f"answers-{number:05}.jsonl"
+        return _path(self._directory, number)
+
+
+def held_out_prompts(directory: Path) -> list[list[int]]:
+    """Of a run in this directory, what was asked of which it has learnt nothing. Empty: there is no run."""
+    answers = (answer for part in _existing(directory / "training") for answer in part)
+    return [list(one.tokens[: one.num_prompt]) for one in answers if one.is_held_out]
+
+
+def _existing(directory: Path) -> Iterator[list[OwnAnswer]]:
+    number = 0
+    while (path := _path(directory, number)).exists():
+        yield _read(path)
+        number += 1
+
+
+def _path(directory: Path, number: int) -> Path:
+    return directory / f"answers-{number:05}.jsonl"
 
 
 def _cut(one: Conversation, room: int) -> Conversation | None:

@@ -63,15 +63,16 @@ def chat_prompt(words: Words, said: str) -> Conversation:
     return Conversation(tuple(tokens), len(tokens))
 
 
-def read_conversations(path: Path, words: Words) -> list[Conversation]:
-    """Of each line of a file. Raises SpecError with the number of the first line that is none."""
+def read_conversations(path: Path, words: Words, option: str = "--data") -> list[Conversation]:
+    """Of each line of a file. Raises SpecError with the number of the first line that is none. option: by which it was
+    named."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"--data {path}: cannot be read as text: {error}") from error
+        raise SpecError(f"{option} {path}: cannot be read as text: {error}") from error
     found = [_conversation(f"{path}:{number}", line, words) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise SpecError(f"--data {path}: there is nothing in it")
+        raise SpecError(f"{option} {path}: there is nothing in it")
     return found
 
 

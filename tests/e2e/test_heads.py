@@ -50,6 +50,7 @@ _ON_RANKS = [
     pytest.param("eagle", (2, 2), marks=pytest.mark.slow),
     pytest.param("eagle1", (1, 1), marks=pytest.mark.slow),
     pytest.param("mtp", (1, 1), marks=pytest.mark.slow),
+    pytest.param("mtp", (2, 2), marks=pytest.mark.slow),
 ]
 _CHAINED = ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle1", "mtp"))]
 
@@ -160,6 +161,9 @@ def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list
         pytest.param("eagle1", (1, 1), marks=pytest.mark.slow),
         pytest.param("eagle1", (1, 2), marks=pytest.mark.slow),
         pytest.param("mtp", (1, 1), marks=pytest.mark.slow),
+        ("mtp", (1, 2)),
+        pytest.param("mtp", (2, 1), marks=pytest.mark.slow),
+        pytest.param("mtp", (2, 2), marks=pytest.mark.slow),
     ],
 )
 async def test_after_a_handoff_and_a_cache_hit(

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.grammar.compiler import CompiledGrammar, GrammarCompiler
 from cluster.grammar.thinking_mask import ThinkingMask
 from cluster.words.grammar import Grammar, GrammarKind
-from cluster.words.request import SampledToken, Sampling, SequenceRequest
+from cluster.words.request import BRANCHES, SampledToken, Sampling, SequenceRequest
 from cluster.words.thinking_budget import ThinkingBudget
 from cluster.words.token_rules import TokenRules
 from engine.engine import Engine, SchedulerConfig
@@ -22,6 +22,7 @@ from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence as TokenSequence
+from engine.speculation.proposer import Proposal, ProposedBranch
 from engine.speculation.speculation import Speculation
 from engine.step import ScheduledStep
 from tests.character_tokenizer import END, save_tokenizer
@@ -95,6 +96,59 @@ def answers(
     said.num_accepted = num_accepted(speculation) if speculation else 0
     said.num_preemptions, said.num_fed = engine.decoding.num_preemptions, bounded.num_fed
     return said
+
+
+class Oracle:
+    """Who knows some answers to some prompts: as often as `is_right` says of a position."""
+
+    def __init__(
+        self, said: Said, asked: Sequence[Asked], is_right: Callable[[int], bool] = lambda position: True
+    ) -> None:
+        self._whole = [
+            [*asked[int(id)].prompt, *(token.token_id for token in tokens)] for (id, _), tokens in said.tokens.items()
+        ]
+        self._is_right = is_right
+
+    def __call__(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        for whole in self._whole:
+            if whole[: len(tokens)] == list(tokens):
+                wanted = range(len(tokens), min(len(whole), len(tokens) + max_tokens))
+                return [whole[i] if self._is_right(i) else (whole[i] + 1) % VOCAB_SIZE for i in wanted]
+        return [0] * max_tokens
+
+
+class Branching:
+    """Implements Proposer: a draft that some answers belie from one place on, where a branch of it is right; beside
+    one that is not."""
+
+    def __init__(self, said: Said, asked: Sequence[Asked], *, every: int) -> None:
+        """every: so many tokens a place is wrong."""
+        self._right = Oracle(said, asked)
+        self._wrong = Oracle(said, asked, lambda position: position % every > 0)
+
+    def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Proposal]:
+        return [self._propose(sequence.tokens, max_tokens) for sequence in sequences]
+
+    def _propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
+        right, draft = self._right(tokens, max_tokens), self._wrong(tokens, max_tokens)
+        kinds = [1] * len(draft)
+        place = next((i for i, (one, other) in enumerate(zip(right, draft, strict=True)) if one != other), None)
+        if place is None:
+            return Proposal(draft, kinds)
+        neither = [(token + 2) % VOCAB_SIZE for token in right[place:]]
+        branches = [
+            ProposedBranch(place, neither, kinds[place:]),
+            ProposedBranch(place, right[place:], kinds[place:]),
+        ]
+        return Proposal(draft, kinds, branches)
+
+    def finished(self, sequence: TokenSequence) -> None:
+        pass
+
+
+def num_in_branches(speculation: Speculation) -> int:
+    """Tokens that were right where the draft was not."""
+    return speculation.counts[BRANCHES].accepted.total()
 
 
 def num_accepted(speculation: Speculation) -> int:

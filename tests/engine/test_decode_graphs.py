@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import decode_graphs
+from engine import decode_graphs, recorded_steps
 from engine.batch.batch import Batch, FedTokens
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Row
@@ -91,18 +91,26 @@ def pair(request: pytest.FixtureRequest, make_pair: MakePair) -> tuple[ModelRunn
 
 def decode_batch(contexts: list[int], seed: int) -> Batch:
     """One query a row, at the end of its context, over blocks in no order."""
+    return batch_of([(context, 1, 1) for context in contexts], seed)
+
+
+def batch_of(rows: list[tuple[int, int, int]], seed: int) -> Batch:
+    """Of each row the context in the end, its last tokens that are computed, and the last of these whose logits are
+    wanted."""
     generator = np.random.default_rng(seed)
     blocks = iter(generator.permutation(NUM_BLOCKS).tolist())
-    rows = [
-        Row(
-            token_ids=generator.integers(0, VOCAB_SIZE, 1).tolist(),
-            start=context - 1,
-            blocks=[next(blocks) for _ in range(-(-context // BLOCK_SIZE))],
-            num_logits=1,
-        )
-        for context in contexts
-    ]
-    return Batch.of(rows, block_size=BLOCK_SIZE)
+    return Batch.of(
+        [
+            Row(
+                token_ids=generator.integers(0, VOCAB_SIZE, num_tokens).tolist(),
+                start=context - num_tokens,
+                blocks=[next(blocks) for _ in range(-(-context // BLOCK_SIZE))],
+                num_logits=num_logits,
+            )
+            for context, num_tokens, num_logits in rows
+        ],
+        block_size=BLOCK_SIZE,
+    )
 
 
 def fill(pool: KVPool, seed: int) -> None:
@@ -148,6 +156,31 @@ def test_steps_of_any_sizes(pair: tuple[ModelRunner, ModelRunner], steps: list[l
         fill(runner.pool, seed)
     for i, contexts in enumerate(steps):
         check_equal(pair, decode_batch(contexts, seed + i))
+
+
+@st.composite
+def rows_of_several(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """As steps have them that verify drafts, with a chunk of a prompt among them: as many tokens as there is room."""
+    left, rows = graph_sizes(MAX_ROWS)[-1], list[tuple[int, int, int]]()
+    while left and len(rows) < 6:
+        num_tokens = draw(st.integers(1, min(7, left)))
+        context = draw(st.integers(num_tokens, MAX_CONTEXT))
+        rows.append((context, num_tokens, draw(st.sampled_from([num_tokens, 1, 0]))))
+        left -= num_tokens
+        if draw(st.booleans()):
+            break
+    return rows
+
+
+@settings(max_examples=20)
+@given(steps=st.lists(rows_of_several(), min_size=1, max_size=3), seed=st.integers(0, 1000))
+def test_rows_of_several_tokens_are_replayed_as_rows_of_one(
+    pair: tuple[ModelRunner, ModelRunner], steps: list[list[tuple[int, int, int]]], seed: int
+) -> None:
+    for runner in pair:
+        fill(runner.pool, seed)
+    for i, rows in enumerate(steps):
+        check_equal(pair, batch_of(rows, seed + i))
 
 
 def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelRunner]) -> None:
@@ -252,11 +285,40 @@ def test_which_steps_are_replayed(make_pair: MakePair) -> None:
         return Batch.of(rows, block_size=BLOCK_SIZE)
 
     assert is_replayed(batch(row(0, 1))) and is_replayed(decode_batch([5] * MAX_ROWS, seed=0))
-    assert not is_replayed(batch(row(0, 2))), "a prompt"
-    assert not is_replayed(batch(row(4, 5), row(4, 5, num_logits=0))), "a chunk of one token"
+    most = graph_sizes(MAX_ROWS)[-1]
+    assert is_replayed(batch(row(4, 8, num_logits=4), row(9, 10))), "a draft is verified"
+    assert is_replayed(batch(row(4, 5), row(0, most - 1, num_logits=0))), "a short chunk of a prompt"
+    assert not is_replayed(batch(row(0, most + 1))), "a long one"
     assert not is_replayed(batch(row(4, 5)), on_layer=lambda layer: None), "somebody waits for its layers"
-    assert not is_replayed(decode_batch([5] * (graph_sizes(MAX_ROWS)[-1] + 1), seed=0)), "too many rows"
+    assert not is_replayed(decode_batch([5] * (most + 1), seed=0)), "too many rows"
     assert not is_replayed(batch(row(MAX_CONTEXT, MAX_CONTEXT + 1))), "too long a table"
+
+
+def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft of two tokens behind 60 reads 61 positions more than a row that reads its own once."""
+    for most_bytes, is_replayed in ((1 << 30, True), (0, False)):
+        monkeypatch.setattr(recorded_steps, "READ_AGAIN_BYTES", most_bytes)
+        capture = FakeCapture()
+        pair = make_pair(capture, "llama")
+        batch = batch_of([(62, 2, 2)], seed=1)
+        assert decode_graphs.num_read_again(batch) == 61
+        torch.testing.assert_close(*(runner.forward(batch) for runner in pair), atol=1e-4, rtol=1e-4)
+        assert bool(capture.num_replays) is is_replayed
+        assert pair[0].forward(decode_batch([62, 9], seed=1)) is not None and capture.num_replays, "rows of one"
+
+
+def test_the_logits_of_a_prompt_are_not_lost(make_pair: MakePair) -> None:
+    """No graph tells them."""
+    capture = FakeCapture()
+    pair = make_pair(capture, "llama")
+    row = Row(token_ids=[3, 5, 7], start=0, blocks=[1], num_logits=1)
+    batch = Batch.of([row], block_size=BLOCK_SIZE)
+    scored = replace(batch, scored_rows=np.array([0, 1]))
+    told = [list[torch.Tensor](), list[torch.Tensor]()]
+    for runner, of in zip(pair, told, strict=True):
+        runner.forward(scored, on_logits=of.append)
+    assert not capture.num_replays and len(told[0]) == len(told[1]) == 1
+    torch.testing.assert_close(*(of[0] for of in told))
 
 
 @pytest.mark.parametrize(
@@ -340,9 +402,11 @@ def test_tokens_that_are_fed_are_those_that_were_chosen(
 )
 def test_cuda_graphs(family: str, changes: dict[str, Any], dtype: str, pool_dtype: str, make_pair: MakePair) -> None:
     pair = make_pair(None, family, dtype=dtype, pool_dtype=pool_dtype, device="cuda", **changes)
-    assert pair[0]._graphs is not None
+    assert pair[0]._recorded is not None
     for runner in pair:
         fill(runner.pool, 6)
     for seed, num_rows in enumerate((1, 9, 2, 5, 1, 8)):
         contexts = np.random.default_rng(seed).integers(1, MAX_CONTEXT + 1, num_rows).tolist()
         check_equal(pair, decode_batch(contexts, seed), tolerance=0.25 if dtype == "bfloat16" else 1e-3)
+    # A draft that is verified, and a short chunk of a prompt.
+    check_equal(pair, batch_of([(40, 4, 4), (21, 1, 1), (9, 3, 0)], 7), tolerance=0.25 if dtype == "bfloat16" else 1e-3)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.model.draft_heads import HeadsKind, load_heads
+from cluster.model.draft_heads import HeadsKind, HeadsPlace, load_heads
 from cluster.model.kv_arithmetic import KVArithmetic
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling
@@ -126,7 +126,7 @@ def test_what_heads_keep_beside_the_blocks_is_set_aside(
     directory, _ = tiny_model("llama")
     (write_eagle if kind == "eagle" else write_medusa)(tmp_path)
     config = EngineConfig(
-        model_dir=directory, dtype="float32", max_batch_tokens=64, max_running=9, heads=kind, heads_dir=tmp_path
+        model_dir=directory, dtype="float32", max_batch_tokens=64, max_running=9, heads=HeadsPlace(kind, tmp_path)
     )
     layer = 2 * 2 * 16 * 16 * 4  # keys and values, heads, numbers, positions, bytes of each
     block = 4 * layer + 48 * 4 if kind == "eagle" else 3 * layer

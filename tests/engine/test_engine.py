@@ -3,10 +3,10 @@ its own tokens, and every block is in one state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,24 +20,25 @@ from cluster.words.request import OFFLINE, Sampling, SequenceRequest, choice_see
 from engine import ahead, known_tokens
 from engine import engine as engine_module
 from engine.batch.batch import Batch, FedTokens, KeptRows
-from engine.batch.rows import RowChanges
+from engine.batch.rows import Row, RowChanges
 from engine.decoding import Decoding
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
 from engine.prompts import KVSource, Prompt, PromptQueue
-from engine.sampling import Chosen, Sampled, SamplingRow
+from engine.sampling import Sampled, SamplingRow
 from engine.sequence import Sequence as TokenSequence
 from engine.speculation import speculation as speculation_module
 from engine.speculation import verification
-from engine.speculation.draft import Draft
-from engine.speculation.proposer import NUM_KINDS, Proposal
+from engine.speculation.draft import Branch, Draft
+from engine.speculation.proposer import NUM_KINDS, Proposal, ProposedBranch
 from engine.speculation.speculation import Speculation
+from engine.speculation.verification import Choose
 from engine.step import Prefilled, ScheduledStep
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
-_MAX_BATCH_TOKENS = 7  # of the machine below
+_NUM_TEMPERS = 8  # of the hostile proposer
 POISON = 99  # as a token: no token is found behind it
 UNTOLD = 98  # nothing is to be said of it
 
@@ -382,13 +383,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     decodes = True
     runs_ahead = False
+    max_batch_tokens = 7
     max_running = 5
     drafts = False
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.pool = BlockManager(_NUM_BLOCKS), FakePool()
-        limits = {"max_batch_tokens": _MAX_BATCH_TOKENS, "max_running": self.max_running, "max_waiting": 20}
+        limits = {"max_batch_tokens": self.max_batch_tokens, "max_running": self.max_running, "max_waiting": 20}
         config = SchedulerConfig(**limits, decodes=self.decodes)
         self.hostile = HostileProposer()
         self.speculation = Speculation({"hostile": self.hostile}, max_tokens=5, vocab_size=UNTOLD)
@@ -405,12 +407,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts: list[Prompt] = []  # not whole yet
         self.running: list[TokenSequence] = []
         self.paused: list[TokenSequence] = []
+        self.read_blocks: dict[TokenSequence, list[int]] = {}
+        self.num_preempted = 0
 
     def begin_step(self, admitted: Sequence[Prompt]) -> None:
         pass
 
     def orders(self, step: ScheduledStep) -> Orders:
-        assert step.num_tokens <= max(_MAX_BATCH_TOKENS, len(step.decoding)), "each that decodes has a row"
+        assert step.num_tokens <= max(self.max_batch_tokens, len(step.decoding)), "each that decodes has a row"
         return Orders()
 
     @rule(
@@ -533,6 +537,27 @@ class EngineMachine(RuleBasedStateMachine):
         held = {block for sequence in self._alive() for block in sequence.blocks}
         assert self.blocks.num_blocks - self.blocks.num_available == len(held), "held by nobody, or not held"
 
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def another_reads(self, data: st.DataObject) -> None:
+        self.read(data.draw(st.sampled_from(self.running)))
+
+    def read(self, sequence: TokenSequence) -> None:
+        """Somebody ships its blocks from now on, and must find them where they are."""
+        if sequence.blocks and sequence not in self.read_blocks:
+            sequence.keeps_blocks = True
+            self.num_preempted = self.engine.decoding.num_preemptions
+            self.read_blocks[sequence] = list(sequence.blocks[: sequence.num_blocks_for(sequence.num_computed)])
+
+    @invariant()
+    def what_another_reads_stays_where_it_is(self) -> None:
+        for sequence, blocks in list(self.read_blocks.items()):
+            if sequence in self.engine.decoding.running and self.num_preempted == self.engine.decoding.num_preemptions:
+                assert sequence.blocks[: len(blocks)] == blocks
+            else:  # perhaps it was preempted, and is back
+                sequence.keeps_blocks = False
+                del self.read_blocks[sequence]
+
     @invariant()
     def what_is_found_is_what_was_computed(self) -> None:
         for sequence in self._alive():
@@ -543,7 +568,7 @@ class EngineMachine(RuleBasedStateMachine):
                     found = [self.pool.tokens.get(slot) for slot in range(begin, begin + _BLOCK)]
                     assert found == sequence.tokens[number * _BLOCK : (number + 1) * _BLOCK], "nobody has computed this"
 
-    @rule(temper=st.integers(0, 4))
+    @rule(temper=st.integers(0, _NUM_TEMPERS - 1))
     def guess(self, temper: int) -> None:
         self.hostile.temper = temper
 
@@ -607,7 +632,14 @@ class SpeculatingMachine(EngineMachine):
     drafts = True
 
 
-class SpeculatingAheadMachine(SpeculatingMachine):
+class BranchingMachine(SpeculatingMachine):
+    """The same with room for branches."""
+
+    max_batch_tokens = 32
+    max_running = 32
+
+
+class SpeculatingAheadMachine(BranchingMachine):
     """The same where steps run ahead, if they have nothing to draft."""
 
     runs_ahead = True
@@ -617,6 +649,8 @@ class HostileProposer:
     """Implements Proposer: knows what comes, or nearly, or says what no model could."""
 
     temper = 0
+
+    # Tempers up to 4 are of one mind; from 5 on there are branches: the right one, several, or such as none can be.
 
     def propose(self, sequences: Seq[TokenSequence], max_tokens: int) -> list[Proposal]:
         return [self._propose(sequence, max_tokens) for sequence in sequences]
@@ -635,7 +669,32 @@ class HostileProposer:
             guess[dice % len(guess)] = (-1, UNTOLD, POISON, 1 << 40)[dice % 4]
         elif self.temper == 4:
             guess = guess[: dice % 3]
-        return Proposal(guess, [dice % NUM_KINDS] * len(guess))
+        kinds = [dice % NUM_KINDS] * len(guess)
+        return Proposal(guess, kinds, self._branches(guess, kinds, dice) if self.temper > 4 else ())
+
+    def _branches(self, guess: list[int], kinds: list[int], dice: int) -> list[ProposedBranch]:
+        right, place = list(guess), dice % 3
+        wrong = [(token + 1) % UNTOLD for token in right]
+        if self.temper == 5:  # what the draft does not know from one place on, its branch does
+            guess[place] = wrong[place]
+            return [ProposedBranch(place, right[place:], kinds)]
+        if self.temper == 6:  # some are right for a while, some were at another place
+            guess[place:] = wrong[place:]
+            return [
+                ProposedBranch(0, [wrong[0], *right[1:]], kinds),
+                *(ProposedBranch(at, [right[at], wrong[at]], kinds) for at in (0, 1, 2, 2)),
+                ProposedBranch(1, right[2:], kinds),
+                ProposedBranch(2, right[1:], kinds),
+            ]
+        bad = (-1, UNTOLD, POISON, 1 << 40)[dice % 4]
+        return [
+            ProposedBranch(-1, right, kinds),
+            ProposedBranch(99, right, kinds),
+            ProposedBranch(0, [bad, *right], kinds),
+            ProposedBranch(1, [], []),
+            ProposedBranch(1, right[1:], kinds),  # the draft itself
+            ProposedBranch(1, [wrong[1], bad, *right], kinds * 2),
+        ]
 
     def finished(self, sequence: TokenSequence) -> None:
         assert sequence.num_generated > 0, "it has no last token"  # a choice may get it before it gets blocks
@@ -651,7 +710,8 @@ _SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derand
 
 
 @pytest.mark.parametrize(
-    "machine", [EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, SpeculatingAheadMachine]
+    "machine",
+    [EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, BranchingMachine, SpeculatingAheadMachine],
 )
 def test_whatever_happens_sequences_and_blocks_stay_whole(machine: type[EngineMachine]) -> None:
     run_state_machine_as_test(machine, settings=_SETTINGS)
@@ -761,19 +821,19 @@ def test_a_fault_of_steps_that_run_ahead_is_found(
 
 
 def _one_too_many(
-    draft: Draft, sequence: TokenSequence, num_tokens: int, choices: Iterator[Chosen | None], blocks: BlockManager
+    draft: Draft, sequence: TokenSequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> object:
     """What was chosen behind the first drafted token counts, though that is not the sequence's next one."""
-    first = next(choices)
-    agreeing = Draft(tokens=[first[0] if first else -1, *draft.tokens[1:]], num_blocks=draft.num_blocks)
-    return _verify(agreeing, sequence, num_tokens, chain((first,), choices), blocks)
+    first = choose(None, 0)
+    draft.tokens = [first[0] if first else -1, *draft.tokens[1:]]
+    return _verify(draft, sequence, num_tokens, choose, blocks)
 
 
 def _all_are_booked(
-    draft: Draft, sequence: TokenSequence, num_tokens: int, choices: Iterator[Chosen | None], blocks: BlockManager
+    draft: Draft, sequence: TokenSequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> object:
     """The KV of rejected positions, too; for others to find, where it fills a block."""
-    found = _verify(draft, sequence, num_tokens, choices, blocks)
+    found = _verify(draft, sequence, num_tokens, choose, blocks)
     num_computed = sequence.num_computed
     while sequence.num_computed < len(sequence.tokens):
         sequence.computed(1, blocks)
@@ -789,13 +849,43 @@ def _one_position_early(self: SamplingRow, num_drafted: int) -> SamplingRow:
     return _behind(self, num_drafted - 1)
 
 
+def _stay_where_it_was(self: Branch, sequence: TokenSequence) -> None:
+    """Its blocks go back though they hold what was chosen."""
+
+
+def _in_the_same_table(self: Branch, sequence: TokenSequence) -> None:
+    """Whoever knows the table by having it is not told of what has changed in it."""
+    table = sequence.blocks
+    _take_over(self, sequence)
+    table[:] = sequence.blocks
+    sequence.blocks = table
+
+
+def _without_the_branches(self: Draft, sequence: TokenSequence, blocks: BlockManager) -> None:
+    self.branches = []
+    _give_back(self, sequence, blocks)
+
+
+def _wherever_it_begins(self: Draft, place: int, token: int) -> Branch | None:
+    return next((branch for branch in self.branches if branch.tokens[0] == token), None)
+
+
+def _behind_nothing(self: Branch, sequence: TokenSequence, draft: Draft) -> Row:
+    """As if it were the first place."""
+    row = _row(self, sequence, draft)
+    own = len(sequence.tokens) - sequence.num_computed
+    token_ids = [*row.token_ids[:own], *self.tokens, *draft.tokens[: self.place]]
+    return Row(token_ids, row.start, row.blocks, row.num_logits)
+
+
 _verify, _behind = verification.verify, SamplingRow.behind
+_take_over, _row, _give_back = Branch.take_over, Branch.row, Draft.give_back
 
 
 def _with_every_temper() -> None:
     """A few requests to a replica that drafts, until all is said, with each way to guess."""
-    for temper, length, max_tokens in product(range(5), (3, 6), (5, 11)):
-        machine = SpeculatingMachine()
+    for temper, length, max_tokens in product(range(_NUM_TEMPERS), (3, 6), (5, 11)):
+        machine = (BranchingMachine if temper > 4 else SpeculatingMachine)()
         machine.hostile.temper = temper
         for kind in range(2):
             mask = FakeMask() if kind else None
@@ -804,7 +894,10 @@ def _with_every_temper() -> None:
             machine.prompts.append(prompt)
         while machine.prompts or machine.running:
             machine.step()
+            if temper % 2 and machine.running:
+                machine.read(machine.running[0])
             machine.every_block_is_in_one_state()
+            machine.what_another_reads_stays_where_it_is()
             machine.what_is_found_is_what_was_computed()
         machine.teardown()
 
@@ -822,11 +915,18 @@ def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
         (SamplingRow, "goes_one_by_one", lambda self, num_drafted: False),
         (Draft, "give_back", lambda self, sequence, blocks: None),
         (speculation_module, "take_room", _without_asking),
+        (Branch, "take_over", _stay_where_it_was),
+        (Branch, "take_over", _in_the_same_table),
+        (Branch, "copy", lambda self, sequence: None),
+        (Branch, "row", _behind_nothing),
+        (Draft, "give_back", _without_the_branches),
+        (Draft, "branch_at", _wherever_it_begins),
+        (TokenSequence, "keeps_blocks", property(lambda self: False, lambda self, value: None)),
     ],
 )
 def test_a_fault_of_drafts_is_found(
     owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, fault)
+    monkeypatch.setattr(owner, name, fault, raising=False)  # some are no names of the class
     with pytest.raises((AssertionError, LookupError, ValueError)):
         _with_every_temper()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
@@ -24,7 +22,7 @@ from engine.speculation.speculation import Speculation
 from tests.engine.asked import (
     AMPLE,
     Asked,
-    Said,
+    Oracle,
     answers,
     check_with_leavers,
     compare,
@@ -59,23 +57,6 @@ def asked(grammar: CompiledGrammar) -> list[Asked]:
 
 def _speculation(**methods: Proposer) -> Speculation:
     return Speculation(methods, max_tokens=6, vocab_size=VOCAB_SIZE)
-
-
-class Oracle:
-    """Who knows some answers to some prompts: as often as `is_right` says of a position."""
-
-    def __init__(self, said: Said, asked: Seq[Asked], is_right: Callable[[int], bool] = lambda position: True) -> None:
-        self._whole = [
-            [*asked[int(id)].prompt, *(token.token_id for token in tokens)] for (id, _), tokens in said.tokens.items()
-        ]
-        self._is_right = is_right
-
-    def __call__(self, tokens: Seq[int], max_tokens: int) -> list[int]:
-        for whole in self._whole:
-            if whole[: len(tokens)] == list(tokens):
-                wanted = range(len(tokens), min(len(whole), len(tokens) + max_tokens))
-                return [whole[i] if self._is_right(i) else (whole[i] + 1) % VOCAB_SIZE for i in wanted]
-        return [0] * max_tokens
 
 
 @pytest.mark.parametrize("name", [*OURS, "auto"])

@@ -14,37 +14,10 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.cpu import library
-from engine.decode_graphs import Step
 from engine.runner import ModelRunner
+from tests.engine.fake_capture import FakeCapture
 from tests.engine.tiny_models import MakeModel
 from tests.fake_streams import FakeStreams
-
-
-class FakeCapture:
-    """Does as CudaCapture does, on a stream of its own, but launches a step anew instead of a graph."""
-
-    def __init__(self, device: FakeStreams, *, replays_on: str | None = None, waits: bool = True) -> None:
-        """replays_on: another stream than the one that replays. waits: for what the step reads."""
-        self._device = device
-        self._lane = device.lane()
-        self._replays_on = replays_on
-        self._waits = waits
-
-    def __call__(self, step: Step) -> Step:
-        begun = self._device.mark()
-        with self._lane.entered():
-            if self._waits:
-                begun.hold_up()
-            step()
-            recorded = self._device.mark()
-        recorded.hold_up()
-
-        def replay() -> None:
-            with self._device.watched(self._replays_on or self._device.current):
-                step()
-
-        return replay
-
 
 Mutate = Callable[[pytest.MonkeyPatch, FakeStreams], FakeCapture]
 

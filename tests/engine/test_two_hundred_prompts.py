@@ -11,6 +11,8 @@ from random import Random
 
 import pytest
 
+from cluster.model.draft_heads import HeadsPlace
+from cluster.words.request import BRANCHES
 from engine.draft_models.draft_model import DraftModel
 from engine.draft_models.head_proposer import HeadProposer
 from engine.draft_models.own_layers import OwnLayers
@@ -61,7 +63,7 @@ def _with_heads(kind: str, target: Path, directory: Path, make_runner: MakeRunne
     _WRITERS[kind](directory)
     name = "eagle" if kind == "eagle1" else kind
     model_dir = directory if kind == "mtp" else target
-    runner = make_runner(model_dir, num_blocks=2048, heads=name, heads_dir=directory)
+    runner = make_runner(model_dir, num_blocks=2048, heads=HeadsPlace(name, directory))
     return runner, lambda blocks: {name: HeadProposer(runner)}
 
 
@@ -106,3 +108,5 @@ def test_answers_are_what_they_are_without_drafts(
     check_with_leavers(runner, asked, expected, speculation(blocks), blocks=blocks)
     drafted = [sum(counts.drafted.total() for counts in one.counts.values()) for one in made]
     assert min(drafted) > 20
+    in_branches = [one.counts[BRANCHES].drafted.total() for one in made]
+    assert any(in_branches) == (method != "ngram")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from tests.gpu_check.rows import tell
+from tests.gpu_check.rows import skip, tell
 
 # Of the copy bandwidth, or of the matrix product rate; names of engine.tools.bench_kernels.
 _LEAST = {
@@ -46,6 +48,7 @@ def main() -> None:
             tell(row["name"], row["ratio"], "x bf16", at_least=_LEAST_RATIO if is_few else None)
     else:
         _say(measured_kernels(device, rates))
+        _say_flashinfer(device, device_seconds)
 
 
 def _say(rows: Iterable[dict[str, Any]]) -> None:
@@ -53,6 +56,22 @@ def _say(rows: Iterable[dict[str, Any]]) -> None:
         least = next((least for name, least in _LEAST.items() if re.fullmatch(name, row["name"])), None)
         unit = f"of the {'copy' if 'gb_s' in row else 'product'}, {row['microseconds']:.0f} us"
         tell(row["name"], row["share"], unit, at_least=least)
+
+
+def _say_flashinfer(device: torch.device, seconds: Any) -> None:
+    """Beside ours: a prompt, with Llama 3 8B's heads."""
+    if find_spec("flashinfer") is None:
+        skip("FlashInfer", "not installed")
+        return
+    from engine.attention.flashinfer_heads import FlashInfer, prompt_seconds
+    from engine.kv.layout import KVLayout
+    from engine.kv.pool import KVPool
+
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    pool, options = KVPool(layout, num_blocks=512, device=device), {"num_q_heads": 32, "dtype": torch.bfloat16}
+    theirs = FlashInfer(import_module("flashinfer"), pool, **options)
+    ours_s, theirs_s = prompt_seconds(theirs, pool, **options, seconds=seconds)
+    tell("a prompt by FlashInfer", ours_s / theirs_s, f"x ours, {theirs_s * 1e6:.0f} us")
 
 
 def _rehearse() -> None:

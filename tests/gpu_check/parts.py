@@ -34,7 +34,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     on the CPU, and figures of a device that is not there."""
     yield _program("versions", "versions", rehearses, timeout_s=60)
     yield _tests(
-        *("kernels beside their references", "tests/engine/kernels"),
+        *("kernels beside their references", "tests/engine/kernels tests/engine/attention"),
         few="test_elementwise" if rehearses else "",
         timeout_s=150,
     )
@@ -99,7 +99,7 @@ def _sanitizer(rehearses: bool) -> Part:
 
 
 def _pytest(where: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", where, "-q", "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", *where.split(), "-q", "-p", "no:cacheprovider"]
 
 
 def _side_by_side(few: str) -> list[str]:

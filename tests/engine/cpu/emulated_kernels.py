@@ -66,4 +66,6 @@ def _address(argument: object) -> int:
     """Of a struct, or of what `byref` has made of it; a number is one already."""
     if isinstance(argument, int):
         return argument
-    return ctypes.addressof(getattr(argument, "_obj", argument))
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.addressof(argument)
+    return ctypes.cast(argument, ctypes.c_void_p).value or 0  # type: ignore[arg-type]

@@ -175,6 +175,24 @@ def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
         torch.testing.assert_close(attended(cuts), whole, atol=0, rtol=0)
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_what_is_no_number_is_its_own_sequences(kernels: Kernels, dtype: str, side: int) -> None:
+    """A key or value that is none makes answers of its sequence none, and leaves nothing in what the next one uses."""
+    pool, batch = make_pool(dtype, head_dim=64), make_batch([(80, 1), (2, 1), (0, 3)])
+    slots_T = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
+    pool.write(0, slots_T, *(random(len(slots_T), 2, 64, seed=seed) for seed in (7, 8)))
+    q_THD = random(batch.num_tokens, 6, 64)
+    heads = CompiledHeads(kernels, batch, pool, *torch.ones(2, batch.num_tokens, 1, 32, dtype=torch.bfloat16))
+    wanted = heads.attend(0, q_THD, window=None)
+    block = int(batch.block_tables[0, 74 // BLOCK_SIZE])
+    (pool.scales or pool.codes)[0][block, side, :, 74 % BLOCK_SIZE] = float("nan")
+    got = heads.attend(0, q_THD, window=None)
+    assert got[0].isnan().all()
+    torch.testing.assert_close(got[1:], wanted[1:], atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("weights", ["as_stored", "int8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_all_layers_at_once_are_each_layer_alone(

@@ -12,11 +12,12 @@ _SAPPHIRE_RAPIDS = """\
 model name\t: Intel(R) Xeon(R) Platinum 8481C
 flags\t\t: fpu sse4_2 avx avx2 avx512f avx512bw avx_vnni avx512_bf16 avx512_vnni amx_bf16 avx512_fp16 amx_tile amx_int8
 """
+# Put together by hand, of what such a processor is known to have.
 _GRAVITON_3 = """\
 processor\t: 0
 BogoMIPS\t: 2100.00
-Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3 \
-sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs paca pacg dcpodp svei8mm svebf16 i8mm bf16 dgh rng
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 \
+sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs paca pacg dcpodp svei8mm svebf16 i8mm bf16 dgh rng
 CPU implementer\t: 0x41
 CPU architecture: 8
 CPU variant\t: 0x1

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from cluster.words.request import Sampling
-from engine.draft_models.draft_model import DraftModel
+from engine.config import EngineConfig
+from engine.decode_graphs import Step, graph_sizes
+from engine.draft_models.draft_model import DraftModel, bytes_of
 from engine.draft_models.draft_tables import DraftTables
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
@@ -32,6 +34,20 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
     return make_runner(tiny_model("llama")[0])
 
 
+@pytest.fixture
+def recorded(tiny_model: MakeModel) -> ModelRunner:
+    """Its steps are replayed, where they are not too long."""
+    config = EngineConfig(
+        model_dir=tiny_model("llama")[0], dtype="float32", block_size=_SIZE, num_blocks=96, recorded_rows=8
+    )
+
+    def capture(step: Step) -> Step:
+        step()
+        return step
+
+    return ModelRunner(config, capture=capture)
+
+
 def _draft(runner: ModelRunner) -> DraftModel:
     return DraftModel(runner, vocab_size=VOCAB_SIZE)
 
@@ -44,11 +60,14 @@ def _sequences(asked: list[Asked]) -> list[Sequence]:
     return [sequence_of(one, str(i), block_size=_SIZE) for i, one in enumerate(asked)]
 
 
-def test_of_the_same_model_every_token_is_the_one_that_comes(runner: ModelRunner) -> None:
+@pytest.mark.parametrize("kind", ["runner", "recorded"])
+def test_of_the_same_model_every_token_is_the_one_that_comes(
+    runner: ModelRunner, kind: str, request: pytest.FixtureRequest
+) -> None:
     """Greedy and drawn, whatever came before: a prompt, drafts that were right, or some that were not."""
     asked = _asked(7, 19, 24, 33, 8)
     expected = answers(runner, asked).ids
-    draft, generator = _draft(runner), random.Random(0)
+    draft, generator = _draft(request.getfixturevalue(kind)), random.Random(0)
     sequences = _sequences(asked)
     done = [0] * len(sequences)
     while any(count < 30 for count in done):
@@ -180,3 +199,9 @@ def test_rules_and_penalties_are_not_asked_of_drafts(runner: ModelRunner) -> Non
     asked = replace(_SAMPLINGS[1], presence_penalty=2.0, min_tokens=5, num_logprobs=2, stop_token_ids=(3,))
     (penalised,) = _sequences([Asked(prompts(20)[0], asked)])
     assert proposers.propose(_draft(runner), plain, 6) == proposers.propose(_draft(runner), penalised, 6)
+
+
+def test_recorded_steps_have_their_part_of_a_gpu(tiny_model: MakeModel) -> None:
+    config = EngineConfig(model_dir=tiny_model("llama")[0], device="cuda", max_running=8)
+    launched, recorded = (bytes_of(replace(config, recorded_rows=rows)) for rows in (0, 8))
+    assert recorded - launched >= len(graph_sizes(8)) << 20

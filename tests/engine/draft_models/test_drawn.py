@@ -13,6 +13,7 @@ from engine.draft_models.drawn import NUM_DEGREES, DrawnTokens
 from engine.sampler import sample
 from engine.sequence import Sequence
 from tests.engine.asked import Asked, sequence_of
+from tests.engine.chi_square import chi_square
 
 _DRAWS = 10_000
 _VOCAB = 40
@@ -34,18 +35,6 @@ def _shares(logits_V: Tensor, temperature: float) -> Tensor:
     return (logits_V.double() / temperature).softmax(-1)
 
 
-def _chi_square(ids: list[int], shares_V: Tensor) -> float:
-    """In standard deviations of a normal distribution, after Wilson and Hilferty 1931; rare tokens count together."""
-    counts_V = torch.bincount(torch.tensor(ids), minlength=_VOCAB).double()
-    is_rare = shares_V * len(ids) < 10
-    expected = torch.cat([shares_V[~is_rare], shares_V[is_rare].sum()[None]]) * len(ids)
-    found = torch.cat([counts_V[~is_rare], counts_V[is_rare].sum()[None]])
-    freedom = len(expected) - 1
-    statistic = float(((found - expected) ** 2 / expected.clamp_min(1e-9)).sum())
-    spread = 2 / (9 * freedom)
-    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-
-
 @pytest.mark.parametrize(("temperature", "place"), [(0.7, 0), (1.0, 2)])
 def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temperature: float, place: int) -> None:
     target_V, draft_V = _logits()
@@ -55,9 +44,9 @@ def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temper
     rows = [sequence.sampling_row.behind(place) for sequence in sequences]
     chosen = [one[0] for one in sample(target_V.repeat(_DRAWS, 1), rows).wait() if one]
     p_V, q_V = _shares(target_V, temperature), _shares(draft_V, temperature)
-    assert _chi_square(chosen, p_V) < 4, "a draft changes what is drawn"
-    assert _chi_square(drafted, q_V) < 4
-    assert _chi_square(drafted, p_V) > 6, "a test that sees nothing"
+    assert chi_square(chosen, p_V) < 4, "a draft changes what is drawn"
+    assert chi_square(drafted, q_V) < 4
+    assert chi_square(drafted, p_V) > 6, "a test that sees nothing"
     # Tokens are the same where the number falls into the intervals of both.
     ends_p, ends_q = p_V.cumsum(0), q_V.cumsum(0)
     both = torch.minimum(ends_p, ends_q) - torch.maximum(ends_p - p_V, ends_q - q_V)
@@ -73,11 +62,45 @@ def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
     sequences = _sequences(0.0)[:2]
     share = float(_shares(draft_V, 1.0).max())
     expected = (int(draft_V.argmax()), int(share * NUM_DEGREES))
-    assert DrawnTokens().draw(draft_V.repeat(2, 1), sequences, 0) == [expected] * 2
+    found = DrawnTokens().draw(draft_V.repeat(2, 1), sequences, 0)
+    assert [one and (one.token, one.kind) for one in found] == [expected] * 2
     sure_V = torch.full((_VOCAB,), -1e4).index_fill(0, torch.tensor([7]), 0.0)
-    assert DrawnTokens().draw(sure_V[None], sequences[:1], 0) == [(7, NUM_DEGREES - 1)]
-    drawn = DrawnTokens().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
-    assert drawn == [(7, 2 * NUM_DEGREES - 1)], "those that are drawn are another kind"
+    (one,) = DrawnTokens().draw(sure_V[None].clone(), sequences[:1], 0)
+    assert one and (one.token, one.kind) == (7, NUM_DEGREES - 1)
+    (one,) = DrawnTokens().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
+    assert one and (one.token, one.kind) == (7, 2 * NUM_DEGREES - 1), "those that are drawn are another kind"
+
+
+@pytest.mark.parametrize("ids_V", [None, torch.arange(_VOCAB) * 3])
+def test_of_who_draws_nothing_the_second_token_may_come_instead(ids_V: Tensor | None) -> None:
+    """Also where others draw."""
+    _, draft_V = _logits()
+    best, second = draft_V.topk(2).indices.tolist()
+    ids = list(range(_VOCAB)) if ids_V is None else ids_V.tolist()
+    kind = int(_shares(draft_V, 1.0)[second] * NUM_DEGREES)
+    for sequences in (_sequences(0.0)[:2], [*_sequences(0.0)[:2], _sequences(1.0)[0]]):
+        found = DrawnTokens().draw(draft_V.repeat(len(sequences), 1), sequences, 1, ids_V=ids_V)
+        for one in found[:2]:
+            assert one and one.token == ids[best] and one.second == (ids[second], kind)
+        deeper = DrawnTokens().draw(draft_V.repeat(len(sequences), 1), sequences, 2, ids_V=ids_V)
+        assert all(one and one.second is None for one in deeper)
+
+
+def test_instead_of_the_likeliest_the_one_that_was_drawn_may_come() -> None:
+    _, draft_V = _logits()
+    best = int(draft_V.argmax())
+    sequences, drawn = _sequences(1.0)[:200], DrawnTokens()
+    for _ in range(3):  # the likeliest is right each time
+        drawn.draw(draft_V.repeat(200, 1), sequences, 0)
+        for sequence in sequences:
+            sequence.tokens.append(best)
+    found = drawn.draw(draft_V.repeat(200, 1), sequences, 0)
+    by_number = DrawnTokens(learns=False).draw(draft_V.repeat(200, 1), sequences, 0)
+    for one, other in zip(found, by_number, strict=True):
+        assert one and other and one.second and other.second
+        assert one.token == best != one.second[0] and other.token != other.second[0]
+        assert other.token in (best, one.second[0])
+    assert len({one.second[0] for one in found if one and one.second}) > 3
 
 
 def test_where_there_are_no_logits_there_is_no_token() -> None:

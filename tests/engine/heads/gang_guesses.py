@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.model.draft_heads import HeadsKind
+from cluster.model.draft_heads import HeadsKind, HeadsPlace
 from cluster.words.request import Sampling
 from cluster.worker.gang_runner import GangRunner
 from engine.batch.batch import Batch
@@ -62,7 +62,12 @@ class _Recorded:
 
 def _gang(place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path) -> GangRunner:
     config = EngineConfig(
-        model_dir=directory, dtype="float32", block_size=8, num_blocks=512, max_running=24, heads=kind, heads_dir=heads
+        model_dir=directory,
+        dtype="float32",
+        block_size=8,
+        num_blocks=512,
+        max_running=24,
+        heads=HeadsPlace(kind, heads),
     )
     runner = ModelRunner(config, join(place, prefix, rank, size))
     sender: Any = FakeSender()

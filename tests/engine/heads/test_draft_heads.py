@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from cluster.model.draft_heads import HeadsPlace
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling
 from engine.batch.batch import Batch
@@ -27,7 +29,7 @@ from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.proposer import Proposal
 from engine.speculation.speculation import Speculation
-from tests.engine.asked import Asked, answers
+from tests.engine.asked import Asked, Branching, answers, num_in_branches
 from tests.engine.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.heads.head_files import Choice, eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.heads.mtp_files import write_mtp
@@ -62,7 +64,7 @@ def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: 
         model_dir, model = tiny_model("llama")
         reference = {"medusa": _medusa, "eagle": _eagle, "eagle1": _eagle1}[kind](model, directory)
     method = "eagle" if kind == "eagle1" else kind
-    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=method, heads_dir=directory)
+    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=HeadsPlace(method, directory))
     return Case(runner, reference, every=3 if kind in ("eagle1", "mtp") else 1)
 
 
@@ -108,6 +110,23 @@ class Checked:
 
     def finished(self, sequence: Sequence) -> None:
         pass
+
+
+class BranchChecked(Checked):
+    """Checks what heads say in one step of three, after one in which nothing is drafted and one with what goes wrong
+    for a branch to be right: so entries wait when a block is copied."""
+
+    num_looks = 0
+
+    def __init__(self, case: Case, tree: Branching) -> None:
+        super().__init__(case)
+        self._tree = tree
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        self.num_looks += 1
+        if self.num_looks % 3 == 0:
+            super().propose(sequences, max_tokens)
+        return self._tree.propose(sequences, max_tokens if self.num_looks % 3 != 1 else 0)
 
 
 class SeldomChecked(Checked):
@@ -165,6 +184,22 @@ def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     assert checked.num_checked > 100 and not checked.num_empty
 
 
+@pytest.mark.parametrize(
+    ("case", "num_blocks"),
+    [("medusa", 512), ("eagle", 512), ("eagle", 40), ("eagle1", 40), ("mtp", 40)],
+    indirect=["case"],
+)
+def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked: list[Asked], num_blocks: int) -> None:
+    """What heads know of a position lies where its keys do, whichever block that is now."""
+    expected = answers(case.runner, asked)
+    checked = BranchChecked(case, Branching(expected, asked, every=3))
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    room = replace(_SMALL, max_batch_tokens=96, max_running=64)
+    found = answers(case.runner, asked, room, num_blocks, speculation=speculation)
+    assert found.ids == expected.ids
+    assert num_in_branches(speculation) > 20 and checked.num_checked > 15 and not checked.num_empty
+
+
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
 def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
     case: Case, asked: list[Asked], num_blocks: int
@@ -189,7 +224,7 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
     but for rounding."""
     directory = tmp_path if kind == "mtp" else tiny_model("llama")[0]
     _WRITERS[kind](tmp_path)
-    heads = {"heads": "eagle" if kind == "eagle1" else kind, "heads_dir": tmp_path, "num_blocks": 12}
+    heads = {"heads": HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path), "num_blocks": 12}
     compiled, exact = make_runner(directory, dtype="bfloat16", **heads), make_runner(directory, **heads)
     tokens = prompts(30)[0]
     for start, end in ((0, 13), (13, 29), (29, 30)):
@@ -271,7 +306,7 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     model_dir = tmp_path if kind == "mtp" else tiny_model("llama")[0]
     with pytest.raises(SpecError) as refused:
-        make_runner(model_dir, heads="eagle" if kind == "eagle1" else kind, heads_dir=tmp_path)
+        make_runner(model_dir, heads=HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path))
     assert complaint in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -292,7 +327,7 @@ def test_what_heads_need_not_have_must_fit_where_they_have_it(
     whole = {"lm_head.weight": torch.zeros(VOCAB_SIZE, 48), "d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64)}
     save_file(tensors | whole | {name: tensor}, tmp_path / "model.safetensors")
     with pytest.raises(SpecError, match=f"wrong shape: {name}"):
-        make_runner(tiny_model("llama")[0], heads="eagle", heads_dir=tmp_path)
+        make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
 
 
 @pytest.mark.parametrize(("has_biases", "has_copies"), [(False, True), (True, False)])
@@ -301,7 +336,7 @@ def test_eagle_1_with_biases_or_without_and_with_copies_of_what_is_the_models(
 ) -> None:
     directory, model = tiny_model("llama")
     tensors = write_eagle1(tmp_path, has_biases=has_biases, has_copies=has_copies)
-    runner = make_runner(directory, heads="eagle", heads_dir=tmp_path)
+    runner = make_runner(directory, heads=HeadsPlace("eagle", tmp_path))
     tokens = prompts(12)[0]
     assert _guessed(runner, tokens) == eagle1_reference(model, tensors, tokens, _NUM_TOKENS)
 
@@ -324,7 +359,7 @@ def test_both_names_of_medusa_heads_are_read(
 ) -> None:
     directory, model = tiny_model("llama")
     tensors = write_medusa(tmp_path, is_old=is_old, num_residuals=1)
-    runner = make_runner(directory, heads="medusa", heads_dir=tmp_path)
+    runner = make_runner(directory, heads=HeadsPlace("medusa", tmp_path))
     tokens = prompts(12)[0]
     assert _guessed(runner, tokens) == medusa_reference(model, tensors, tokens)
 
@@ -357,7 +392,7 @@ def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: Mak
     write_medusa(tmp_path / "medusa")
     plain = EngineConfig(model_dir=directory, dtype="float32").layout()
     one, two, medusa = (
-        EngineConfig(model_dir=directory, dtype="float32", heads=kind, heads_dir=tmp_path / name).layout()
+        EngineConfig(model_dir=directory, dtype="float32", heads=HeadsPlace(kind, tmp_path / name)).layout()
         for kind, name in (("eagle", "one"), ("eagle", "two"), ("medusa", "medusa"))
     )
     assert len({plain.fingerprint, one.fingerprint, two.fingerprint}) == 3

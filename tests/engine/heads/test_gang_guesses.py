@@ -12,23 +12,29 @@ from cluster.model.draft_heads import HeadsKind
 from tests.engine.gang import StartGang
 from tests.engine.heads import gang_guesses
 from tests.engine.heads.head_files import write_eagle, write_medusa
+from tests.engine.heads.mtp_files import write_mtp
 from tests.engine.tiny_models import MakeModel
 
 _WITHIN_S = 60.0
 
 
-@pytest.fixture(params=["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
+@pytest.fixture(params=["eagle", "mtp", pytest.param("medusa", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> HeadsKind:
     kind: HeadsKind = request.param
-    (write_medusa if kind == "medusa" else write_eagle)(tmp_path)
+    {"medusa": write_medusa, "eagle": write_eagle, "mtp": write_mtp}[kind](tmp_path)
     return kind
+
+
+@pytest.fixture
+def directory(kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path) -> Path:
+    """Of the model."""
+    return tmp_path if kind == "mtp" else tiny_model("llama")[0]
 
 
 @pytest.mark.slow  # in short: tests/e2e/test_heads.py
 def test_guesses_and_answers_do_not_depend_on_the_number_of_ranks(
-    kind: HeadsKind, tiny_model: MakeModel, start_gang: StartGang, tmp_path: Path
+    kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    directory, _ = tiny_model("llama")
     (alone,) = start_gang(1, gang_guesses.guessed, directory, kind, tmp_path)
     ids, guesses = alone.result(_WITHIN_S)
     leader, other = start_gang(2, gang_guesses.guessed, directory, kind, tmp_path)
@@ -38,9 +44,8 @@ def test_guesses_and_answers_do_not_depend_on_the_number_of_ranks(
 
 
 def test_every_rank_knows_of_what_has_come(
-    kind: HeadsKind, tiny_model: MakeModel, start_gang: StartGang, tmp_path: Path
+    kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    directory, _ = tiny_model("llama")
     (alone,) = start_gang(1, gang_guesses.guessed_after_an_arrival, directory, kind, tmp_path)
     expected = alone.result(_WITHIN_S)
     leader, _ = start_gang(2, gang_guesses.guessed_after_an_arrival, directory, kind, tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from cluster.model.draft_heads import HeadsPlace
 from cluster.words.errors import SpecError
 from tests.engine.heads.mtp_files import write_mtp
 from tests.engine.tiny_models import MakeModel, MakeRunner
@@ -24,5 +25,5 @@ def test_a_model_without_a_layer_of_its_own_is_refused_in_one_line(
         (tmp_path, "missing: model.layers.3.enorm.weight"),
     ):
         with pytest.raises(SpecError) as refused:
-            make_runner(directory, heads="mtp")
+            make_runner(directory, heads=HeadsPlace("mtp", directory))
         assert complaint in str(refused.value) and "\n" not in str(refused.value)

@@ -2,7 +2,8 @@
 
 To be imported before anything else of the engine, in a process of its own: Triton decides at import whether a kernel is
 interpreted. On such a device an operation raises where tensors of the host come among those of the device, where the
-host would wait for a number, and where a shape would depend on one.
+host would wait for a number, where a shape would depend on one, and where numbers that the host has made are uploaded
+in a way that it would wait for.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ _SHARED_KIB = {(10, 0): 228, (9, 0): 228, (8, 0): 164}
 # Instructions of a loop that cost a multiple of what they do: conversions of one number at a time on a slow unit, loads
 # of single bytes out of shared memory, registers that were put away; and matrix products, by which a loop is known.
 _COUNTED = {
+    "instructions": r"(?!NOP)",
     "conversions": r"(F2F|I2F|F2I)\.",
     "byte_loads": r"(LDS|LDG\.E)\.[US]8",
     "spills": r"(LDL|STL)",
-    "products": r"(HMMA|HGMMA|\w*UTC\w*MMA)",
+    "products": r"([HIQ]G?MMA|\w*UTC\w*MMA)",
     "serialized": r"WARPGROUP\.ARRIVE",  # more than one for a product: ptxas lets none run beside anything
 }
 _ADDRESS = 1 << 32  # of every allocation: aligned

@@ -110,8 +110,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 class FakeCheckpoint:
     """Implements Checkpoint: of tensors without numbers."""
 
-    def __init__(self, model_dir: Path) -> None:
-        self.shapes: Mapping[str, tuple[int, ...]] = expected_tensors(model_config.load(model_dir))
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+    @classmethod
+    def of(cls, model_dir: Path) -> FakeCheckpoint:
+        return cls(expected_tensors(model_config.load(model_dir)))
 
     def read(self, name: str, *, rows: Any = None, columns: Any = None) -> Tensor:
         cuts = (rows, columns, *[None] * len(self.shapes[name]))
@@ -151,13 +155,8 @@ class AbsentGauge:
 
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
-    # What goes to the device in one copy has its shape, and begins where an allocation does.
-    for module in (device_batch, decode_graphs, gathered, likeliest, sampler):
-        module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
-    streams.streams_of = lambda device: AbsentStreams()
-    sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)
-    sampler.download = lambda tensors: lambda: [np.zeros(tensor.shape, dtype=int) for tensor in tensors]
-    runner.open_checkpoint = FakeCheckpoint
+    without_numbers()
+    runner.open_checkpoint = FakeCheckpoint.of
     model_config.fingerprint = lambda model_dir: "without numbers"
     for case in sys.argv[2:]:
         family, pool_dtype = case.split("/")
@@ -166,6 +165,15 @@ def main() -> None:
             with absent_gpu(capability) as launches:
                 take_steps(Path(directory), pool_dtype, launches)
         print(json.dumps({"case": case, "launches": [asdict(launch) for launch in launches]}), flush=True)
+
+
+def without_numbers() -> None:
+    """What goes to the device in one copy has its shape, and begins where an allocation does."""
+    for module in (device_batch, decode_graphs, gathered, likeliest, sampler):
+        module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
+    streams.streams_of = lambda device: AbsentStreams()
+    sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)
+    sampler.download = lambda tensors: lambda: [np.zeros(tensor.shape, dtype=int) for tensor in tensors]
 
 
 def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None:
@@ -183,7 +191,7 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
     replaying = ModelRunner(replace(config, kv_memory_gib=kv_gib), capture=call_again, gauge=AbsentGauge())
     layout = replaying.layout
     assert replaying.pool.num_blocks == NUM_BLOCKS
-    assert replaying._graphs is not None, replaying._model.hindrance
+    assert replaying._recorded is not None, replaying._model.hindrance
     replaying.warm_up(2048)
     warm, told = len(launches), list[int]()
     for spans, options in (

@@ -69,7 +69,7 @@ def layers(model_dir: Path) -> list[list[str]]:
     with absent_gpu((9, 0)), torch.inference_mode():
         JITFunction.run = lambda self, *arguments, **options: launched.append(self.__name__)
         config = EngineConfig(model_dir=model_dir, num_blocks=NUM_BLOCKS, device=str(DEVICE))
-        runner = ModelRunner(config, checkpoint=FakeCheckpoint(model_dir))
+        runner = ModelRunner(config, checkpoint=FakeCheckpoint.of(model_dir))
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=DEVICE)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
 from itertools import product
 
 import pytest
 
 from engine.speculation.acceptance import Acceptance, RowAcceptance
-from engine.speculation.draft_plan import FREE, StepPrice, plan_drafts
+from engine.speculation.draft_plan import FREE, BranchOffer, StepPrice, plan_drafts, plan_tree
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -35,6 +36,73 @@ def test_no_other_lengths_give_tokens_sooner(seed: int) -> None:
     found = plan_drafts(chances, num_rows, price, most)
     assert sum(found) <= most
     assert rate(tuple(found)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_other_branches_give_tokens_sooner(seed: int) -> None:
+    """Where a step has room for all of them."""
+    generator = random.Random(seed)
+
+    def falling(chance: float, length: int) -> list[float]:
+        found = []
+        for _ in range(length):
+            chance *= generator.random()
+            found.append(chance)
+        return found
+
+    chances = [falling(1.0, generator.randrange(1, 4)) for _ in range(2)]
+    price = StepPrice(plain=1.0, token=generator.random() / 8, context=generator.random() / 500)
+    offers = []
+    for _ in range(2):
+        row = generator.randrange(2)
+        place = generator.randrange(len(chances[row]))
+        before = [1.0, *chances[row]]
+        first = falling(before[place] - chances[row][place], generator.randrange(1, 4))
+        offers.append(BranchOffer(row, place, first, 1 + place, price.fork(generator.randrange(40))))
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        drafts, branches = lengths[:2], lengths[2:]
+        expected = sum(sum(row[:length]) for row, length in zip(chances, drafts, strict=True))
+        cost = float(sum(drafts))
+        for offer, length in zip(offers, branches, strict=True):
+            expected += sum(offer.chances[:length])
+            cost += (offer.num_again + offer.fork + length) * (length > 0)
+        return (2 + expected) / price.step(cost)
+
+    every = product(*(range(len(row) + 1) for row in (*chances, *(offer.chances for offer in offers))))
+    best = max(rate(lengths) for lengths in every if _hangs_together(offers, lengths[:2], lengths[2:]))
+    best = best if best > 1.01 * 2 else 2.0
+    plan = plan_tree(chances, offers, 2, price, 100)
+    assert _hangs_together(offers, plan.lengths, plan.branches)
+    assert rate((*plan.lengths, *plan.branches)) == pytest.approx(best)
+
+
+def _hangs_together(offers: Seq[BranchOffer], lengths: Seq[int], branches: Seq[int]) -> bool:
+    """What a branch hangs on is drafted."""
+    pairs = zip(offers, branches, strict=True)
+    return all(not length or offer.place <= lengths[offer.row] for offer, length in pairs)
+
+
+def test_a_branch_must_pay_for_what_is_computed_again_and_read_again() -> None:
+    """Beside one row of a small model; not where its context is long, and not beside many rows."""
+    price = StepPrice(plain=12.0, token=0.9, context=0.001)
+
+    def taken(num_rows: int, num_context: int, place: int = 0) -> int:
+        one = BranchOffer(0, place, [0.3, 0.3, 0.3], 1 + place, price.fork(num_context))
+        return plan_tree([[0.6] * 3] * num_rows, [one], num_rows, price, 64).branches[0]
+
+    assert taken(1, 100) == 3 and taken(1, 20_000) == 0 and taken(8, 100) == 0
+    assert taken(1, 100, place=12) == 0
+
+
+@pytest.mark.parametrize("room", range(9))
+def test_branches_are_within_the_room_of_a_step(room: int) -> None:
+    offers = [BranchOffer(0, 0, [0.3, 0.2], 2, 0.0), BranchOffer(0, 1, [0.3], 3, 0.0)]
+    plan = plan_tree([[0.5, 0.4]], offers, 1, FREE, room)
+    again = sum(offer.num_again for offer, length in zip(offers, plan.branches, strict=True) if length)
+    assert again + sum(plan.lengths) + sum(plan.branches) <= room
+    if room >= 6:
+        assert plan.lengths == [2] and plan.branches[0] == 2
 
 
 def test_what_fills_a_step_is_not_drafted() -> None:

@@ -64,6 +64,60 @@ def test_it_measures_every_method_beside_none(
         assert row["beside_off"] == 1.0 or row["method"] != "off"
 
 
+@pytest.mark.parametrize("given", ["file", "run"])
+def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_out(
+    given: str, tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model("llama")[0], directory)
+    save_tokenizer(directory)
+    source = tmp_path / "asked"
+    if given == "file":
+        source.write_text("".join(json.dumps({"prompt": "".join(CHARACTERS[i : i + 6]) * 2}) + "\n" for i in range(3)))
+    else:
+        (source / "training").mkdir(parents=True)
+        lines = [{"number": i, "num_prompt": 5, "tokens": [20 + i, 5, 6, 5, 6, 99]} for i in range(33)]  # 0, 16 and 32
+        (source / "training" / "answers-00000.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ["--model", str(directory), "--prompts", str(source), "--batch", "2", "--max-tokens", "20"]
+    options += ["--tries", "1", "--threads", "1", "--method", "draft", "--every-step", "--draft-tokens", "3"]
+    options += ["--draft-model", str(first_layers(directory, 2))]
+    threads = torch.get_num_threads()
+    try:
+        assert run(["bench", "speculation", *options, "--linear", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert run(["bench", "speculation", *options, "--most-prompts", "1"]) == 0
+        said = capsys.readouterr().out
+    finally:
+        torch.set_num_threads(threads)
+    off, drafting, linear = result["rows"]
+    assert off["tokens"] == 60 and all(row["is_same"] for row in result["rows"]), "three, two at a time"
+    assert len(linear["by_place"]) <= 3 and linear["by_place"][0][0] > 10 and not linear["branches_by_place"]
+    assert all(right <= drafted for drafted, right in drafting["by_place"])
+    assert drafting["drafted"] == sum(n for n, _ in (*drafting["by_place"], *drafting["branches_by_place"]))
+    assert "prompts" in said and "    20 tokens" in said and "; by place " in said
+
+
+def test_what_was_answered_before_is_known(
+    tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model("llama")[0], directory)
+    save_tokenizer(directory)
+    options = ["--model", str(directory), "--kind", "open_chat", "--batch", "1", "--max-tokens", "24", "--tries", "1"]
+    options += ["--threads", "1", "--method", "suffix", "--every-step", "--json"]  # greedy: whatever the seed, the same
+    threads = torch.get_num_threads()
+    steps = []
+    try:
+        for more in ([], ["--answered", "2"]):
+            assert run(["bench", "speculation", *options, *more]) == 0
+            off, drafting = json.loads(capsys.readouterr().out)["rows"]
+            assert off["steps"] == 23 and drafting["is_same"]
+            steps.append(drafting["steps"])
+    finally:
+        torch.set_num_threads(threads)
+    assert steps[1] < steps[0] / 2
+
+
 def test_its_prompts_are_there() -> None:
     texts = bench_speculation.prompt_texts()
     assert list(texts) == ["code_change", "copy_edit", "json_rewrite", "open_chat"] and all(texts.values())
@@ -72,6 +126,9 @@ def test_its_prompts_are_there() -> None:
 def test_it_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     for options, said in (
         (["--kind", "poem"], "copy_edit"),
+        (["--kind", "copy_edit", "--prompts", "x"], "--prompts and --kind"),
+        (["--prompts", "/nowhere"], "--prompts /nowhere: cannot be read"),
+        (["--prompts", "/tmp"], "--prompts /tmp: no run of train-draft"),
         (["--method", "luck"], "--method takes some of ngram"),
         (["--method", "draft"], "draft needs a smaller model of the same tokenizer"),
         (["--method", "auto", "--draft-model", "/nowhere"], "speculation.model: /nowhere: no such"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cluster.model.draft_heads import HeadsPlace
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling
 from engine.draft_models.head_proposer import HeadProposer
@@ -265,7 +266,7 @@ def test_heads_draft_in_an_engine_as_they_were_measured(
     """Loaded from what was published, asked in every step of the answers held out. bfloat16 in training, float32 here,
     and other steps: about as often, then."""
     directory, report = whole[kind]
-    runner = make_runner(model_dir, heads=heads, heads_dir=directory, num_blocks=512)
+    runner = make_runner(model_dir, heads=HeadsPlace(heads, directory), num_blocks=512)
     noted = _Noted(runner)
     held_out = [one for number, one in enumerate(_conversations()) if number % 16 == 0]
     asked = [Asked(list(one.tokens), Sampling(temperature=0.0, max_tokens=24)) for one in held_out]

@@ -15,6 +15,7 @@ from cluster.words.errors import LinkClosed
 from kvtransfer.links import nccl as nccl_module
 from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.links.nccl import NcclLink
+from kvtransfer.links.nccl_library import NcclError
 from tests.kvtransfer.links.fake_nccl import FakeNccl
 from tests.waiting import until
 
@@ -76,6 +77,18 @@ def _payload(num_bytes: int = 1000) -> torch.Tensor:
 def _say_ready(store: Path) -> None:
     """As a receiving end does that dies right then."""
     PrefixStore("link/1", FileStore(str(store))).set("ready", "")
+
+
+class FakeMark:
+    """Of a device that does nothing until it is told to."""
+
+    is_over = False
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def hold_up(self) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 @pytest.mark.parametrize("hanging", ["new_id", "begin"])
@@ -172,25 +185,110 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(
     """An operation that was aborted may go on for a moment, and would write into memory that somebody else has."""
     let_go, waited = threading.Event(), threading.Event()
 
-    class FakeMark:
-        is_over = False
-
-        def __init__(self, device: torch.device) -> None: ...
-
-        def hold_up(self) -> None: ...
-
+    class WaitedFor(FakeMark):
         def wait(self) -> None:
             waited.set()
             let_go.wait()
 
     sender, receiver = _pair(tmp_path / "store", fakes(), fakes())
-    monkeypatch.setattr(nccl_module, "Mark", FakeMark)
+    monkeypatch.setattr(nccl_module, "Mark", WaitedFor)
     with pytest.raises(LinkClosed):
         sender.send(_payload()).wait(timeout_s=_SHORT_S)
     assert waited.wait(5) and _nccl_threads()
     let_go.set()
     for link in (sender, receiver):
         link.close()
+
+
+def test_an_operation_is_over_when_the_device_has_done_it(
+    fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when it was given to it: until then its payload is read, or written."""
+
+    class DoneWhenSaid(FakeMark):
+        is_done = threading.Event()
+        was_asked = threading.Event()
+
+        @property
+        def is_over(self) -> bool:  # type: ignore[override]
+            self.was_asked.set()
+            return self.is_done.is_set()
+
+    sender, receiver = _pair(tmp_path / "store", fakes(), fakes())
+    monkeypatch.setattr(nccl_module, "Mark", DoneWhenSaid)
+    with ThreadPoolExecutor(1) as pool:
+        operations = receiver.recv(_payload()), sender.send(_payload())
+        waits = pool.submit(operations[1].wait, timeout_s=_LONG_S)
+        assert DoneWhenSaid.was_asked.wait(5)
+        assert not waits.done()
+        DoneWhenSaid.is_done.set()
+        waits.result(5)
+        operations[0].wait(timeout_s=5)
+    for link in (sender, receiver):
+        link.close()
+
+
+def test_an_operation_comes_behind_what_its_payload_was_used_for(
+    fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mark is made where it is asked for, and holds up the link's own stream before NCCL is called."""
+    sending = fakes()
+
+    class Noted(FakeMark):
+        is_over = True
+
+        def __init__(self, device: torch.device) -> None:
+            self._made_on = threading.current_thread().name
+
+        def hold_up(self) -> None:
+            sending.called.append((f"behind {self._made_on}", threading.current_thread().name))
+
+    sender, receiver = _pair(tmp_path / "store", sending, fakes())
+    monkeypatch.setattr(nccl_module, "Mark", Noted)
+    incoming, outgoing = receiver.recv(_payload()), sender.send(_payload())
+    for operation in (incoming, outgoing):
+        operation.wait(timeout_s=5)
+    last_send = len(sending.called) - 1 - sending.called[::-1].index(("send", "kv-nccl"))
+    assert (f"behind {threading.current_thread().name}", "kv-nccl") in sending.called[:last_send]
+    for link in (sender, receiver):
+        link.close()
+
+
+def test_a_peer_that_goes_is_noticed_while_the_device_waits_for_it(
+    fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = set[int]()
+
+    class UnderWay(FakeMark):
+        @property
+        def is_over(self) -> bool:  # type: ignore[override]
+            asking.add(threading.get_ident())
+            return False
+
+    sender, receiver = _pair(tmp_path / "store", fakes(), receiving := fakes())
+    monkeypatch.setattr(nccl_module, "Mark", UnderWay)
+    incoming = receiver.recv(_payload())
+    sender.send(_payload())
+    _until(lambda: len(asking) == 2)  # both have been given to the device
+
+    def gone(communicator: int) -> bool:
+        raise NcclError("remote process exited")
+
+    monkeypatch.setattr(receiving, "is_ready", gone)
+    with pytest.raises(LinkClosed, match="remote process exited"):
+        incoming.wait(timeout_s=10)
+    for link in (sender, receiver):
+        link.close()
+
+
+def test_why_a_link_failed_is_said_for_good(fakes: FakeNccls, tmp_path: Path) -> None:
+    sender, receiver = _pair(tmp_path / "store", fakes(), fakes())
+    with pytest.raises(LinkClosed, match="an operation took longer"):
+        receiver.recv(_payload()).wait(timeout_s=_SHORT_S)
+    receiver.close()
+    with pytest.raises(LinkClosed, match="an operation took longer"):
+        receiver.recv(_payload())
+    sender.close()
 
 
 def test_links_that_hang_are_bounded(fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from cluster.rpc.inference_pb2_grpc import InferenceStub
 from cluster.words.errors import CapacityError, DeployError, LayoutMismatch, ReplicaLost
 from cluster.words.token_rules import TokenRules
 from router.access.access import Access
+from router.doors import polled_server
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.text.completion import Completions
 from router.text.tokenizer import Tokenizer
@@ -61,10 +62,13 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
     return details
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(completions: MakeCompletions) -> AsyncIterator[Door]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["polled", "aio"])
+async def server(completions: MakeCompletions, request: pytest.FixtureRequest) -> AsyncIterator[Door]:
     service = completions(FakeTokenService())
-    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "aio":  # as with a version of grpc that is not known
+            patch.setattr(polled_server, "KNOWN_VERSIONS", ())
+        door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         yield Door(service, door, channel, InferenceStub(channel))
     await door.close(grace_s=0)

@@ -56,6 +56,40 @@ async def within(seconds: float, event: asyncio.Event) -> None:
 # ---- what is written
 
 
+@pytest.mark.parametrize("body", BODIES, ids=IDS)
+async def test_http_1_0_gets_the_same_answer_without_chunks(address: tuple[str, int], body: dict[str, Any]) -> None:
+    answers = []
+    for version in (b"1.0", b"1.1"):
+        asked = http_post(body).replace(b"HTTP/1.1\r\n", b"HTTP/%b\r\nconnection: close\r\n" % version)
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(asked)
+        header, _, content = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+        writer.close()
+        is_chunked = b"transfer-encoding: chunked" in header
+        assert is_chunked == (version == b"1.1" and bool(body.get("stream")))
+        assert b"connection: close" in header
+        answers.append(_unchunked(content) if is_chunked else content)
+    plain, usual = ([line.split(b'"choices"')[-1] for line in answer.splitlines()] for answer in answers)
+    assert plain == usual  # but for ids and times
+
+
+async def test_the_head_of_a_page_has_no_body_in_http_1_0_either(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"HEAD /health HTTP/1.0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answer.endswith(b"\r\n\r\n")  # and the connection ended behind it
+
+
+def _unchunked(content: bytes) -> bytes:
+    pieces = []
+    while content:
+        size, _, content = content.partition(b"\r\n")
+        pieces.append(content[: int(size, 16)])
+        content = content[int(size, 16) + 2 :]
+    return b"".join(pieces)
+
+
 @on_both_loops
 async def test_it_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The header of an answer, and what follows it: whichever comes second must not wait until the first is

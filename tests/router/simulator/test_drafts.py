@@ -13,7 +13,7 @@ import pytest
 from cluster.bench.learnt import parse_learnt
 from cluster.bench.trace import TraceRequest, poisson
 from cluster.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
-from cluster.words.request import Role
+from cluster.words.request import BRANCHES, Role
 from router.metrics import Metrics
 from router.simulator.draft_table import best_of, draft_table
 from router.simulator.drafts import DraftRates
@@ -81,12 +81,13 @@ def test_a_run_repeats_itself() -> None:
 def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:
     metrics = Metrics()
     told = Drafted(method="suffix", tokens=[100, 80, 40, 3], accepted=[80, 40, 10, 3])
+    beside = Drafted(method=BRANCHES, tokens=[50, 10], accepted=[5, 1])
     decode = Status(
         replica="decode-0",
         tokens_per_row=1.5,
         link_bytes_per_s=1e9,
         timing=StepTiming(base_s=0.01),
-        totals=Totals(generated_tokens=300, drafted=[told]),
+        totals=Totals(generated_tokens=300, drafted=[told, beside]),
     )
     prefill = Status(replica="prefill-0", timing=StepTiming(base_s=0.01))
     metrics.watch(lambda: [(Role.PREFILL, prefill), (Role.DECODE, decode)])

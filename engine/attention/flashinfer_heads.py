@@ -1,0 +1,177 @@
+"""Heads of steps with prompts by FlashInfer (`pip install flashinfer-python`), where that is there, and quicker.
+Ye et al. 2025, arXiv:2501.01005.
+
+Its pools lie as ours do: (blocks, 2, heads, block size, head_dim) is its layout HND. It is asked about steps that have
+a prompt, with all of their rows; about pools in the dtype of the queries, whole contexts, and heads that it has kernels
+for. What is stored, our kernels store. It has not run on a GPU here yet: tests have a stand-in with its signatures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine import streams
+from engine.attention.heads import Heads
+from engine.attention.triton_heads import KernelHeads
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch, upload
+from engine.batch.rows import Row
+from engine.kv.pool import KVPool
+from engine.layers.layers import RMSNorm
+
+logger = logging.getLogger(__name__)
+
+# T tokens, R rows, H query heads of this rank, D head_dim
+
+_HEAD_DIMS = (64, 128, 256)
+_DTYPES = (torch.bfloat16, torch.float16)
+_WORKSPACE_BYTES = 128 << 20  # as its documentation recommends
+_NUM_PLANS = 2  # steps whose plans are kept: each is copied to the device when that comes to it
+_GAIN = 1.1  # for which it is worth having numbers of somebody else's
+_TRIED_TOKENS, _NUM_TRIES = 2048, 5
+
+Seconds = Callable[[Callable[[], object]], float]  # of one run, on the device
+
+
+class Wrapper(Protocol):
+    """FlashInfer's BatchPrefillWithPagedKVCacheWrapper, as far as we use it (0.7.2)."""
+
+    def plan(self, *rows: Tensor | int, causal: bool, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
+        """rows: where queries and pages of each begin, (R + 1,) on the host; pages, on the device; how much of the last
+        page of each is there, (R,) on the host; then counts of query heads and kv heads, head_dim, page size."""
+        ...
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor) -> Tensor: ...
+
+
+class FlashInfer:
+    """What is kept of it from step to step. Owned by the step thread."""
+
+    def __init__(self, library: Any, pool: KVPool, *, num_q_heads: int, dtype: torch.dtype) -> None:
+        """library: the module."""
+        self._pool = pool
+        self._num_q_heads = num_q_heads
+        self._dtype = dtype
+        self._streams = streams.streams_of(pool.device)
+        self._wrappers: deque[tuple[Wrapper, streams.Event]] = deque()  # and what they were planned for last
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)  # of one step at a time
+        for _ in range(_NUM_PLANS):
+            self._wrappers.append((library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND"), self._streams.mark()))
+
+    def heads(self, batch: Batch, kernels: Heads) -> Heads:
+        """Of one step. kernels: ours, which store."""
+        layout = self._pool.layout
+        wrapper, planned = self._wrappers.popleft()
+        planned.wait()  # it writes to the memory of the host from which its last plan is copied
+        counts_R = -(-batch.context_lens // layout.block_size)
+        held_RB = np.arange(batch.block_tables.shape[1]) < counts_R[:, None]
+        (pages,) = upload([batch.block_tables[held_RB]], self._pool.device)
+        wrapper.plan(
+            _begins(batch.query_lens),
+            _begins(counts_R),
+            pages,
+            torch.from_numpy(((batch.context_lens - 1) % layout.block_size + 1).astype(np.int32)),
+            *(self._num_q_heads, layout.heads_per_rank, layout.head_dim, layout.block_size),
+            causal=True,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        self._wrappers.append((wrapper, self._streams.mark()))
+        return FlashInferHeads(wrapper, self._pool, kernels)
+
+
+class FlashInferHeads:
+    """Implements engine.attention.heads.Heads, for whole contexts."""
+
+    def __init__(self, wrapper: Wrapper, pool: KVPool, kernels: Heads) -> None:
+        self._wrapper = wrapper
+        self._pool = pool
+        self._kernels = kernels
+
+    def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
+        return self._kernels.store(layer, heads_TND, q_norm=q_norm, k_norm=k_norm)
+
+    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
+        assert window is None
+        q_THD = q_THD.contiguous()
+        return self._wrapper.run(q_THD, self._pool.codes[layer], out=torch.empty_like(q_THD))
+
+
+def find_flashinfer(
+    pool: KVPool,
+    *,
+    num_q_heads: int,
+    dtype: torch.dtype,
+    load: Callable[[str], Any] = import_module,
+    seconds: Seconds | None = None,
+) -> FlashInfer | None:
+    """None where it is not installed, has no kernels for these heads, fails, or is no quicker than ours. The first time
+    it compiles its kernels, for a minute or more. Leaves the pool as it is."""
+    try:
+        library = load("flashinfer")
+    except ImportError:
+        return None
+    try:
+        found = FlashInfer(library, pool, num_q_heads=num_q_heads, dtype=dtype)
+        ours_s, theirs_s = prompt_seconds(
+            found, pool, num_q_heads=num_q_heads, dtype=dtype, seconds=seconds or _device_seconds
+        )
+    except Exception as error:  # somebody else's compiler, libraries and devices; ours are there
+        logger.warning("FlashInfer is installed and does not work here: %s", error)
+        return None
+    is_quicker = theirs_s * _GAIN <= ours_s
+    logger.info(
+        "a prompt of %d tokens: our kernels take %.0f us a layer, FlashInfer %.0f us; prompts are attended to by %s",
+        *(_TRIED_TOKENS, ours_s * 1e6, theirs_s * 1e6, "FlashInfer" if is_quicker else "ours"),
+    )
+    return found if is_quicker else None
+
+
+def is_possible(pool: KVPool, *, dtype: torch.dtype) -> bool:
+    """Whether it could be asked."""
+    layout = pool.layout
+    return layout.torch_dtype == dtype and dtype in _DTYPES and layout.head_dim in _HEAD_DIMS and layout.num_sides == 2
+
+
+def prompt_seconds(
+    flashinfer: FlashInfer, pool: KVPool, *, num_q_heads: int, dtype: torch.dtype, seconds: Seconds
+) -> tuple[float, float]:
+    """Of one layer's attention in a prompt, by our kernels and by FlashInfer."""
+    layout, device = pool.layout, pool.device
+    num_tokens = min(_TRIED_TOKENS, pool.num_blocks * layout.block_size)
+    blocks = list(range(-(-num_tokens // layout.block_size)))
+    batch = Batch.of([Row([0] * num_tokens, 0, blocks, num_logits=1)], block_size=layout.block_size)
+    q_THD = torch.randn(num_tokens, num_q_heads, layout.head_dim, dtype=dtype, device=device)
+    angles = torch.zeros(num_tokens, 1, layout.head_dim // 2, dtype=dtype, device=device)
+    ours = KernelHeads(DeviceBatch.of(batch, device), pool, angles, angles)
+    theirs = flashinfer.heads(batch, ours)
+    ours_s, theirs_s = (seconds(partial(heads.attend, 0, q_THD, window=None)) for heads in (ours, theirs))
+    return ours_s, theirs_s
+
+
+def _device_seconds(run: Callable[[], object]) -> float:
+    """The best of some tries, when everything is compiled."""
+    run()
+    times = []
+    for _ in range(_NUM_TRIES):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1e3)
+    return min(times)
+
+
+def _begins(counts_R: Any) -> Tensor:
+    """(R + 1,) int32, on the host."""
+    return torch.from_numpy(np.cumsum([0, *counts_R]).astype(np.int32))

@@ -1,0 +1,82 @@
+"""What several methods have guessed of a row, place by place, and where they are of several minds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.speculation.acceptance import Acceptance
+from engine.speculation.guess import Guess, GuessedBranch
+from engine.speculation.proposer import NUM_KINDS
+
+ENSEMBLE = "ensemble"
+
+_MOST_PLACES = 4  # at which it may branch
+_MOST_BRANCHES = 2  # at each
+
+
+def together(guesses: Seq[Guess], branching: Acceptance) -> Guess:
+    """At each place the token that is likeliest to be right, by whoever has agreed with all before it. Who says another
+    one begins a branch, in which it goes on as it would have; and all whose own branches begin there have them.
+
+    branching: how often such a token is right, by how sure its method is of it. The kinds of tokens are left out: each
+    method learns from its own guess.
+    """
+    tokens: list[int] = []
+    chances: list[float] = []
+    branches: list[GuessedBranch] = []
+    agreeing = list(guesses)
+    while going_on := [guess for guess in agreeing if len(guess.tokens) > len(tokens)]:
+        place = len(tokens)
+        each = [_share(guess, place) for guess in going_on]
+        likeliest = max(range(len(each)), key=each.__getitem__)
+        token, chance = going_on[likeliest].tokens[place], each[likeliest]
+        above = chances[-1] if chances else 1.0
+        if place < _MOST_PLACES:
+            found = [branch for guess in going_on for branch in _of_itself(guess, place, above)]
+            found += [
+                _instead(guess, place, above, share, chance, branching)
+                for guess, share in zip(going_on, each, strict=True)
+                if guess.tokens[place] != token
+            ]
+            branches += _likeliest([branch for branch in found if branch.tokens[0] != token])
+        tokens.append(token)
+        chances.append(above * chance)
+        agreeing = [guess for guess in going_on if guess.tokens[place] == token]
+    return Guess(guesses[0].start, tokens, (), chances, branches)
+
+
+def _share(guess: Guess, place: int) -> float:
+    """The chance of its token, if all before it are right."""
+    before = guess.chances[place - 1] if place else 1.0
+    return guess.chances[place] / before if before else 0.0
+
+
+def _instead(guess: Guess, place: int, above: float, share: float, best: float, branching: Acceptance) -> GuessedBranch:
+    """What it says though another one says better. best: the share of that one's token: of all that may come next one
+    comes."""
+    kind = min(NUM_KINDS - 1, int(share * NUM_KINDS))
+    first = above * min(branching.chance(kind), 1.0 - best)
+    own = guess.chances[place]
+    chances = [first * chance / own if own else 0.0 for chance in guess.chances[place:]]
+    return GuessedBranch(place, guess.tokens[place:], kind, chances)
+
+
+def _of_itself(guess: Guess, place: int, above: float) -> list[GuessedBranch]:
+    """Its own branches, where all before is believed as much as it is together."""
+    before = guess.chances[place - 1] if place else 1.0
+    if not before:
+        return []
+    scale = above / before
+    return [
+        GuessedBranch(place, branch.tokens, -1, [scale * chance for chance in branch.chances])
+        for branch in guess.branches
+        if branch.place == place
+    ]
+
+
+def _likeliest(branches: list[GuessedBranch]) -> list[GuessedBranch]:
+    """Of those that begin alike one."""
+    best: dict[int, GuessedBranch] = {}
+    for branch in sorted(branches, key=lambda one: one.chances[0], reverse=True):
+        best.setdefault(branch.tokens[0], branch)
+    return list(best.values())[:_MOST_BRANCHES]

@@ -1,0 +1,175 @@
+"""Steps with prompts by FlashInfer, or by what stands in for it: what they attend to is what torch does, and it is
+taken where it is quicker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from engine import streams
+from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
+from engine.attention.heads import TorchHeads
+from engine.attention.triton_heads import KernelHeads
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch
+from engine.batch.rows import Row
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from tests.engine.attention.fake_flashinfer import FakeFlashInfer
+from tests.engine.tiny_models import MakeModel, MakeRunner
+
+CPU = torch.device("cpu")
+SIZE, DIM = 8, 64
+
+
+def pool_of(dtype: str = "float32", *, head_dim: int = DIM, num_sides: int = 2) -> KVPool:
+    layout = KVLayout(
+        model="m", num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=SIZE, dtype=dtype, num_sides=num_sides
+    )
+    return KVPool(layout, num_blocks=40, device=CPU)
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 19, [3, 1, 7])],
+        [(0, 16, [3, 1]), (12, 13, [5, 0]), (8, 20, [2, 4, 6]), (0, 1, [8])],  # between single tokens
+        [(7, 8, [9]), (15, 32, [3, 1, 7, 4])],
+    ],
+)
+def test_a_mixed_step(spans: list[tuple[int, int, list[int]]]) -> None:
+    rows = [Row(token_ids=[0] * (end - start), start=start, blocks=b, num_logits=1) for start, end, b in spans]
+    batch = Batch.of(rows, block_size=SIZE)
+    fused, angles = random(batch.num_tokens, 4 + 2 * 2, DIM, seed=1), random(batch.num_tokens, 1, DIM // 2, seed=4)
+    pools = [pool_of() for _ in range(2)]
+    for pool in pools:
+        pool.write(1, torch.arange(320), *random(2, 320, 2, DIM, seed=6))
+    library = FakeFlashInfer()
+    kernels = KernelHeads(DeviceBatch.of(batch, CPU), pools[1], angles.cos(), angles.sin())
+    theirs = FlashInfer(library, pools[1], num_q_heads=4, dtype=torch.float32).heads(batch, kernels)
+    ours = TorchHeads(batch, pools[0], angles.cos(), angles.sin(), [None])
+    found = []
+    for heads in (ours, theirs):
+        q_THD = heads.store(1, fused.clone(), q_norm=None, k_norm=None)
+        found.append(heads.attend(1, q_THD, window=None))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
+    assert library.num_runs == 1
+
+
+def test_a_whole_model(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Its layers store by our kernels' references, and attend by FlashInfer."""
+    runners = [make_runner(tiny_model("qwen3")[0]) for _ in range(2)]
+    rows = [Row([5, 9, 2] * 6, 0, [1, 2, 3], num_logits=1), Row([3], 0, [4], num_logits=1)]
+    batch, library = Batch.of(rows, block_size=SIZE), FakeFlashInfer()
+    runner, pool = runners[0], runners[0].pool
+    flashinfer = FlashInfer(library, pool, num_q_heads=4, dtype=torch.float32)
+    with torch.inference_mode():
+        on_device = DeviceBatch.of(batch, CPU)
+        found = runner._model.compute(on_device, pool, others=partial(flashinfer.heads, batch))
+    torch.testing.assert_close(found, runners[1].forward(batch), atol=1e-4, rtol=1e-4)
+    assert library.num_runs == pool.layout.num_layers
+
+
+def test_a_plan_is_written_over_when_it_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is copied from memory of the host that its wrapper uses again."""
+    said: list[str] = []
+
+    class FakeEvent:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def wait(self) -> None:
+            said.append(f"waits for {self._name}")
+
+    class FakeStreams(streams.AtOnce):
+        def mark(self) -> Any:
+            name = f"mark {sum(one.startswith('mark') for one in said)}"
+            said.append(name)
+            return FakeEvent(name)
+
+    ours = FakeStreams()
+    monkeypatch.setattr(streams, "streams_of", lambda device: ours)
+    pool, batch = pool_of(), Batch.of([Row([0] * 9, 0, [1, 2], num_logits=1)], block_size=SIZE)
+    kernels = KernelHeads(DeviceBatch.of(batch, CPU), pool, torch.ones(9, 1, 32), torch.ones(9, 1, 32))
+    flashinfer = FlashInfer(FakeFlashInfer(), pool, num_q_heads=4, dtype=torch.float32)
+    said.clear()
+    for _ in range(4):
+        flashinfer.heads(batch, kernels)
+    assert [one for one in said if one.startswith("waits")][2:] == ["waits for mark 0", "waits for mark 1"]
+
+
+def _load(name: str) -> FakeFlashInfer:
+    assert name == "flashinfer"
+    return FakeFlashInfer()
+
+
+def _absent(name: str) -> Any:
+    raise ModuleNotFoundError(name)
+
+
+def _broken(name: str) -> Any:
+    class Broken(FakeFlashInfer):
+        def BatchPrefillWithPagedKVCacheWrapper(self, *arguments: Any) -> Any:
+            raise RuntimeError("nvcc is not there")
+
+    return Broken()
+
+
+@pytest.mark.parametrize(
+    ("load", "ours_us", "theirs_us", "is_taken"),
+    [
+        (_load, 100, 60, True),
+        (_load, 100, 95, False),
+        (_load, 60, 100, False),
+        (_absent, 1, 1, False),
+        (_broken, 1, 1, False),
+    ],
+)
+def test_it_is_taken_where_it_is_quicker(
+    load: Callable[[str], Any], ours_us: float, theirs_us: float, is_taken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    took = iter((ours_us, theirs_us))
+
+    def seconds(run: Callable[[], object]) -> float:
+        run()
+        return next(took) * 1e-6
+
+    found = find_flashinfer(pool_of(), num_q_heads=4, dtype=torch.float32, load=load, seconds=seconds)
+    assert (found is not None) is is_taken
+    assert load is not _broken or "FlashInfer is installed and does not work here: nvcc is not there" in caplog.text
+
+
+def test_what_it_could_be_asked_about() -> None:
+    assert is_possible(pool_of("bfloat16"), dtype=torch.bfloat16)
+    assert not is_possible(pool_of("fp8_e4m3"), dtype=torch.bfloat16), "it knows one scale of a pool, not of a row"
+    assert not is_possible(pool_of("bfloat16", head_dim=80), dtype=torch.bfloat16)
+    assert not is_possible(pool_of(), dtype=torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spans", [[(0, 300, 19)], [(0, 16, 1), (112, 113, 8), (80, 200, 13), (0, 1, 1)]])
+def test_on_a_gpu(spans: list[tuple[int, int, int]]) -> None:
+    library, device = pytest.importorskip("flashinfer"), torch.device("cuda")
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
+    pool, blocks = KVPool(layout, num_blocks=60, device=device), iter(torch.randperm(60).tolist())
+    rows = [
+        Row([0] * (end - start), start, [next(blocks) for _ in range(count)], num_logits=1)
+        for start, end, count in spans
+    ]
+    batch = Batch.of(rows, block_size=16)
+    fused = random(batch.num_tokens, 8 + 2 * 2, 128, seed=1).to(device, torch.bfloat16)
+    angles = random(batch.num_tokens, 1, 64, seed=4).to(device, torch.bfloat16)
+    pool.write(0, torch.arange(960, device=device), *random(2, 960, 2, 128, seed=6).to(device, torch.bfloat16))
+    ours = KernelHeads(DeviceBatch.of(batch, device), pool, angles.cos(), angles.sin())
+    theirs = FlashInfer(library, pool, num_q_heads=8, dtype=torch.bfloat16).heads(batch, ours)
+    q_THD = ours.store(0, fused, q_norm=None, k_norm=None)
+    found = [heads.attend(0, q_THD, window=None) for heads in (theirs, ours)]
+    torch.testing.assert_close(*found, atol=3e-2, rtol=3e-2)

@@ -1,0 +1,110 @@
+"""Heads that draft beside a small model, on a GPU that is not there: a program, which prints what was launched.
+
+python -m tests.engine.kernels.compiled_heads 9.0 medusa eagle …
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+# ruff: isort: off
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu
+from tests.engine.kernels.compiled_steps import FakeCheckpoint, call_again, without_numbers
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from engine.batch.batch import Batch, FedTokens
+from engine.batch.rows import Row
+from engine import runner as runner_module
+from engine.config import EngineConfig
+from engine.heads import open_heads
+from engine.heads.head_row import HeadLogits, HeadRow
+from engine.runner import ModelRunner
+from engine.weights.open_checkpoint import open_checkpoint
+from tests.engine.heads.eagle1_files import write_eagle1
+from tests.engine.heads.head_files import write_eagle, write_medusa
+from tests.engine.heads.mtp_files import write_mtp
+from tests.engine.tiny_models import random_model, tiny_config
+# ruff: isort: on
+
+BLOCK_SIZE, MAX_ROWS = 16, 8
+_WRITERS: dict[str, Callable[[Path], object]] = {
+    "medusa": write_medusa,
+    "eagle": write_eagle,
+    "eagle1": write_eagle1,
+    "mtp": lambda directory: write_mtp(directory, kv_lora_rank=32, qk_rope_head_dim=16, head_dim=16),
+}
+
+
+def main() -> None:
+    capability = tuple(int(number) for number in sys.argv[1].split("."))
+    without_numbers()
+    for module in (runner_module, open_heads):
+        module.open_checkpoint = lambda directory: FakeCheckpoint(open_checkpoint(directory).shapes)
+    FakeTensor.__int__ = lambda tensor: 0  # what is read from a checkpoint is looked at while it is loaded
+    for kind in sys.argv[2:]:
+        with tempfile.TemporaryDirectory() as directory:
+            heads_dir, model_dir = Path(directory) / "heads", Path(directory) / "model"
+            heads_dir.mkdir()
+            _WRITERS[kind](heads_dir)
+            if kind == "mtp":
+                model_dir = heads_dir
+            else:
+                random_model(tiny_config("llama")).save_pretrained(model_dir)
+            with absent_gpu(capability) as launches:
+                take_steps(model_dir, "eagle" if kind == "eagle1" else kind, heads_dir, launches)
+        print(json.dumps({"case": kind, "launches": [asdict(launch) for launch in launches]}), flush=True)
+
+
+def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launch]) -> None:
+    """Prompts, steps that are replayed and such that are not, and drafts."""
+    config = EngineConfig(
+        model_dir=model_dir,
+        block_size=BLOCK_SIZE,
+        num_blocks=64,
+        device=str(DEVICE),
+        max_running=MAX_ROWS,
+        recorded_rows=MAX_ROWS,
+        heads=kind,
+        heads_dir=heads_dir,
+    )
+    runner = ModelRunner(config, capture=call_again)
+    assert runner.heads and runner._recorded
+
+    def batch(*spans: tuple[int, int]) -> Batch:
+        rows = [
+            Row([1] * count, start, [8 * row + i for i in range(8)][: -(-(start + count) // BLOCK_SIZE)], count)
+            for row, (start, count) in enumerate(spans)
+        ]
+        return Batch.of(rows, block_size=BLOCK_SIZE)
+
+    runner.warm_up(256)
+    warm, told = len(launches), list[int]()
+    runner.forward(batch((0, 40), (0, 17)))
+    runner.forward(batch((40, 24)), on_layer=told.append)
+    assert told == list(range(runner.layout.num_layers))
+    runner.forward(batch((40, 1), (31, 1)))
+    chosen = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    fed = FedTokens(token_ids=chosen, sources=np.arange(2), places=np.arange(2))
+    runner.forward(replace(batch((41, 1), (32, 1)), fed=fed))
+    runner.forward(batch((42, 4), (33, 2)))
+    runner.copy_block(1, 5)
+
+    def choose(logits: HeadLogits, rows: Sequence[int], place: int) -> list[int]:
+        assert logits.values_RD.is_cuda and (logits.ids_D is None or logits.ids_D.is_cuda)
+        return [0] * len(rows)
+
+    runner.draft([HeadRow(1, 43, list(range(8))), HeadRow(1, 34, list(range(8, 16)))], 3, choose)
+    assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
+
+
+if __name__ == "__main__":
+    main()

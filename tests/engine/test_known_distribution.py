@@ -1,0 +1,101 @@
+"""Answers of an engine whose model has a known distribution, with drafts of another known one: what is said is
+distributed as it was, and drafts, and what may come instead of them, are right as often as theory says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.words.request import BRANCHES, Sampling
+from engine.draft_models.drawn import DrawnDraft, DrawnTokens
+from engine.engine import Engine, SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
+from engine.prompts import Prompt
+from engine.sampler import sample
+from engine.sequence import Sequence
+from engine.speculation.proposer import Proposal
+from engine.speculation.speculation import Speculation
+from engine.step import ScheduledStep
+from tests.engine.asked import Asked, sequence_of
+from tests.engine.chi_square import chi_square
+
+# V vocabulary
+
+_VOCAB = 40
+_ROWS, _TOKENS = 250, 40  # 10,000 draws
+_DEPTH = 2
+
+
+class _FakeModel:
+    """Implements Runner: whatever comes before, the same may follow."""
+
+    def __init__(self, logits_V: Tensor) -> None:
+        self._logits_V = logits_V
+
+    def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Tensor | None:
+        return self._logits_V.repeat(len(step.batch.logits_rows), 1) if step else None
+
+
+class _Drawing:
+    """Implements Proposer: draws from its own distribution as models and heads do."""
+
+    def __init__(self, logits_V: Tensor) -> None:
+        self._logits_V = logits_V
+        self._drawn = DrawnTokens(learns=False)
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        drafts = [DrawnDraft() for _ in sequences]
+        for place in range(_DEPTH):
+            drawn = self._drawn.draw(self._logits_V.repeat(len(sequences), 1), sequences, place)
+            for draft, token in zip(drafts, drawn, strict=True):
+                draft.take(token)
+        return [draft.proposal() for draft in drafts]
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+
+def _shares_right(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
+    """How often a token of q drawn by the same number as one of p is that one; and how often else the one that has most
+    of q within 0.05 of the number is."""
+    numbers = (torch.arange(100_000).double() + 0.5) / 100_000
+    chosen = torch.searchsorted(p_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)
+    drafted = torch.searchsorted(q_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)
+    ends = q_V.cumsum(0)
+    inside = torch.minimum(ends, numbers[:, None] + 0.05) - torch.maximum(ends - q_V, numbers[:, None] - 0.05)
+    instead = inside.scatter(1, drafted[:, None], -1.0).argmax(1)
+    return float((chosen == drafted).double().mean()), float((chosen == instead).double().mean())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_of_ten_thousand_draws(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    target_V = torch.randn(_VOCAB, generator=generator) * 2
+    draft_V = target_V + torch.randn(_VOCAB, generator=generator) * 0.6
+    speculation = Speculation({"q": _Drawing(draft_V)}, max_tokens=_DEPTH, vocab_size=_VOCAB)
+    blocks = BlockManager(_ROWS * 16)
+    config = SchedulerConfig(max_batch_tokens=1 << 14, max_running=1 << 12, max_waiting=_ROWS)
+    engine = Engine(_FakeModel(target_V), sample, blocks, config, block_size=8, speculation=speculation)
+    asked = [Asked([1, 2, 3], Sampling(temperature=temperature, seed=i, max_tokens=_TOKENS)) for i in range(_ROWS)]
+    sequences = [sequence_of(one, str(i), block_size=8) for i, one in enumerate(asked)]
+    for sequence in sequences:
+        engine.add(Prompt(sequence))
+    while engine.step().did_work:
+        blocks.check_integrity()
+    said = [token for sequence in sequences for token in sequence.tokens[3:]]
+    p_V, q_V = ((logits_V.double() / temperature).softmax(-1) for logits_V in (target_V, draft_V))
+    assert len(said) == _ROWS * _TOKENS
+    assert chi_square(said, p_V) < 4, "drafts change what is drawn"
+    assert chi_square(said, q_V) > 6, "a test that sees nothing"
+    first, instead = _shares_right(p_V, q_V)
+    own, branches = speculation.counts["q"], speculation.counts[BRANCHES]
+    for share, counts in ((first, own), (instead, branches)):
+        drafted, right = counts.drafted[0], counts.accepted[0]
+        assert drafted > 3000
+        assert abs(right / drafted - share) < 4 * math.sqrt(share * (1 - share) / drafted)
+    assert 0.02 < instead < first

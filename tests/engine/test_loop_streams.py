@@ -1,0 +1,146 @@
+"""Steps that run ahead, with what samples and brings back their tokens, on a device whose streams are in no order but
+what marks say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cluster.words.request import Sampling
+from engine import sampler, streams
+from engine.batch import download
+from engine.batch.batch import FedTokens
+from engine.config import EngineConfig
+from engine.cpu import library
+from engine.runner import ModelRunner
+from tests.engine.asked import Asked, answers
+from tests.engine.fake_capture import FakeCapture
+from tests.engine.steps import prompts
+from tests.engine.tiny_models import MakeModel
+from tests.fake_streams import FakeLane, FakeStreams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Mutate = Callable[[pytest.MonkeyPatch, FakeStreams, FakeLane], None]
+
+
+def likeliest(logits_RV: Tensor, rows: Any) -> Tensor:
+    """As a GPU's kernel chooses: the host waits for nothing."""
+    return logits_RV.argmax(dim=-1).to(torch.int32)
+
+
+def races(
+    tiny_model: MakeModel,
+    asks: list[tuple[int, int, int | None]],
+    mutate: Mutate = lambda patch, device, copies: None,
+    *,
+    recorded_rows: int = 4,
+) -> list[str]:
+    """asks: of each prompt its tokens, those of its answer, and how many log-probabilities are told with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = FakeStreams()
+        copies = device.lane()
+        patch.setattr(streams, "streams_of", device.streams_of)
+        patch.setattr(library, "load_kernels", lambda: None)
+        patch.setattr(download, "copies_lane", lambda device: copies)
+        patch.setattr(sampler, "choose_by_torch", likeliest)
+        patch.setattr(FedTokens, "fill", lambda fed, token_ids_T: None)  # the host does not know them
+        mutate(patch, device, copies)
+        directory, _ = tiny_model("llama", num_hidden_layers=1)
+        config = EngineConfig(
+            model_dir=directory,
+            dtype="float32",
+            block_size=8,
+            num_blocks=16,
+            max_context=32,
+            recorded_rows=recorded_rows,
+        )
+        asked = [
+            Asked(prompt, Sampling(temperature=0.0, max_tokens=num_tokens, num_logprobs=num_logprobs))
+            for prompt, (_, num_tokens, num_logprobs) in zip(prompts(*(ask[0] for ask in asks)), asks, strict=True)
+        ]
+        with device.watched("compute"):
+            runner = ModelRunner(config, capture=FakeCapture(device))
+            said = answers(runner, asked, num_blocks=16, runs_ahead=True)
+        assert said.num_fed or all(num_tokens < 3 for _, num_tokens, _ in asks)
+        return device.races
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    asks=st.lists(st.tuples(st.integers(2, 10), st.integers(1, 7), st.sampled_from([None, 2])), min_size=1, max_size=3)
+)
+def test_a_loop_that_runs_ahead_is_in_order(asks: list[tuple[int, int, int | None]], tiny_model: MakeModel) -> None:
+    assert races(tiny_model, asks) == []
+
+
+# What would be wrong, and is to be found.
+
+
+def copy_ids_before_they_are_chosen(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
+    begun = device.mark()
+    mark = device.mark
+    # Whoever copies comes behind the beginning of all alone.
+    patch.setattr(device, "mark", lambda: begun if device.current == "compute" else mark())
+
+
+def read_ids_before_they_have_come(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
+    begun, mark = device.mark(), device.mark
+    patch.setattr(device, "mark", lambda: begun if device.current == copies.name else mark())
+
+
+def choose_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
+    def elsewhere(logits_RV: Tensor, rows: Any) -> Tensor:
+        with device.watched("another"):
+            return likeliest(logits_RV, rows)
+
+    patch.setattr(sampler, "choose_by_torch", elsewhere)
+
+
+def let_go_of_what_is_being_copied(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
+    def not_held(tensors: list[Tensor]) -> Callable[[], list[Any]]:
+        computed = device.mark()
+        with copies.entered():
+            computed.hold_up()
+            hosts = [device.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
+            for host, tensor in zip(hosts, tensors, strict=True):
+                device.copy(host, tensor)
+            copied = device.mark()
+
+        def wait() -> list[Any]:
+            copied.wait()
+            return [host.numpy() for host in hosts]
+
+        return wait
+
+    patch.setattr(sampler, "download", not_held)
+
+
+def feed_ids_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
+    clamp = torch.clamp
+
+    def elsewhere(*arguments: Any, **options: Any) -> Tensor:
+        with device.watched("another"):
+            return clamp(*arguments, **options)
+
+    patch.setattr(torch, "clamp", elsewhere)
+
+
+MUTATIONS: list[Mutate] = [
+    copy_ids_before_they_are_chosen,
+    read_ids_before_they_have_come,
+    choose_on_another_stream,
+    let_go_of_what_is_being_copied,
+    feed_ids_on_another_stream,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_fault_is_found(mutate: Mutate, tiny_model: MakeModel) -> None:
+    assert races(tiny_model, [(5, 6, None), (9, 4, 2)], mutate)
