@@ -10,7 +10,9 @@ from engine.cpu.huge_pages import HugePages
 def test_copies_hold_their_numbers_and_begin_at_a_line() -> None:
     memory = HugePages()
     given = [
-        torch.full((count, 3), count, dtype=dtype) for count in (1, 7, 1 << 20) for dtype in (torch.int8, torch.float32)
+        torch.full((count, 3), count % 100, dtype=dtype)
+        for count in (1, 7, 1 << 20)
+        for dtype in (torch.int8, torch.float32)
     ]
     given.append(torch.zeros(20 << 20, dtype=torch.uint8))  # what is left of a chunk has no room for it
     copies = [memory.copy(tensor) for tensor in given]
