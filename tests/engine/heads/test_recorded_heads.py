@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster.model.draft_heads import HeadsPlace
 from cluster.words.request import Sampling
 from engine.config import EngineConfig
 from engine.decode_graphs import Capture, Step
@@ -74,7 +75,7 @@ def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel,
     capture, method = FakeCapture(), "eagle" if kind == "eagle1" else kind
 
     def said(capture: Capture | None, recorded_rows: int) -> tuple[Said, list[list[int]]]:
-        config: dict[str, Any] = {"heads": method, "heads_dir": tmp_path, "recorded_rows": recorded_rows}
+        config: dict[str, Any] = {"heads": HeadsPlace(method, tmp_path), "recorded_rows": recorded_rows}
         runner = ModelRunner(
             EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, **config),
             capture=capture,
@@ -84,7 +85,11 @@ def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel,
             Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
             for i, prompt in enumerate(prompts(3, 40, 9, 17))
         ]
-        speculation = Speculation({"heads": overheard}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+        linear: dict[str, Any] = {
+            "max_tokens": _NUM_TOKENS,
+            "may_branch": False,
+        }  # what branches goes by what steps have taken
+        speculation = Speculation({"heads": overheard}, vocab_size=VOCAB_SIZE, **linear)
         return answers(runner, asked, num_blocks=256, speculation=speculation), overheard.guesses
 
     (plain, expected), (replayed, guesses) = said(None, 0), said(capture, _MOST_ROWS)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from cluster.model.draft_heads import HeadsPlace
 from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import Row
 from engine import runner as runner_module
@@ -73,8 +74,7 @@ def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launc
         device=str(DEVICE),
         max_running=MAX_ROWS,
         recorded_rows=MAX_ROWS,
-        heads=kind,
-        heads_dir=heads_dir,
+        heads=HeadsPlace(kind, heads_dir),
     )
     runner = ModelRunner(config, capture=call_again)
     assert runner.heads and runner._recorded
