@@ -66,7 +66,9 @@ class CompiledLayers:
                     begin = end
         num_wanted = len(batch.logits_rows)
         if taps is None and not len(batch.scored_rows) and num_wanted + _WORTH_LEAVING_OUT <= len(x_TE):
-            self._program.run(rows.step, first=begin, end=self._kv_calls[-1][1])
+            end = self._kv_calls[-1][1]
+            if begin < end:
+                self._program.run(rows.step, first=begin, end=end)
             return self._finish(rows, batch)
         self._program.run(rows.step, first=begin)
         if taps is not None:

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.decode_graphs import Step, graph_sizes
 from engine.kv.pool import KVPool
 from engine.runner import ModelRunner
+from tests.engine.counted_replays import FakeReplays
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.steps import VOCAB_SIZE, DecodeSteps
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel
@@ -33,22 +34,6 @@ MAX_ROWS = 9
 LATENT = DEEPSEEK_V3 | {"first_k_dense_replace": 3}  # no layer has experts
 
 MakePair = Callable[..., tuple[ModelRunner, ModelRunner]]
-
-
-class FakeCapture:
-    """Calls the step again, and counts how often."""
-
-    def __init__(self) -> None:
-        self.num_replays = 0
-
-    def __call__(self, step: Step) -> Step:
-        step()
-
-        def replay() -> None:
-            self.num_replays += 1
-            step()
-
-        return replay
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +71,7 @@ def pair(request: pytest.FixtureRequest, make_pair: MakePair) -> tuple[ModelRunn
     family, _, kind = request.param.partition(" ")
     pool_dtype = kind if kind in ("fp8_e4m3", "int8") else "auto"
     changes = {"window": {"sliding_window": 9}, "latent": LATENT}.get(kind, {})
-    return make_pair(FakeCapture(), family, pool_dtype=pool_dtype, **changes)
+    return make_pair(FakeReplays(), family, pool_dtype=pool_dtype, **changes)
 
 
 def decode_batch(contexts: list[int], seed: int) -> Batch:
@@ -207,7 +192,7 @@ def growing(contexts: list[int], seed: int) -> DecodeSteps:
 
 
 def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair) -> None:
-    pair = make_pair(FakeCapture(), "llama")
+    pair = make_pair(FakeReplays(), "llama")
     for runner in pair:
         fill(runner.pool, 8)
     ours, others = growing([5, 8, 13, 16], seed=1), growing([9, 3, 7], seed=2)
@@ -231,7 +216,7 @@ def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatc
         return upload(arrays, device)
 
     monkeypatch.setattr(decode_graphs, "upload", spy)
-    pair, ours = make_pair(FakeCapture(), "llama"), growing([5, 21, 13, 24], seed=1)
+    pair, ours = make_pair(FakeReplays(), "llama"), growing([5, 21, 13, 24], seed=1)
     for _ in range(4):
         pair[0].forward(ours.batch())
     numbers = 4 * 4
@@ -268,7 +253,7 @@ def test_what_is_recorded_reads_no_host_memory(make_pair: MakePair, monkeypatch:
 
 
 def test_which_steps_are_replayed(make_pair: MakePair) -> None:
-    capture = FakeCapture()
+    capture = FakeReplays()
     pair = make_pair(capture, "llama")
 
     def is_replayed(batch: Batch, **options: Any) -> bool:
@@ -298,7 +283,7 @@ def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeyp
     """A draft of two tokens behind 60 reads 61 positions more than a row that reads its own once."""
     for most_bytes, is_replayed in ((1 << 30, True), (0, False)):
         monkeypatch.setattr(recorded_steps, "READ_AGAIN_BYTES", most_bytes)
-        capture = FakeCapture()
+        capture = FakeReplays()
         pair = make_pair(capture, "llama")
         batch = batch_of([(62, 2, 2)], seed=1)
         assert decode_graphs.num_read_again(batch) == 61
@@ -309,7 +294,7 @@ def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeyp
 
 def test_the_logits_of_a_prompt_are_not_lost(make_pair: MakePair) -> None:
     """No graph tells them."""
-    capture = FakeCapture()
+    capture = FakeReplays()
     pair = make_pair(capture, "llama")
     row = Row(token_ids=[3, 5, 7], start=0, blocks=[1], num_logits=1)
     batch = Batch.of([row], block_size=BLOCK_SIZE)
@@ -328,7 +313,7 @@ def test_the_logits_of_a_prompt_are_not_lost(make_pair: MakePair) -> None:
 def test_what_cannot_be_recorded_says_why(
     family: str, changes: dict[str, Any], reason: str, make_pair: MakePair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    capture = FakeCapture()
+    capture = FakeReplays()
     with caplog.at_level(logging.INFO, logger="engine.runner"):
         pair = make_pair(capture, family, **changes)
     assert reason in caplog.text
@@ -357,7 +342,7 @@ def test_kernels_launched_in_the_interpreter(
     family: str, changes: dict[str, Any], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and replayed steps of a whole model, by the kernels that a GPU runs."""
-    replaying, plain = make_pair(FakeCapture(), family, **changes)
+    replaying, plain = make_pair(FakeReplays(), family, **changes)
     for runner in (replaying, plain):
         fill(runner.pool, 3)
     launch_kernels(monkeypatch)
@@ -375,7 +360,7 @@ def test_kernels_launched_in_the_interpreter(
 def test_tokens_that_are_fed_are_those_that_were_chosen(
     sources: list[int], places: list[int], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replaying, plain = make_pair(FakeCapture(), "llama")
+    replaying, plain = make_pair(FakeReplays(), "llama")
     fill(replaying.pool, 6), fill(plain.pool, 6)
     batch = decode_batch([5, 9, 30], seed=3)
     chosen_S = torch.tensor([7, -1, 3, 11], dtype=torch.int32)  # the second has failed

@@ -11,13 +11,14 @@ import pytest
 from cluster.model.draft_heads import HeadsPlace
 from cluster.words.request import Sampling
 from engine.config import EngineConfig
-from engine.decode_graphs import Capture, Step
+from engine.decode_graphs import Capture
 from engine.draft_models.drawn import DrawnTokens
 from engine.draft_models.head_proposer import HeadProposer
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.speculation import Speculation
 from tests.engine.asked import Asked, Said, answers
+from tests.engine.counted_replays import FakeReplays
 from tests.engine.heads.eagle1_files import write_eagle1
 from tests.engine.heads.head_files import write_eagle, write_medusa
 from tests.engine.heads.mtp_files import write_mtp
@@ -33,22 +34,6 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
     "eagle1": write_eagle1,
     "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # experts are called one by one on a CPU
 }
-
-
-class FakeCapture:
-    """Implements Capture: computes a step again, and counts how often."""
-
-    def __init__(self) -> None:
-        self.num_replays = 0
-
-    def __call__(self, step: Step) -> Step:
-        step()
-
-        def replay() -> None:
-            self.num_replays += 1
-            step()
-
-        return replay
 
 
 class Overheard:
@@ -72,7 +57,7 @@ def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel,
     """Prompts, answers, drafts that are verified, and blocks that fork: replayed but for the longest prompts."""
     _WRITERS[kind](tmp_path)
     model_dir = tmp_path if kind == "mtp" else tiny_model("llama")[0]
-    capture, method = FakeCapture(), "eagle" if kind == "eagle1" else kind
+    capture, method = FakeReplays(), "eagle" if kind == "eagle1" else kind
 
     def said(capture: Capture | None, recorded_rows: int) -> tuple[Said, list[list[int]]]:
         config: dict[str, Any] = {"heads": HeadsPlace(method, tmp_path), "recorded_rows": recorded_rows}
