@@ -7,6 +7,7 @@
 //   2  six rows at a time: their scores; what that makes of each row's greatest score, and of its weights so far; then
 //      out = out * shrink + p v, while the weights are in the first cache
 //
+// Where there are no more rows than that, keys and values are turned in registers, and used there (few_rows.h).
 // Sums run over keys in the order of their positions, in tiles that begin at multiples of 64, and a tile in which a query
 // sees nothing changes nothing: what it gets depends neither on the queries beside it nor on how its prompt was cut.
 #pragma once
@@ -15,30 +16,11 @@
 #include <limits>
 #include <vector>
 
-#include "pool.h"
-#include "team.h"
-#include "words.h"
+#include "few_rows.h"
+#include "pieces.h"
 
 namespace {
 
-struct AttentionCall {
-    Kind kind;
-    PoolView pool;
-    const bf16* q;           // (tokens, q heads, head_dim), a token every q_stride
-    int64_t q_stride;
-    bf16* out;               // (tokens, q heads, head_dim)
-    int64_t q_heads;
-    int64_t window;          // 0: none
-};
-
-struct Piece {
-    int64_t sequence;
-    int64_t first_head, num_heads;  // of the keys and values
-    int64_t token;                  // of the step, of its first query
-    int64_t position, count;        // of its queries
-};
-
-constexpr int64_t POSITIONS = 64, PIECE_ROWS = 256;  // of one piece at most: queries and outputs stay in the second cache
 constexpr int KEYS = 64;           // of one tile
 constexpr int KEY_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
 
@@ -72,21 +54,22 @@ public:
         spare = reinterpret_cast<uint32_t*>(room(desk.spare, (KEYS + 1) * words));
     }
 
-    void run() {
-        const int64_t lowest = a.window ? std::max<int64_t>(0, piece.position - a.window + 1) : 0;
-        tile.first = lowest / KEYS * KEYS;
-        look_ahead(tile.first);
-        fetch_ahead(lines_ahead);
+    // next(): at the last tile, what this thread does then, of which the first tile is fetched meanwhile; or null.
+    template <class Next> void run(const Next& next) {
+        tile.first = first_key(piece);
+        if (!ahead.has_any()) look_ahead(piece, tile.first);
+        ahead.fetch_all();
         begin();
         for (; tile.first < end; tile.first += KEYS) {
             tile.seen = std::min<int64_t>(KEYS, end - tile.first);
-            look_ahead(tile.first + KEYS);
+            ahead.clear();
+            if (tile.first + KEYS < end) look_ahead(piece, tile.first + KEYS);
+            else if (const Piece* other = next()) look_ahead(*other, first_key(*other));
             for (int64_t h = 0; h < piece.num_heads; h++) {
-                turn_keys(piece.first_head + h);
-                turn_values(piece.first_head + h);
                 // Rows that see none of it come first
-                int64_t row = std::max<int64_t>(0, tile.first - piece.position) * group;
-                while (row < rows) row += some_rows(h * rows, row);
+                const int64_t row = std::max<int64_t>(0, tile.first - piece.position) * group;
+                if (rows - row <= ROWS_AT_ONCE) few_rows(h, row);
+                else many_rows(h, row);
             }
         }
         finish();
@@ -102,10 +85,12 @@ private:
     uint32_t *q, *columns, *values, *spare;
     float *out, *totals, *most;             // of all heads' rows
     Tile tile;
-    std::vector<Ahead>& ahead;              // what of the next tile is still to be fetched, from `next_ahead` on
-    size_t next_ahead = 0;
-    int64_t lines_ahead = 0, share_ahead = 0;
+    Fetches& ahead;                         // of the next tile; as many lines of it as have been read of this one
 
+    // The first key of its first tile.
+    int64_t first_key(const Piece& some) const {
+        return a.window ? std::max<int64_t>(0, some.position - a.window + 1) / KEYS * KEYS : 0;
+    }
     int64_t position(int64_t row) const { return piece.position + row / group; }
     int64_t head(int64_t h, int64_t row, int64_t stride) const {  // where a row's query begins, and its output
         return (piece.token + row / group) * stride + ((piece.first_head + h) * group + row % group) * dim;
@@ -131,10 +116,10 @@ private:
 
     // ---- keys and values, as the products want them ----
 
-    // Of the keys [key, key + count) each run that lies in one block: f(how many come before it, its block, where in that,
-    // its length).
-    template <class F> void each_run(int64_t key, int64_t count, const F& f) const {
-        const int64_t* table = step.tables + piece.sequence * step.table_width;
+    // Of a sequence's keys [key, key + count) each run that lies in one block: f(how many come before it, its block, where in
+    // that, its length).
+    template <class F> void each_run(int64_t sequence, int64_t key, int64_t count, const F& f) const {
+        const int64_t* table = step.tables + sequence * step.table_width;
         const int64_t size = a.pool.block_size;
         for (int64_t k = 0, length; k < count; k += length) {
             length = std::min(size - (key + k) % size, count - k);
@@ -144,8 +129,12 @@ private:
 
     // The tile's keys (kind 0) or values (kind 1) as words, and what they are to be multiplied by.
     void find(int64_t kind, int64_t kv_head, float* scales) {
-        each_run(tile.first, tile.seen, [&](int64_t first, int64_t block, int64_t offset, int64_t length) {
+        each_run(piece.sequence, tile.first, tile.seen, [&](int64_t first, int64_t block, int64_t offset, int64_t length) {
             const int64_t row = a.pool.first_row(block, kind, kv_head) + offset;
+            if (Word::are_in(a.pool)) {
+                for (int64_t i = 0; i < length; i++) tile.rows[first + i] = a.pool.address(row + i);
+                return;
+            }
             for (int64_t i = 0; i < length; i++) {
                 tile.rows[first + i] = Word::of_row(a.pool, row + i, spare + (first + i) * words);
                 if (a.pool.scales) scales[first + i] = widen(a.pool.scales[row + i]);
@@ -161,8 +150,8 @@ private:
     void turn_keys(int64_t kv_head) {
         find(0, kv_head, tile.key_scales);
         for (int64_t k = 0; k < tile.seen; k += PART_LANES) {
-            fetch_ahead(share_ahead * PART_LANES);
             for (int64_t w = 0; w < words; w += PART_LANES) {
+                ahead.fetch(SQUARE_LINES);
                 FloatPart square[PART_LANES];
                 for (int i = 0; i < PART_LANES; i++) square[i] = load<FloatPart>(tile.rows[k + i] + w * 4);
                 transpose(square);
@@ -175,57 +164,78 @@ private:
     void turn_values(int64_t kv_head) {
         find(1, kv_head, tile.value_scales);
         for (int64_t k = 0; k < round_up(tile.seen, LANES); k += Word::NUMBERS) {  // zeros behind the last, as weights are
-            fetch_ahead(share_ahead * Word::NUMBERS);
-            for (int64_t w = 0; w < words; w += PART_LANES)
-                Word::pair(tile.rows + k, w * 4, values + k / Word::NUMBERS * wide + w * Word::NUMBERS);
+            ahead.fetch(Word::NUMBERS * words / LANES);
+            for (int64_t w = 0; w < words; w += PART_LANES) {
+                WordPart both[Word::NUMBERS];
+                Word::pair(tile.rows + k, w * 4, both);
+                std::memcpy(values + k / Word::NUMBERS * wide + w * Word::NUMBERS, both, sizeof both);
+            }
         }
     }
 
-    // ---- what is fetched before it is needed, in the order in which it lies: so memory is quickest ----
-
-    void look_ahead(int64_t key) {
-        ahead.clear();
-        next_ahead = 0;
-        lines_ahead = 0;
-        each_run(key, std::clamp<int64_t>(end - key, 0, KEYS), [&](int64_t, int64_t block, int64_t offset, int64_t length) {
+    // In the order in which it lies: so memory is quickest.
+    void look_ahead(const Piece& some, int64_t key) {
+        const int64_t count = std::min<int64_t>(some.position + some.count - key, KEYS);
+        each_run(some.sequence, key, count, [&](int64_t, int64_t block, int64_t offset, int64_t length) {
             for (int64_t kind = 0; kind < 2; kind++)
-                for (int64_t h = piece.first_head; h < piece.first_head + piece.num_heads; h++) {
+                for (int64_t h = some.first_head; h < some.first_head + some.num_heads; h++) {
                     const char* first = a.pool.address(a.pool.first_row(block, kind, h) + offset);
-                    ahead.push_back({first, first + length * a.pool.row_bytes()});
-                    lines_ahead += length * a.pool.row_bytes() / 64;
+                    ahead.add(first, first + length * a.pool.row_bytes());
                 }
         });
-        share_ahead = lines_ahead / (2 * KEYS * piece.num_heads) + 1;  // with each key, and each value
     }
 
-    void fetch_ahead(int64_t lines) {
-        while (lines > 0 && next_ahead < ahead.size())
-            if (!ahead[next_ahead].fetch(lines)) next_ahead++;
-    }
+    // ---- rows, from `row` of a head on ----
 
-    // ---- a few rows ----
-
-    // Of a head, whose rows begin at `first` among all heads'.
-    int64_t some_rows(int64_t first, int64_t row) {
-        switch (std::min<int64_t>(rows - row, ROWS_AT_ONCE)) {
-            case 1: return few_rows<1>(first, row);
-            case 2: return few_rows<2>(first, row);
-            case 3: return few_rows<3>(first, row);
-            case 4: case 5: return few_rows<4>(first, row);
-            default: return few_rows<ROWS_AT_ONCE>(first, row);
+    void few_rows(int64_t h, int64_t row) {
+        switch (rows - row) {
+            case 1: return few_rows<1>(h, row);
+            case 2: return few_rows<2>(h, row);
+            case 3: return few_rows<3>(h, row);
+            case 4: return few_rows<4>(h, row);
+            case 5: return few_rows<5>(h, row);
+            case 6: return few_rows<6>(h, row);
         }
     }
 
-    template <int ROWS> int64_t few_rows(int64_t first, int64_t row) {
-        const int64_t seen = std::min<int64_t>(tile.seen, position(row + ROWS - 1) + 1 - tile.first);  // by the last of them
-        const int64_t width = round_up(seen, LANES), num_words = width / Word::NUMBERS, own = first + row;
+    template <int ROWS> void few_rows(int64_t h, int64_t row) {
+        const int64_t own = h * rows + row, width = width_of(row + ROWS - 1);
+        find(0, piece.first_head + h, tile.key_scales);
+        scores_of_few<ROWS>(q + own * words, words, tile.rows, width, tile.scores[0], KEYS, ahead);
+        find(1, piece.first_head + h, tile.value_scales);
+        for (int r = 0; r < ROWS; r++) weigh(own + r, position(row + r), r, width);
+        add_values_of_few<ROWS>(tile.weights[0], KEY_WORDS, width / Word::NUMBERS, tile.rows, words, tile.shrink,
+                                out + own * wide, ahead);
+    }
+
+    void many_rows(int64_t h, int64_t row) {
+        turn_keys(piece.first_head + h);
+        turn_values(piece.first_head + h);
+        while (row < rows) {
+            switch (std::min<int64_t>(rows - row, ROWS_AT_ONCE)) {
+                case 1: row += some_rows<1>(h, row); break;
+                case 2: row += some_rows<2>(h, row); break;
+                case 3: row += some_rows<3>(h, row); break;
+                case 4: case 5: row += some_rows<4>(h, row); break;
+                default: row += some_rows<ROWS_AT_ONCE>(h, row);
+            }
+        }
+    }
+
+    template <int ROWS> int64_t some_rows(int64_t h, int64_t row) {
+        const int64_t own = h * rows + row, width = width_of(row + ROWS - 1);
         by_words<ROWS>(q + own * words, words, columns, KEYS, words, width, [](int, int64_t) { return FloatPart{}; },
                        [&](int r, int64_t i, FloatPart sum) { store(&tile.scores[r][i], sum); });
         for (int r = 0; r < ROWS; r++) weigh(own + r, position(row + r), r, width);
-        by_words<ROWS>(tile.weights[0], KEY_WORDS, values, wide, num_words, wide,
+        by_words<ROWS>(tile.weights[0], KEY_WORDS, values, wide, width / Word::NUMBERS, wide,
                        [&](int r, int64_t i) { return load<FloatPart>(out + (own + r) * wide + i) * tile.shrink[r]; },
                        [&](int r, int64_t i, FloatPart sum) { store(out + (own + r) * wide + i, sum); });
         return ROWS;
+    }
+
+    // How many keys this row sees of the tile, in whole vectors.
+    int64_t width_of(int64_t row) const {
+        return round_up(std::min<int64_t>(tile.seen, position(row) + 1 - tile.first), LANES);
     }
 
     // From the scores of the r-th of these rows with `width` keys to its weights.
@@ -270,28 +280,15 @@ private:
     }
 };
 
-constexpr int64_t FEW = 16;  // queries, for which keys and values take longer to come than to be used
-
-// Where there are enough of them, pieces with few queries have all heads: a block's keys and values lie beside each other.
-inline std::vector<Piece> cut(const AttentionCall& a, const Step& step) {
-    const int64_t kv_heads = a.pool.kv_heads, heads_of_few = step.sequences < 3 * step.threads ? 1 : kv_heads;
-    const int64_t positions = std::clamp<int64_t>(PIECE_ROWS * kv_heads / a.q_heads, 1, POSITIONS);
-    std::vector<Piece> pieces;
-    for (int64_t s = 0, token = 0; s < step.sequences; token += step.query_lens[s++])
-        for (int64_t q = 0, count; q < step.query_lens[s]; q += count) {
-            count = std::min(positions, step.query_lens[s] - q);
-            const int64_t num_heads = count < FEW ? heads_of_few : 1;
-            for (int64_t h = 0; h < kv_heads; h += num_heads)
-                pieces.push_back({s, h, num_heads, token + q, step.context_lens[s] - step.query_lens[s] + q, count});
-        }
-    // The longest first, so that no thread is left with one at the end.
-    std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& x, const Piece& y) { return x.position > y.position; });
-    return pieces;
-}
-
 inline void attend(const AttentionCall& a, const Step& step, Worker& me) {
     const std::vector<Piece> pieces = cut(a, step);
-    for (size_t i; (i = me.take()) < pieces.size();) Work(a, step, pieces[i], me.desk).run();
+    auto taken = [&] {
+        const size_t i = me.take();
+        return i < pieces.size() ? &pieces[i] : nullptr;
+    };
+    me.desk.ahead.clear();
+    for (const Piece *piece = taken(), *next = nullptr; piece; piece = next)
+        Work(a, step, *piece, me.desk).run([&] { return next = taken(); });
 }
 
 }  // namespace

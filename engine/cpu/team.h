@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ahead.h"
 #include "vectors.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -31,17 +32,6 @@ inline void relax() {
 #endif
 }
 
-// Memory that a thread will read next, one line after the other.
-struct Ahead {
-    const char *line = nullptr, *end = nullptr;
-
-    // Takes the lines from what is asked for; false: nothing is left.
-    bool fetch(int64_t& lines) {
-        for (; lines > 0 && line < end; lines--, line += 64) __builtin_prefetch(line, 0, 2);
-        return line < end;
-    }
-};
-
 struct Team {
     alignas(64) std::atomic<int64_t> next{0};   // of the pieces that whoever is free takes
     alignas(64) std::atomic<int32_t> arrived{0};
@@ -56,7 +46,7 @@ struct Desk {
     std::vector<float> row;
     std::vector<char> kept, copy;
     std::vector<Floats> q, out, totals, most, columns, values, spare;  // of attention, see there
-    std::vector<Ahead> ahead;
+    Fetches ahead;                           // of attention, too
 };
 
 class Worker {

@@ -20,13 +20,14 @@ struct Word {
         std::memcpy(words, x, dim * sizeof(bf16));
     }
 
-    // A row of the pool without its scale: in the pool itself, or at `room`.
+    // Whether the rows of a pool are words as they lie.
+    static bool are_in(const PoolView& pool) { return pool.coding == Coding::PLAIN && pool.head_dim % (2 * LANES) == 0; }
+
+    // Another row of a pool without its scale, at `room`.
     static const char* of_row(const PoolView& pool, int64_t row, uint32_t* room) {
         const int64_t dim = pool.head_dim, start = row * dim;
         if (pool.coding == Coding::PLAIN) {
-            const bf16* x = static_cast<const bf16*>(pool.codes) + start;
-            if (dim % (2 * LANES) == 0) return reinterpret_cast<const char*>(x);
-            of_numbers(x, dim, room);
+            of_numbers(static_cast<const bf16*>(pool.codes) + start, dim, room);
         } else {
             bf16* x = reinterpret_cast<bf16*>(room);
             const uint8_t* codes = static_cast<const uint8_t*>(pool.codes) + start;
@@ -42,10 +43,10 @@ struct Word {
 
     // Of two rows the numbers in a register of words, from byte `at` on: those with even places, and then those with odd ones,
     // each with the other row's beside it.
-    static void pair(const char* const* rows, int64_t at, uint32_t* to) {
+    static void pair(const char* const* rows, int64_t at, WordPart to[NUMBERS]) {
         const WordPart x = load<WordPart>(rows[0] + at), y = load<WordPart>(rows[1] + at);
-        store(to, (x & 0xffffu) | y << 16);
-        store(to + PART_LANES, x >> 16 | (y & 0xffff0000u));
+        to[0] = (x & 0xffffu) | y << 16;
+        to[1] = x >> 16 | (y & 0xffff0000u);
     }
 
     static void of_weights(Floats weights, uint32_t* words) {
@@ -91,7 +92,8 @@ struct Word {
         std::fill(words + dim, words + count(dim), 0u);
     }
 
-    // A row of the pool without its scale, at `room`.
+    static bool are_in(const PoolView&) { return false; }
+
     static const char* of_row(const PoolView& pool, int64_t row, uint32_t* room) {
         const int64_t dim = pool.head_dim, start = row * dim;
         if (pool.coding == Coding::PLAIN) {
@@ -109,7 +111,7 @@ struct Word {
     }
 
     // The words of one row, from byte `at` on.
-    static void pair(const char* const* rows, int64_t at, uint32_t* to) { store(to, load<WordPart>(rows[0] + at)); }
+    static void pair(const char* const* rows, int64_t at, WordPart to[NUMBERS]) { to[0] = load<WordPart>(rows[0] + at); }
 
     static void of_weights(Floats weights, uint32_t* words) { store(words, weights); }
 
