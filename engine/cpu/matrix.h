@@ -160,8 +160,9 @@ template <class Weights> struct Rows {
     }
 };
 
-template <class Weights, int ROWS, int PANELS>
-inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t panel) {
+// ahead: a panel that is fetched meanwhile, if it FETCHES.
+template <class Weights, int ROWS, int PANELS, bool FETCHES>
+inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t panel, const char* ahead) {
     const int64_t groups = rows.stride / Weights::GROUP;
     const uint32_t* w = static_cast<const uint32_t*>(p.panels) + panel * groups * LANES;
     const typename Weights::Input* x = rows.x + row * rows.stride;
@@ -169,6 +170,7 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
     typename Weights::SumPart sums[ROWS][COUNT] = {};
 #pragma GCC unroll 4
     for (int64_t g = 0; g < groups; g++) {
+        if constexpr (FETCHES) __builtin_prefetch(ahead + g * 64, 0, 2);
         WordPart group[COUNT];
         for (int i = 0; i < COUNT; i++)
             group[i] = load<WordPart>(w + (i / PARTS * groups + g) * LANES + i % PARTS * PART_LANES);
@@ -185,18 +187,29 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
 template <int ROWS>
 constexpr int PANELS_OF = PARTS == 1 ? std::min(8, 30 / (ROWS + 2)) : std::max(1, (REGISTERS - 1) / (PARTS * (ROWS + 1)));
 
+// ahead: panels of which one is fetched with each tile.
 template <class Weights, int ROWS, int PANELS = PANELS_OF<ROWS>>
-inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t first, int64_t end) {
-    for (; first + PANELS <= end; first += PANELS) tile<Weights, ROWS, PANELS>(p, rows, row, first);
+inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t first, int64_t end, Ahead& ahead) {
+    for (; first + PANELS <= end; first += PANELS)
+        if (ahead.line < ahead.end) {
+            tile<Weights, ROWS, PANELS, true>(p, rows, row, first, ahead.line);
+            ahead.line += Rows<Weights>::panel_bytes(p);
+        } else {
+            tile<Weights, ROWS, PANELS, false>(p, rows, row, first, nullptr);
+        }
     if constexpr (PANELS > 1)
-        if (first < end) panels<Weights, ROWS, PANELS / 2>(p, rows, row, first, end);
+        if (first < end) panels<Weights, ROWS, PANELS / 2>(p, rows, row, first, end, ahead);
 }
 
+// The first rows wait for their panels to come from memory. While the others meet them, those that come next are fetched.
 template <class Weights>
-inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t end, int64_t first, int64_t last) {
-    for (int64_t left; (left = end - row) > 0;) {
+inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t end, int64_t first, int64_t last,
+                    Ahead next) {
+    Ahead none;
+    for (int64_t begin = row, left; (left = end - row) > 0;) {
+        Ahead& ahead = row == begin ? none : next;
         switch (left >= MOST_ROWS ? MOST_ROWS : left) {
-#define TILE_OF(N) panels<Weights, N>(p, rows, row, first, last); row += N; break
+#define TILE_OF(N) panels<Weights, N>(p, rows, row, first, last, ahead); row += N; break
             case 1: TILE_OF(1);
             case 2: TILE_OF(2);
             case 3: TILE_OF(3);
@@ -209,19 +222,22 @@ inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row
     }
 }
 
-// f(row, end of the rows, panel, end of the panels) for this thread's part of the work: a share of the panels with all rows;
+// f(row, end of the rows, panel, end of the panels, end of those that come next) for this thread's part of the work: a share of the panels with all rows;
 // of many rows, block by block, whatever blocks the others leave: one that has lost its processor has fewer.
 template <class F>
 inline void each_block(int64_t rows, int64_t panels, int64_t at_once, Worker& me, const F& f) {
     if (rows <= BLOCK_ROWS) {
-        for (int64_t panel = me.first(panels), end = me.end(panels); panel < end; panel += at_once)
-            f(0, rows, panel, std::min(panel + at_once, end));
+        for (int64_t panel = me.first(panels), end = me.end(panels), last; panel < end; panel = last) {
+            last = std::min(panel + at_once, end);
+            f(0, rows, panel, last, std::min(last + at_once, end));
+        }
         return;
     }
     const int64_t stretches = (panels + at_once - 1) / at_once, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * stretches;
     for (int64_t i; (i = me.take()) < blocks;) {
         const int64_t row = i / stretches * BLOCK_ROWS, panel = i % stretches * at_once;
-        f(row, std::min(row + BLOCK_ROWS, rows), panel, std::min(panel + at_once, panels));
+        const int64_t last = std::min(panel + at_once, panels);
+        f(row, std::min(row + BLOCK_ROWS, rows), panel, last, last);
     }
 }
 
@@ -229,17 +245,18 @@ constexpr int64_t BYTES_AT_ONCE = 320 << 10;  // of panels that all rows of a bl
 
 template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
     const Rows<Weights> rows = prepared_rows<Rows<Weights>>(p, step.tokens, Rows<Weights>::panel_bytes(p), me);
-    const int64_t panels = round_up(p.outputs, LANES) / LANES;
-    const int64_t at_once = std::max<int64_t>(2, BYTES_AT_ONCE / Rows<Weights>::panel_bytes(p) / 2 * 2);
+    const int64_t panels = round_up(p.outputs, LANES) / LANES, bytes = Rows<Weights>::panel_bytes(p);
+    const int64_t at_once = std::max<int64_t>(2, BYTES_AT_ONCE / bytes / 2 * 2);
 #if HAS_TILES
     const bool by_tiles = p.inputs % (TILE_ROWS * Weights::GROUP) == 0 && rows.count >= p.tile_rows;
     if (by_tiles) _tile_loadconfig(&ALL_WHOLE);
 #endif
-    each_block(rows.count, panels, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last) {
+    each_block(rows.count, panels, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last, int64_t next) {
 #if HAS_TILES
         if (by_tiles) return tiled_rows_of<Weights>(p, rows, row, last_row, panel, last);
 #endif
-        rows_of(p, rows, row, last_row, panel, last);
+        const char* memory = static_cast<const char*>(p.panels);
+        rows_of(p, rows, row, last_row, panel, last, {memory + last * bytes, memory + next * bytes});
     });
 #if HAS_TILES
     if (by_tiles) _tile_release();
