@@ -9,7 +9,9 @@ from torch import Tensor
 
 from cluster.model.shape import ModelConfig, RopeScaling
 
-# T tokens, D rotated dimensions of a head, F = D / 2 frequencies
+# T tokens, D rotated dimensions of a head, F = D / 2 frequencies, L positions of a table
+
+_AT_ONCE = 1024  # positions that a table grows by: always the same ones together, so that all replicas get the same
 
 
 class Rotary:
@@ -22,15 +24,39 @@ class Rotary:
         self._dim = config.rotary_dim
         self._frequencies_F = _frequencies(config.rope_theta, config.rotary_dim, config.rope_scaling).to(device)
         self._amplitude = _amplitude(config.rope_scaling)
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # cos and sin, each (L, F)
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each (T, 1, F) of `dtype`, computed in fp32."""
+        is_slow = positions_T.device.type == "cpu"  # so that a step of few tokens notices eight operations
+        cos_TF, sin_TF = (self._looked_up if is_slow else self._computed)(positions_T, dtype)
+        return cos_TF.unsqueeze(1), sin_TF.unsqueeze(1)
+
+    def _looked_up(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        try:
+            cos_LF, sin_LF = self._tables[dtype]
+            return cos_LF.index_select(0, positions_T), sin_LF.index_select(0, positions_T)
+        except (KeyError, IndexError):
+            cos_LF, sin_LF = self._tables[dtype] = self._grown(int(positions_T.max()), dtype)
+            return cos_LF.index_select(0, positions_T), sin_LF.index_select(0, positions_T)
+
+    @torch.inference_mode(False)  # training reads them, too
+    def _grown(self, position: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables that have at least this position, and as they were where they had been."""
+        tables = self._tables.get(dtype) or (torch.empty(0, self._dim // 2, dtype=dtype),) * 2
+        parts = [tables]
+        for first in range(len(tables[0]), max(position + 1, 2 * len(tables[0])), _AT_ONCE):
+            parts.append(self._computed(torch.arange(first, first + _AT_ONCE), dtype))
+        cos_LF, sin_LF = (torch.cat(part) for part in zip(*parts, strict=True))
+        return cos_LF, sin_LF
+
+    def _computed(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         frequencies = self._frequencies_F
         if self._scaling.kind == "dynamic":
             frequencies = self._dynamic_frequencies(positions_T)
         angles_TF = positions_T.float().unsqueeze(-1) * frequencies
         cos_TF, sin_TF = angles_TF.cos() * self._amplitude, angles_TF.sin() * self._amplitude
-        return cos_TF.to(dtype).unsqueeze(1), sin_TF.to(dtype).unsqueeze(1)
+        return cos_TF.to(dtype), sin_TF.to(dtype)
 
     def _dynamic_frequencies(self, positions_T: Tensor) -> Tensor:
         """Dynamic NTK: beyond the trained range the base grows with the length of the sequence.

@@ -26,8 +26,9 @@ struct ProductCall {
     // the rows: the step's tokens
     const bf16* x;           // (rows, inputs); SILU: (rows, 2 inputs), gates and then ups
     const bf16* residual;    // (rows, outputs) to add, or null; may be `out`
-    bf16* out;               // (rows, outputs)
+    void* out;               // (rows, outputs): bf16, or floats that bf16 has
     int64_t out_stride;      // from row to row of both
+    int32_t is_wide;         // they are floats
     int64_t tile_rows;       // from so many rows on by tiles.h, where there are such units
 };
 
@@ -78,21 +79,27 @@ inline void prepared(const ProductCall& p, int64_t row, float* y) {
 
 // ---- what a result becomes, of sixteen outputs of one row ----
 
-inline void put(Floats value, const bf16* bias, const bf16* residual, bf16* out) {
+inline Halves finished(Floats value, const bf16* bias, const bf16* residual) {
     if (bias) value += widen(load<Halves>(bias));
     if (residual) value = widen(narrow(value)) + widen(load<Halves>(residual));
-    store(out, narrow(value));
+    return narrow(value);
 }
 
 inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) {
     const int64_t count = p.outputs - first, place = row * p.out_stride + first;
-    if (count >= LANES)
-        return put(value, p.bias ? p.bias + first : nullptr, p.residual ? p.residual + place : nullptr, p.out + place);
-    bf16 bias[LANES] = {}, residual[LANES] = {}, out[LANES];  // a panel that is not full
+    bf16* out = static_cast<bf16*>(p.out) + place;
+    float* wide = static_cast<float*>(p.out) + place;
+    if (count >= LANES) {
+        const Halves done = finished(value, p.bias ? p.bias + first : nullptr, p.residual ? p.residual + place : nullptr);
+        return p.is_wide ? store(wide, widen(done)) : store(out, done);
+    }
+    bf16 bias[LANES] = {}, residual[LANES] = {};  // a panel that is not full
     if (p.bias) std::copy_n(p.bias + first, count, bias);
     if (p.residual) std::copy_n(p.residual + place, count, residual);
-    put(value, p.bias ? bias : nullptr, p.residual ? residual : nullptr, out);
-    std::copy_n(out, count, p.out + place);
+    const Halves done = finished(value, p.bias ? bias : nullptr, p.residual ? residual : nullptr);
+    for (int64_t i = 0; i < count; i++)
+        if (p.is_wide) wide[i] = widen(bf16(done[i]));
+        else out[i] = done[i];
 }
 
 constexpr int BLOCK_ROWS = 96;  // of one walk over the panels: their inputs stay in the second cache

@@ -72,6 +72,7 @@ class ProductCall(ctypes.Structure):
         ("residual", c_void_p),
         ("out", c_void_p),
         ("out_stride", c_int64),
+        ("is_wide", c_int32),
         ("tile_rows", c_int64),
     )
 

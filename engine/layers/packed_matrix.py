@@ -205,7 +205,7 @@ class PackedMatrix:
         before: Before | None,
         residual_TO: Tensor | None,
     ) -> Iterable[ProductCall]:
-        """The same for a program, with the step's tokens as rows; `out_TO` may be the residual."""
+        """The same for a program, with the step's tokens as rows; `out_TO` may be the residual, or of fp32."""
         norm = before if isinstance(before, RMSNorm) else None
         first = 0
         for part in self._parts:
@@ -222,6 +222,7 @@ class PackedMatrix:
                 x=x_TI.data_ptr(),
                 out=_from(out_TO, first),
                 out_stride=self.num_outputs,
+                is_wide=out_TO.dtype == torch.float32,
                 tile_rows=self.tile_rows,
                 **{name: tensor.data_ptr() for name, tensor in part.tensors.items()},
             )

@@ -13,9 +13,9 @@ from torch import Tensor
 from engine.attention.cpu_heads import StepRows, attention_call, rotary_call
 from engine.batch.batch import Batch
 from engine.cpu.library import Kernels, Program
-from engine.cpu.structs import Call, ProductCall, RotaryCall
+from engine.cpu.structs import Call, ProductCall, RotaryCall, Step
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, GatedSiLU, Linear, RowParallelLinear
+from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.gated_mlp import GatedMLP
@@ -120,6 +120,28 @@ class CompiledLayers:
         yield from _products(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
         yield from _products(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
         yield from _products(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)
+
+
+class CompiledHead:
+    """The last norm and the head of a rank that is alone, whose matrix is packed. Owned by the step thread."""
+
+    def __init__(self, kernels: Kernels, head: Linear, norm: RMSNorm) -> None:
+        self._packed = _packed(head)
+        nowhere = torch.empty(1, self._packed.num_outputs, dtype=torch.float32)
+        self._calls = list(_products(head, torch.empty(0, dtype=torch.bfloat16), nowhere, before=norm))
+        self._places = [call.out - nowhere.data_ptr() for call in self._calls]
+        self._program = Program(kernels, self._calls)
+
+    def __call__(self, x_RE: Tensor) -> Tensor:
+        """The logits (R, V) in fp32, rounded to bf16 as the other ways round them. x_RE: contiguous bf16."""
+        logits_RV = torch.empty(len(x_RE), self._packed.num_outputs, dtype=torch.float32)
+        for call, place in zip(self._calls, self._places, strict=True):
+            call.x, call.out = x_RE.data_ptr(), logits_RV.data_ptr() + place
+        self._program.run(Step(tokens=len(x_RE)))
+        return logits_RV
+
+    def is_quickest(self, num_rows: int) -> bool:
+        return num_rows < self._packed.torch_rows
 
 
 def can_compile(layers: Sequence[DecoderLayer]) -> bool:

@@ -28,10 +28,11 @@ from engine.batch.device_batch import DeviceBatch
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, is_plain
+from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model import decoder_layer, experts, gated_mlp, latent_layer
-from engine.model.cpu_program import CompiledLayers, can_compile
+from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
 from engine.model.taps import Taps
@@ -94,6 +95,9 @@ class Transformer:
             self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)
         self._compiled: CompiledLayers | None = None
+        self._compiled_head: CompiledHead | None = None
+        if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
+            self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         self._flashinfer: FlashInfer | None = None
         self._shares_heads = False  # long rows are attended to by torch
         if reader.kernels and reader.measured and not config.latent:
@@ -200,6 +204,8 @@ class Transformer:
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """Of what the last layer leaves, not normed: (R, V) in fp32, on every rank."""
+        if self._compiled_head and self._compiled_head.is_quickest(len(x_RE)):
+            return self._compiled_head(x_RE.contiguous())
         return self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size).float()
 
     def head(self, x_RE: Tensor) -> Tensor:
