@@ -22,10 +22,10 @@ from engine.kernels.eight_bits import as_bytes
 from engine.kernels.wire import reference_pack_kv, reference_unpack_kv
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
+from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model import cpu_program, transformer
-from engine.model.cpu_program import can_compile
+from engine.model.cpu_program import CompiledHead, can_compile
 from tests.disks import FakeDisk
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
@@ -226,6 +226,18 @@ def test_all_layers_at_once_are_each_layer_alone(
         torch.testing.assert_close(got, wanted, atol=0, rtol=0)
         assert told == [0, 1, 2]
     assert compiled == [True]
+
+
+@pytest.mark.parametrize("num_outputs", [48, 33])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_logits_are_the_heads_products(kernels: Kernels, kind: str, num_outputs: int) -> None:
+    """Bit by bit, of more rows than before and of fewer."""
+    matrix = getattr(PackedMatrix, kind)(kernels, random(num_outputs, 40, seed=1))
+    head, norm = Linear(matrix), RMSNorm(random(40, seed=3), 1e-5)
+    compiled = CompiledHead(kernels, head, norm)
+    for num_rows in (1, 13, 2, 0):
+        x_RE = random(num_rows, 40, seed=num_rows)
+        torch.testing.assert_close(compiled(x_RE), head(x_RE, before=norm).float(), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("num_logits", [(1, 0, 1, 3), (0, 0, 0, 0)])
