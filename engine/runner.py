@@ -16,6 +16,7 @@ from cluster.words.errors import RequestError, SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig, num_blocks_for
+from engine.cpu.huge_pages import populate
 from engine.cpu.library import open_copies, open_kernels
 from engine.cpu.measured_ways import MeasuredWays
 from engine.decode_graphs import Capture, CudaCapture
@@ -122,6 +123,8 @@ class ModelRunner:
             num_blocks = self._num_blocks(config, gauge, make_capture, weights=gauge.allocated() - before)
         # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
         self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device, num_spare=config.max_running)
+        if self.device.type == "cpu":
+            populate([*self.pool.codes, *self.pool.scales])
         if self.heads:
             self.heads.attach(self.pool)
         self._recorded: RecordedSteps | None = None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
+
 import torch
 
-from engine.cpu.huge_pages import HugePages
+from engine.cpu.huge_pages import HugePages, populate
+from engine.kv.pool import lazy_zeros
 
 
 def test_copies_hold_their_numbers_and_begin_at_a_line() -> None:
@@ -22,3 +26,14 @@ def test_copies_hold_their_numbers_and_begin_at_a_line() -> None:
     copies[1].fill_(-1)
     torch.testing.assert_close(copies[0], given[0], atol=0, rtol=0)
     torch.testing.assert_close(copies[2], given[2], atol=0, rtol=0)
+
+
+def test_a_populated_tensor_is_mapped_and_keeps_its_numbers() -> None:
+    tensor = lazy_zeros((40 << 20,), torch.uint8)
+    tensor[5 << 20] = 7
+    populate([tensor, torch.empty(0), torch.ones(3)])
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    tensor[:: mmap.PAGESIZE] += 1
+    num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert num_faults < 10, "of 20 pages of 2 MiB, or 10,240 small ones"
+    assert tensor[5 << 20] == 8 and int(tensor.sum()) == (40 << 20) // mmap.PAGESIZE + 7
