@@ -6,6 +6,7 @@ import mmap
 import resource
 
 import torch
+from torch import Tensor
 
 from engine.cpu.huge_pages import HugePages, populate
 from engine.kv.pool import lazy_zeros
@@ -29,11 +30,15 @@ def test_copies_hold_their_numbers_and_begin_at_a_line() -> None:
 
 
 def test_a_populated_tensor_is_mapped_and_keeps_its_numbers() -> None:
-    tensor = lazy_zeros((40 << 20,), torch.uint8)
-    tensor[5 << 20] = 7
-    populate([tensor, torch.empty(0), torch.ones(3)])
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    tensor[:: mmap.PAGESIZE] += 1
-    num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-    assert num_faults < 10, "of 20 pages of 2 MiB, or 10,240 small ones"
-    assert tensor[5 << 20] == 8 and int(tensor.sum()) == (40 << 20) // mmap.PAGESIZE + 7
+    def num_faults(tensor: Tensor) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        tensor[:: mmap.PAGESIZE] += 1
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    untouched, populated = (lazy_zeros((40 << 20,), torch.uint8) for _ in range(2))
+    populated[5 << 20] = 7
+    populate([populated, torch.empty(0), torch.ones(3)])
+    assert num_faults(untouched) >= 20, "of as many pages of 2 MiB, or of 10,240 small ones"
+    assert num_faults(populated) < 10
+    assert populated[5 << 20] == 8
+    assert int(populated.sum()) == (40 << 20) // mmap.PAGESIZE + 7
