@@ -24,6 +24,7 @@ from engine.batch.rows import Row, RowChanges
 from engine.decoding import Decoding
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
+from engine.next_tokens import DecodingRows, NextTokens
 from engine.orders import Orders
 from engine.prompts import KVSource, Prompt, PromptQueue
 from engine.sampling import Sampled, SamplingRow
@@ -729,8 +730,8 @@ def _one_token_more(self: PromptQueue, prompt: Prompt, num_tokens: int) -> None:
     _fetched(self, prompt, num_tokens + 1)
 
 
-def _without_room(self: Decoding) -> list[TokenSequence]:
-    return list(self.running)
+def _without_room(self: Decoding) -> NextTokens:
+    return NextTokens(DecodingRows(self.running))
 
 
 def _reuse_the_scored(self: TokenSequence, num_tokens: int) -> int:
