@@ -811,6 +811,7 @@ _fed_tokens, _complete = ahead.fed_tokens, Engine.complete
         (SamplingRow, "position", property(lambda self: len(self.tokens))),
         (TokenSequence, "computed", _all_that_was_computed),
         (TokenSequence, "num_coming", property(lambda self: 0)),
+        (KeptRows, "end_before", lambda self, ends: True),
     ],
 )
 def test_a_fault_of_steps_that_run_ahead_is_found(
