@@ -17,7 +17,6 @@ from engine.next_tokens import NextTokens
 from engine.scoring import ScoredRow
 from engine.sequence import Sequence
 
-
 _NONE = np.zeros(0, dtype=np.int64)
 
 

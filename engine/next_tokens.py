@@ -21,7 +21,7 @@ class DecodingRows:
         self.next_ones = [(one, 1) for one in self.sequences]
         self.sampling_rows = [one.sampling_row for one in self.sequences]
         self.masked = [one for one in self.sequences if one.sampling_row.mask is not None]
-        # Of all others no step asks whether it may be followed before its tokens are known.
+        # Those that a step may have to wait for before the next is planned; of the others none is asked.
         self.readers = [row for row in self.sampling_rows if row.may_read_tokens]
         self.numbers_R = np.arange(len(self.sequences))
         self.ones_R = np.ones(len(self.sequences), dtype=np.int64)
@@ -44,7 +44,7 @@ class NextTokens:
     @property
     def may_be_over(self) -> bool:
         """One of them ends with the token that is coming."""
-        return np.count_nonzero(self.ends_R >= self.rows.lasts_R) > 0
+        return bool(np.count_nonzero(self.ends_R >= self.rows.lasts_R))
 
     def token_ids(self) -> Ints:
         """(R,) 0 for one that is coming."""

@@ -155,8 +155,8 @@ class Sequence:
 
     def seal(self, blocks: BlockManager) -> None:
         """Let others find the blocks that are full: `seals_at` positions are computed, or more."""
-        first, num_full, hashes = self.seals_at // self.block_size - 1, self.num_computed // self.block_size, self.hashes()
-        for number in range(first, num_full):
+        num_full, hashes = self.num_computed // self.block_size, self.hashes()
+        for number in range(self.seals_at // self.block_size - 1, num_full):
             blocks.seal(self.blocks[number], hashes[number])
         self.seals_at = (num_full + 1) * self.block_size
 

@@ -112,7 +112,7 @@ class KeptRows:
 
     def end_before(self, ends: Ints) -> bool:
         """Every row of the last step has ended one position before this."""
-        return len(ends) == len(self) == np.count_nonzero(self._ends_R + 1 == ends)
+        return len(ends) == len(self) and bool((self._ends_R + 1 == ends).all())
 
     def apply(self, changes: RowChanges, fed: FedTokens | None = None) -> Batch:
         """The batch of the next step. While its rows stay where they are, so does the array of their block tables."""
