@@ -166,10 +166,17 @@ class Engine(Generic[Logits]):
         for sequence, token in step.known:
             if token.finish_reason:
                 self._finished(sequence)
-        running, sampled = self.decoding.running, result.sampled
         if self._drafting.is_on:
             self._drafting.computed(step.decoding, step.drafts, num_tokens=step.num_tokens)
-        for sequence, num_tokens in step.decoding:  # a row with no more news than one token costs no call but for that
+        self._complete_rows(step, chosen, result)
+        if step.prompts:
+            self._complete_prompts(step, chosen, result)
+        return result
+
+    def _complete_rows(self, step: ScheduledStep, chosen: Iterator[Chosen | None], result: StepResult) -> None:
+        """A row with no more news than its next token costs no call but for the making of that."""
+        running, sampled = self.decoding.running, result.sampled
+        for sequence, num_tokens in step.decoding:
             if step.drafts and (draft := step.drafts.get(sequence)):
                 self._verify(step, sequence, num_tokens, draft, chosen, result)
                 continue
@@ -189,9 +196,6 @@ class Engine(Generic[Logits]):
             sampled.append((sequence, SampledToken(token_id, logprob, reason)))
             if reason:
                 self._finished(sequence)
-        if step.prompts:
-            self._complete_prompts(step, chosen, result)
-        return result
 
     def _verify(
         self,

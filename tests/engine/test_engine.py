@@ -731,7 +731,7 @@ def _one_token_more(self: PromptQueue, prompt: Prompt, num_tokens: int) -> None:
 
 
 def _without_room(self: Decoding) -> NextTokens:
-    return NextTokens(DecodingRows(self.running))
+    return NextTokens(DecodingRows(list(self.running)))
 
 
 def _reuse_the_scored(self: TokenSequence, num_tokens: int) -> int:

@@ -89,7 +89,7 @@ def test_a_row_without_news_costs_no_call_but_for_its_token(runs_ahead: bool) ->
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_news_are_told_of_the_row_that_has_them(runs_ahead: bool) -> None:
     """One ends by a stop token, one by its length, one fills a block, which others find from then on."""
-    asked = [{"stop_token_ids": (0,), "min_tokens": 5}, {"max_tokens": 7}, {}]
+    asked: list[dict[str, Any]] = [{"stop_token_ids": (0,), "min_tokens": 5}, {"max_tokens": 7}, {}]
     engine = engine_of([sequence_of(str(i), _LENGTH, **one) for i, one in enumerate(asked)], runs_ahead=runs_ahead)
     said: dict[str, list[SampledToken]] = {}
     while len(said.get("2", ())) < 2 * _BLOCK - _LENGTH:
