@@ -20,14 +20,10 @@ from engine.step import ScheduledStep
 
 def may_be_followed(step: ScheduledStep, running: Collection[Sequence]) -> bool:
     """Whether the next step can be planned before this one's tokens are known, and has something to compute."""
-    if (
-        step.prompts
-        or step.known
-        or step.drafts
-        or any(sequence.sampling_row.reads_tokens for sequence, _ in step.decoding)
-    ):
+    planned = step.next_tokens
+    if planned is None or any(row.reads_tokens for row in planned.rows.readers):
         return False
-    return any(sequence in running and not sequence.ends_with_next for sequence, _ in step.decoding)
+    return any(sequence in running and not sequence.ends_with_next for sequence in planned.rows.sequences)
 
 
 def expect(step: ScheduledStep, running: Collection[Sequence]) -> list[Sequence]:
@@ -41,6 +37,9 @@ def expect(step: ScheduledStep, running: Collection[Sequence]) -> list[Sequence]
 def fed_tokens(step: ScheduledStep, behind: ScheduledStep) -> FedTokens | None:
     """The tokens that `step` computes and `behind` chooses."""
     assert behind.sampled
+    if step.next_tokens and behind.next_tokens and step.next_tokens.rows is behind.next_tokens.rows:  # mostly
+        rows_R = step.next_tokens.rows.numbers_R
+        return FedTokens(token_ids=behind.sampled.token_ids, sources=rows_R, places=rows_R)
     place_of = {sequence: place for place, (sequence, _) in enumerate(behind.decoding)}
     begins, sources, places = 0, list[int](), list[int]()
     for sequence, num_tokens in step.decoding:

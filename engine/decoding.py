@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Set
 
 from engine.kv.block_manager import BlockManager
+from engine.next_tokens import DecodingRows, NextTokens
 from engine.sequence import Sequence
 
 
@@ -24,6 +25,7 @@ class Decoding:
         self.num_preemptions = 0
         self._blocks = blocks
         self._max_blocks = max_blocks
+        self._rows = DecodingRows(())  # of the last step
 
     def start(self, sequence: Sequence) -> None:
         """It has its next token. It decodes from now on; without blocks, it first computes its KV again."""
@@ -38,17 +40,27 @@ class Decoding:
         if sequence in self.preempted:
             self.preempted.remove(sequence)
 
-    def make_room(self) -> list[Sequence]:
-        """Those that go on, each with a block for its next token; the youngest are preempted where that needs it."""
+    def make_room(self) -> NextTokens:
+        """Of those that go on, each with a block for it; the youngest are preempted where that needs it."""
         if self._max_blocks is not None:
             self._keep_to(self._max_blocks)
-        kept, num_kept = [one for one in self.running if not (one.sampling_row.num_coming and one.ends_with_next)], 0
-        growing = [
-            one for one in kept if len(one.tokens) + one.sampling_row.num_coming > len(one.blocks) * one.block_size
-        ]  # few
-        wanted = [(one.blocks, one.num_blocks_for(len(one.tokens) + one.sampling_row.num_coming)) for one in growing]
-        if all(self._blocks.extend(blocks, num_blocks) for blocks, num_blocks in wanted):
-            return kept
+        planned = self._next_tokens(list(self.running))
+        if planned.may_be_over:
+            planned = self._next_tokens([one for one in self.running if not (one.num_coming and one.ends_with_next)])
+        sequences = planned.rows.sequences
+        tables = [(sequences[row].blocks, place) for row, place in planned.first_of_blocks]
+        if self._blocks.extend_each([table for table, place in tables if len(table) == place]):
+            return planned
+        return self._next_tokens(self._preempt_for_room(list(sequences)))
+
+    def _next_tokens(self, sequences: list[Sequence]) -> NextTokens:
+        if sequences != self._rows.sequences:  # mostly, they are those of the step before
+            self._rows = DecodingRows(sequences)
+        return NextTokens(self._rows)
+
+    def _preempt_for_room(self, kept: list[Sequence]) -> list[Sequence]:
+        """Those that are left, each with a block for its next token."""
+        num_kept = 0
         while num_kept < len(kept):
             sequence = kept[num_kept]
             num_tokens, blocks = len(sequence.tokens) + sequence.num_coming, sequence.blocks

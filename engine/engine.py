@@ -166,26 +166,36 @@ class Engine(Generic[Logits]):
         for sequence, token in step.known:
             if token.finish_reason:
                 self._finished(sequence)
-        running = self.decoding.running
-        self._drafting.computed(step.decoding, step.drafts, num_tokens=step.num_tokens)
+        if self._drafting.is_on:
+            self._drafting.computed(step.decoding, step.drafts, num_tokens=step.num_tokens)
+        self._complete_rows(step, chosen, result)
+        if step.prompts:
+            self._complete_prompts(step, chosen, result)
+        return result
+
+    def _complete_rows(self, step: ScheduledStep, chosen: Iterator[Chosen | None], result: StepResult) -> None:
+        """A row with no more news than its next token costs no call but for the making of that."""
+        running, sampled = self.decoding.running, result.sampled
         for sequence, num_tokens in step.decoding:
             if step.drafts and (draft := step.drafts.get(sequence)):
                 self._verify(step, sequence, num_tokens, draft, chosen, result)
                 continue
-            choice = next(chosen)
+            choice, reason, tokens = next(chosen), None, sequence.tokens
             if sequence not in running:
                 continue
-            sequence.computed(num_tokens, self.blocks)
+            sequence.num_computed += num_tokens
+            if sequence.num_computed >= sequence.seals_at:
+                sequence.seal(self.blocks)
             if choice is None:
                 self._fail(sequence, result)
                 continue
-            token = sequence.append(*choice)
-            result.sampled.append((sequence, token))
-            if token.finish_reason:
+            token_id, logprob = choice
+            tokens.append(token_id)
+            if len(tokens) >= sequence.last_token or token_id in sequence.stops:
+                reason = sequence.finish_reason()
+            sampled.append((sequence, SampledToken(token_id, logprob, reason)))
+            if reason:
                 self._finished(sequence)
-        if step.prompts:
-            self._complete_prompts(step, chosen, result)
-        return result
 
     def _verify(
         self,
@@ -232,23 +242,26 @@ class Engine(Generic[Logits]):
         fetched = self.prompts.take_fetched()
         for prompt in fetched:
             prompt.sequence.release(self.blocks)
-        decoding = self.decoding.make_room()
+        planned = self.decoding.make_room()
+        decoding = planned.rows.sequences
         preempted = self.decoding.preempted
         while preempted and self._admission.may_go_on(preempted[0]):
             if not allocate(preempted[0], self.blocks):
                 break
             self.prompts.restart(preempted.popleft())
         budget = self._config.max_batch_tokens - len(decoding)
-        known = take_known(decoding, budget, self.blocks)
+        known = take_known(planned.rows.masked, budget, self.blocks)
         prompts = self.prompts.chunks(budget - len(known), self._admission.in_time())
         over = {sequence for sequence, token in known if token.finish_reason}
-        going_on = [(one, len(one.tokens) - one.num_computed) for one in decoding if one not in over]
+        going_on = [(one, one.num_missing) for one in decoding if one not in over] if known else planned.rows.next_ones
         whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]
         rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
+        drafts = self._drafts(going_on, prompts, whole) if self._drafting.is_on else {}
         return ScheduledStep(
             decoding=going_on,
             prompts=prompts,
-            drafts=self._drafts(going_on, prompts, whole) if self._drafting.is_on else {},
+            next_tokens=None if prompts or known or drafts else planned,
+            drafts=drafts,
             whole=whole,
             last_rows=self._last_rows,
             scored=[row for row in rows if row],

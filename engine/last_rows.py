@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch.batch import Batch, KeptRows
+from engine.batch.batch import Batch, FedTokens, KeptRows
 from engine.batch.rows import Ints, Row, RowChanges, num_blocks
+from engine.next_tokens import NextTokens
 from engine.scoring import ScoredRow
 from engine.sequence import Sequence
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class LastRows:
@@ -62,9 +65,27 @@ class LastRows:
         )
         return _with_rows(changes, RowChanges.of(branches, block_size=self._block_size)) if branches else changes
 
-    def apply(self, changes: RowChanges) -> Batch:
+    def next_tokens(self, planned: NextTokens) -> RowChanges | None:
+        """From the last step to one that computes these, and nothing else. None where it is not one token more of each
+        row of the last step."""
+        rows = planned.rows
+        tables = [sequence.blocks for sequence in rows.sequences]
+        if rows.sequences != self._sequences or tables != self._tables or not self._kept.end_before(planned.ends_R):
+            return None
+        return RowChanges(
+            number=self._kept.number + 1,
+            kept=rows.numbers_R,
+            query_lens=rows.ones_R,
+            num_logits=rows.ones_R,
+            starts=_NONE,
+            adapters=_NONE,
+            token_ids=planned.token_ids(),
+            blocks=np.array([tables[row][place] for row, place in planned.first_of_blocks], dtype=np.int64),
+        )
+
+    def apply(self, changes: RowChanges, fed: FedTokens | None = None) -> Batch:
         """The batch of that step."""
-        return self._kept.apply(changes)
+        return self._kept.apply(changes, fed)
 
     def _places(self, sequences: list[Sequence], tables: list[list[int]], starts: Ints) -> Ints:
         """Which row of the last step each goes on from; -1: none, or from another position or with other blocks."""

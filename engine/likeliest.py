@@ -39,12 +39,13 @@ def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Te
 def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Tensor, Tensor]:
     num_rows, vocabulary = logits_RV.shape
     row_R = np.zeros(num_rows, dtype=CHOICE_ROW)
-    row_R["logits"] = logits_RV.data_ptr() + logits_RV.stride(0) * logits_RV.itemsize * np.arange(num_rows)
+    first, row_bytes = logits_RV.data_ptr(), logits_RV.stride(0) * logits_RV.itemsize
+    row_R["logits"] = np.arange(num_rows) * row_bytes + first
     if penalties:
         row_R["penalties"][list(penalties)] = [penalty.address for penalty in penalties.values()]
     threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
-    kernels.choose(byref(TokenChoices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=threads)))
-    return torch.from_numpy(row_R["greatest"].copy()), torch.from_numpy(row_R["most"].copy())
+    kernels.choose(byref(TokenChoices(row_R.ctypes.data, num_rows, vocabulary, threads)))
+    return torch.from_numpy(row_R["greatest"]), torch.from_numpy(row_R["most"])
 
 
 def penalise(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> None:

@@ -54,11 +54,12 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
     in order. Log-probabilities are those of the logits as given, before anything here changes them.
     """
     logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
-    asking = [(i, row) for i, row in enumerate(rows) if not row.is_plain]
+    asking = [(i, row) for i, row in enumerate(rows) if row.asks_more or (row.mask is not None and row.is_masked)]
     telling = [(i, row) for i, row in asking if row.sampling.num_logprobs is not None]
     told_NV = logits_RV[_numbers(telling, logits_RV.device)] if telling else None
-    _forbid(logits_RV, asking)
-    _apply_rules(logits_RV, [(i, row, row.ruled) for i, row in asking if row.ruled is not None])
+    if asking:
+        _forbid(logits_RV, asking)
+        _apply_rules(logits_RV, [(i, row, row.ruled) for i, row in asking if row.ruled is not None])
     ids_R = choose_by_kernel(logits_RV, asking) if logits_RV.is_cuda else choose_by_torch(logits_RV, asking)
     found: tuple[Tensor, ...] = ()
     if told_NV is not None:

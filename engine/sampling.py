@@ -89,14 +89,14 @@ class SamplingRow:
     num_coming: int = field(default=0, init=False)
     is_contradicted: bool = field(default=False, init=False)  # a sampler has found that what is asked leaves no token
     has_penalties: bool = field(init=False, repr=False)
-    _is_plain: bool = field(init=False, repr=False)
+    asks_more: bool = field(init=False, repr=False)  # than for the greatest logit, but for what its mask asks
     _reads_tokens: bool = field(init=False, repr=False)
     _filters: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _penalties: Penalties | None = field(default=None, init=False, repr=False)
     _early_stops: NDArray[np.int64] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._is_plain = self.sampling.is_plain
+        self.asks_more = not self.sampling.is_plain
         if self.ruled is None and self.sampling.token_rules is not None:
             self.ruled = RuledTokens(self.sampling.token_rules)
         self.has_penalties = self.sampling.has_penalties
@@ -105,7 +105,7 @@ class SamplingRow:
     @property
     def is_plain(self) -> bool:
         """The greatest logit is all that is asked for."""
-        return self._is_plain and not self.is_masked
+        return not (self.asks_more or self.is_masked)
 
     @property
     def is_masked(self) -> bool:
@@ -116,6 +116,11 @@ class SamplingRow:
     def position(self) -> int:
         """Of the token to be chosen."""
         return len(self.tokens) + self.num_coming
+
+    @property
+    def may_read_tokens(self) -> bool:
+        """Sooner or later, `reads_tokens`."""
+        return self._reads_tokens or self.mask is not None
 
     @property
     def reads_tokens(self) -> bool:

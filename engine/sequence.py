@@ -63,14 +63,14 @@ class Sequence:
         # It ends with so many at the latest.
         self.last_token = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
         self.drafts: DraftTally | None = None  # since somebody took it; None where nothing is drafted
-        self._stops = request.sampling.stop_token_ids
+        self.stops = frozenset(request.sampling.stop_token_ids)
         self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
         self.keeps_blocks = False  # somebody else reads them: none of its table gives way to another
         self.block_size = block_size
         self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)
         self._hashes = list(hashes)  # of the full blocks of `tokens`, as far as they have been asked for
-        self._num_sealed = 0
+        self.seals_at = block_size  # with so many positions computed, a block is full that nobody can find yet
         self._depth = 0  # of the first block that was not to be found when somebody last looked
 
     @property
@@ -144,31 +144,34 @@ class Sequence:
     def start_with(self, blocks: list[int], num_cached: int) -> None:
         """Take a block table whose first `num_cached` blocks hold this sequence's prefix already."""
         self.blocks = blocks
-        self._num_sealed = num_cached
         self.num_computed = num_cached * self.block_size
+        self.seals_at = self.num_computed + self.block_size
 
     def computed(self, num_tokens: int, blocks: BlockManager) -> None:
         """The KV of the next `num_tokens` positions is in the pool: let others find the blocks that became full."""
         self.num_computed += num_tokens
-        if self.num_computed < (self._num_sealed + 1) * self.block_size:  # mostly
-            return
+        if self.num_computed >= self.seals_at:
+            self.seal(blocks)
+
+    def seal(self, blocks: BlockManager) -> None:
+        """Let others find the blocks that are full: `seals_at` positions are computed, or more."""
         num_full, hashes = self.num_computed // self.block_size, self.hashes()
-        while self._num_sealed < min(num_full, len(hashes)):
-            blocks.seal(self.blocks[self._num_sealed], hashes[self._num_sealed])
-            self._num_sealed += 1
+        for number in range(self.seals_at // self.block_size - 1, num_full):
+            blocks.seal(self.blocks[number], hashes[number])
+        self.seals_at = (num_full + 1) * self.block_size
 
     def append(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
         """Take the next token, and say whether it is the last."""
-        tokens, reason = self.tokens, None
-        tokens.append(token_id)
-        if len(tokens) >= self.last_token or token_id in self._stops:  # mostly not
-            reason = self._finish_reason(token_id, len(tokens))
-        return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)
+        self.tokens.append(token_id)
+        return SampledToken(token_id, logprob, self.finish_reason())
 
     def peek(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
         """What `append` would say of this token."""
-        reason = self._finish_reason(token_id, len(self.tokens) + 1)
-        return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)
+        return SampledToken(token_id, logprob, self._finish_reason(token_id, len(self.tokens) + 1))
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ends with its last token; None: it goes on."""
+        return self._finish_reason(self.tokens[-1], len(self.tokens))
 
     def _finish_reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
         return finish_reason(
@@ -192,7 +195,7 @@ class Sequence:
             return None
         blocks.share(self.blocks[:num_full])
         twin.blocks = self.blocks[:num_full] + own
-        twin.num_computed, twin._num_sealed, twin._hashes = self.num_computed, self._num_sealed, list(self._hashes)
+        twin.num_computed, twin.seals_at, twin._hashes = self.num_computed, self.seals_at, list(self._hashes)
         return twin, (self.blocks[num_full], own[0]) if own else None
 
     def without_blocks(self, choice: int) -> Sequence:
@@ -238,4 +241,4 @@ class Sequence:
         blocks.free(self.blocks)
         self.blocks = []
         self.sampling_row.num_coming = 0  # that token is chosen again
-        self.num_computed = self._num_sealed = 0
+        self.num_computed, self.seals_at = 0, self.block_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +12,7 @@ from cluster.words.request import SampledToken
 from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import Row, RowChanges
 from engine.last_rows import LastRows
+from engine.next_tokens import NextTokens
 from engine.orders import Orders
 from engine.prompts import Prompt
 from engine.sampling import Sampled, SamplingRow
@@ -29,6 +30,7 @@ class ScheduledStep:
     decoding: list[tuple[Sequence, int]]  # each computes its last tokens: one, and those that were known
     prompts: list[tuple[Prompt, int]]  # and how many tokens of each
     last_rows: LastRows
+    next_tokens: NextTokens | None = None  # where it computes these, and nothing else
     drafts: Mapping[Sequence, Draft] = field(default_factory=dict)  # what some of those that decode compute beyond
     whole: list[Prompt] = field(default_factory=list)  # of these, those of which nothing is missing then
     scored: list[ScoredRow] = field(default_factory=list)  # of the prompts that ask for it
@@ -54,6 +56,8 @@ class ScheduledStep:
         """Whose next token is to be chosen: that of every sequence that decodes; then, for each prompt that is whole,
         one for every choice. And where the logits of each are; None: in this order. Of a row with a draft, also what
         follows each drafted token, and each of its branches, but where that must wait for the choice before it."""
+        if self.next_tokens:  # mostly
+            return self.next_tokens.rows.sampling_rows, None
         if self.drafts:
             return self._sampling_rows_with_drafts()
         rows = [sequence.sampling_row for sequence, _ in self.decoding]
@@ -122,6 +126,8 @@ class ScheduledStep:
     @cached_property
     def changes(self) -> RowChanges:
         """What is different from the rows of the step before; made when a runner asks for it, or for the batch."""
+        if self.next_tokens and (changes := self.last_rows.next_tokens(self.next_tokens)):
+            return changes
         sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
         num_tokens = [num_tokens for _, num_tokens in (*self.decoding, *self.prompts)]
         drafts = {row: self.drafts[one].tokens for row, (one, _) in enumerate(self.decoding) if one in self.drafts}
@@ -129,8 +135,7 @@ class ScheduledStep:
 
     @cached_property
     def batch(self) -> Batch:
-        batch = self.last_rows.apply(self.changes)
-        return replace(batch, fed=self.fed) if self.fed else batch
+        return self.last_rows.apply(self.changes, self.fed)
 
 
 @dataclass(frozen=True, slots=True)

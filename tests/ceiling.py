@@ -16,6 +16,7 @@ from typing import Any
 from cluster.worker import moves, replica_service
 from cluster.worker.step_loop import StepLoop
 from engine.decoding import Decoding
+from engine.next_tokens import DecodingRows, NextTokens
 from engine.sequence import Sequence
 
 
@@ -36,8 +37,9 @@ class Ceiling:
         """In this process; `replace` puts a function in another's place."""
         make_room = Decoding.make_room
 
-        def make_room_below(decoding: Decoding) -> list[Sequence]:
-            return [sequence for sequence in make_room(decoding) if not self._holds(sequence)]
+        def make_room_below(decoding: Decoding) -> NextTokens:
+            sequences = make_room(decoding).rows.sequences
+            return NextTokens(DecodingRows([sequence for sequence in sequences if not self._holds(sequence)]))
 
         replace(Decoding, "make_room", make_room_below)
         replace(moves, "is_quicker_to_ship", lambda **_: True)

@@ -158,6 +158,7 @@ def _host_lines(result: dict[str, Any]) -> list[str]:
         f"beside the forward pass, {result['threads']} threads, a vocabulary of {result['vocabulary']}",
         *(
             f"batch {row['batch']:4}, context {row['context']:6}: {row['host_ms']:7.3f} ms a step, "
+            f"{row['ahead_ms']:7.3f} where steps run ahead (of 0.25 ms each: a device idle for {row['idle_ms']:.3f}), "
             f"{row['greedy_ms']:7.3f} with the search for the likeliest, {row['penalty_ms']:7.3f} more with a "
             f"repetition penalty, {row['rank_bytes']} bytes to each other rank"
             for row in result["host"]

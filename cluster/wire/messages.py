@@ -51,7 +51,18 @@ def holder_from_proto(message: pb.Holder) -> Holder:
 
 
 def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:
-    return [_token_to_proto(token) for token in tokens]
+    messages = []
+    for token in tokens:
+        messages.append(message := pb.SampledToken(token_id=token.token_id))
+        _tell_more(message, token)
+    return messages
+
+
+def stream_token_to_proto(stream: int, token: SampledToken) -> pb.StreamTokens:
+    """A step makes one for each of its rows: where a message is made inside another, nothing is copied."""
+    message = pb.StreamTokens(stream=stream)
+    _tell_more(message.tokens.add(token_id=token.token_id), token)
+    return message
 
 
 def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]:
@@ -118,15 +129,14 @@ def _reason_from(text: str) -> FinishReason:
         return FinishReason.STOP
 
 
-def _token_to_proto(token: SampledToken) -> pb.SampledToken:
-    message = pb.SampledToken(token_id=token.token_id)  # mostly all: each further field costs time, token by token
+def _tell_more(message: pb.SampledToken, token: SampledToken) -> None:
+    """What is there beside its id: mostly nothing, and each further field would cost time, token by token."""
     if token.logprob:
         message.logprob.CopyFrom(_logprob_to_proto(token.logprob))
     if token.finish_reason:
         message.finish_reason = token.finish_reason
     if token.drafts:
         message.drafts.CopyFrom(to_message(pb.DraftTally, token.drafts))
-    return message
 
 
 def _logprob_to_proto(logprob: TokenLogprob) -> pb.Logprob:

@@ -123,7 +123,7 @@ class DraftTally:
 BRANCHES = "branches"  # of drafts, among the methods by which drafted tokens are counted: they stand beside those
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)  # made for each token of each row: arguments by name would take twice as long
 class SampledToken:
     """One token of one choice, as it leaves a worker."""
 

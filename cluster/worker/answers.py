@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.rpc import worker_pb2 as pb
-from cluster.wire.messages import tokens_to_proto
+from cluster.wire.messages import stream_token_to_proto
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
@@ -162,5 +162,4 @@ class Answers:
         request, stream = self._stream_of[sequence]
         is_last = token.finish_reason is not None or sequence in self._moves  # of which nobody here knows when
         token.drafts = sequence.take_drafts(is_last=is_last)
-        tokens = pb.StreamTokens(stream=stream, tokens=tokens_to_proto([token]))
-        self._tokens.setdefault(request.router, []).append(tokens)
+        self._tokens.setdefault(request.router, []).append(stream_token_to_proto(stream, token))

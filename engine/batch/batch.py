@@ -110,8 +110,14 @@ class KeptRows:
         ends_R = starts_R + query_lens
         return ends_R, num_blocks(ends_R, self._block_size) - held_R
 
-    def apply(self, changes: RowChanges) -> Batch:
+    def end_before(self, ends: Ints) -> bool:
+        """Every row of the last step has ended one position before this."""
+        return len(ends) == len(self) and bool((self._ends_R + 1 == ends).all())
+
+    def apply(self, changes: RowChanges, fed: FedTokens | None = None) -> Batch:
         """The batch of the next step. While its rows stay where they are, so does the array of their block tables."""
+        if batch := self._next(changes, fed):  # mostly
+            return batch
         query_lens, num_logits, size = changes.query_lens, changes.num_logits, self._block_size
         ends, num_added = self.ends_of(changes.kept, changes.starts, query_lens)
         counts = num_blocks(ends, size)
@@ -146,7 +152,42 @@ class KeptRows:
             if len(changes.scored)
             else _NONE,
             number=changes.number,
+            fed=fed,
             new_cells=new_cells if stays else None,
+        )
+
+    def _next(self, changes: RowChanges, fed: FedTokens | None) -> Batch | None:
+        """What `apply` returns where every row goes on by one token whose logits are wanted, and stays in its place;
+        None: it is not so, or there is no room for its blocks yet."""
+        positions, tables, num_rows = self._ends_R, self._tables_RB, len(self)
+        if not len(changes.kept) == len(changes.token_ids) == np.count_nonzero(changes.num_logits) == num_rows:
+            return None
+        rows = np.arange(num_rows)
+        if len(changes.starts) or len(changes.scored) or np.count_nonzero(changes.kept == rows) < num_rows:
+            return None
+        blocks, in_block = np.divmod(positions, self._block_size)
+        width = int(blocks.max()) + 1
+        if width > tables.shape[1]:
+            return None
+        new_cells = _NONE, _NONE
+        if len(changes.blocks):
+            beginning = np.flatnonzero(in_block == 0)
+            new_cells = beginning, blocks[beginning]
+            tables[new_cells] = changes.blocks
+        self.number, self._ends_R = changes.number, positions + 1
+        return Batch(
+            token_ids=changes.token_ids,
+            positions=positions,
+            slots=tables[rows, blocks] * self._block_size + in_block,
+            query_lens=changes.query_lens,
+            context_lens=self._ends_R,
+            block_tables=tables[:, :width],
+            adapters=self._adapters_R,
+            logits_rows=rows,
+            scored_rows=_NONE,
+            number=changes.number,
+            fed=fed,
+            new_cells=new_cells,
         )
 
     def _keep(self, changes: RowChanges, *, width: int) -> bool:

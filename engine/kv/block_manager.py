@@ -103,6 +103,14 @@ class BlockManager:
         blocks += self._take(max(0, missing), Origin.GENERATED)
         return True
 
+    def extend_each(self, tables: Sequence[list[int]]) -> bool:
+        """Append a block to each of these tables. False, taking nothing, if there is no room for all."""
+        if len(tables) > self.num_available:
+            return False
+        for table, block in zip(tables, self._take(len(tables), Origin.GENERATED), strict=True):
+            table.append(block)
+        return True
+
     def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
         """Take a block for each of these hashes, sealing those that are not here yet: their content comes from
         elsewhere, and the caller sees to it. Returns the blocks, held; None, taking nothing, if there is no room.

@@ -1,12 +1,23 @@
 """The host's time of a decode step: all that an engine does beside the forward pass, which takes no time here.
 
-`host_ms`: over a vocabulary so small that the search for the likeliest token takes nothing. `greedy_ms`: over the
-model's, with that search. `penalty_ms`: what a repetition penalty adds to that, after prompts of random tokens, so that
-nearly each is another one. `rank_bytes`: what a rank that follows is told of the rows of a step.
+`host_ms`: over a vocabulary so small that the search for the likeliest token takes next to nothing. On a CPU a step is
+over when it was launched, and all of this is on its way to the next. `greedy_ms`: over the model's vocabulary, with
+that search. `penalty_ms`: what a repetition penalty adds to that, after prompts of random tokens, so that nearly each
+is another one. `rank_bytes`: what a rank that follows is told of the rows of a step.
+
+On a GPU steps run ahead, and of the host's work only that is waited for which is not done while a step is computed:
+
+    host     … wait n ─ book n ─ plan n + 2, launch it ─ wait n + 1 ─ book n + 1 …
+    device     n ────┤├ n + 1 ──────────────────────────────────┤├ n + 2 …
+
+From the arrival of the tokens of n until n + 2 is launched the device has n + 1 to compute. `ahead_ms`: how long that
+takes; a device whose steps take longer never stands still. `idle_ms`: how long one stands still between two steps, each
+of which takes it 0.25 ms. The device is a clock, which goes on with the host's and while that waits: it chooses tokens
+itself, and what a GPU's driver takes for a launch is not in here (engine.tools.bench_loop measures that on one).
 
 No prompt is computed, they end at different places of their blocks, and every step is booked as in a replica. The kinds
 take turns; of all steps of a kind, the time that a tenth of them stays below: others who use the machine meanwhile make
-the rest slower, and none quicker.
+the rest slower, and none quicker. What no other thread has a part in is time of the engine's thread.
 
     cluster bench engine --host --batch 64,256 --context 2048,8192 --json
 """
@@ -14,6 +25,7 @@ the rest slower, and none quicker.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import product
 from typing import Any
@@ -29,6 +41,7 @@ from engine.orders import Orders
 from engine.pace import Pace
 from engine.prompts import Prompt
 from engine.sampler import sample
+from engine.sampling import Chosen, Sampled, SamplingRow
 from engine.sequence import Sequence
 from engine.step import ScheduledStep
 
@@ -36,6 +49,7 @@ _BLOCK_SIZE = 16
 _NUM_STEPS = 32  # of one try: each sequence gets two blocks
 _NUM_TRIES = 8
 _FEW_TOKENS = 256
+_SHORT_S = 0.25e-3  # no step of a model at such batches is shorter
 
 
 def bench_host(*, batches: Seq[int], contexts: Seq[int], vocabulary: int, threads: int | None = None) -> dict[str, Any]:
@@ -50,10 +64,13 @@ def bench_host(*, batches: Seq[int], contexts: Seq[int], vocabulary: int, thread
 
 
 def _row(batch: int, context: int, vocabulary: int) -> dict[str, Any]:
+    waits = _Waits(batch, _FEW_TOKENS, time.thread_time)
     kinds = {
-        "host": _Steps(batch, context, _FEW_TOKENS),
-        "greedy": _Steps(batch, context, vocabulary),
-        "penalty": _Steps(batch, context, vocabulary, repetition_penalty=1.1),
+        "host": _Steps(waits, batch, context),
+        "ahead": _Steps(_Ahead(batch, step_s=0.0), batch, context),
+        "idle": _Steps(_Ahead(batch, step_s=_SHORT_S), batch, context),
+        "greedy": _Steps(_Waits(batch, vocabulary), batch, context),
+        "penalty": _Steps(_Waits(batch, vocabulary), batch, context, repetition_penalty=1.1),
     }
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(_NUM_TRIES):
@@ -64,18 +81,25 @@ def _row(batch: int, context: int, vocabulary: int) -> dict[str, Any]:
         "batch": batch,
         "context": context,
         "host_ms": round(best["host"], 3),
+        "ahead_ms": round(best["ahead"], 3),
+        "idle_ms": round(best["idle"], 3),
         "greedy_ms": round(best["greedy"], 3),
         "penalty_ms": round(best["penalty"] - best["greedy"], 3),
-        "rank_bytes": kinds["host"].model.rank_bytes,
+        "rank_bytes": waits.rank_bytes,
     }
 
 
-class _NoForward:
-    """Implements Runner: the same logits in every step, as if they had just been computed."""
+class _Waits:
+    """Implements Runner and Sampler where a step is over when it was launched: of the same logits in every step, as if
+    they had just been computed."""
 
-    def __init__(self, num_rows: int, vocabulary: int) -> None:
-        self.seconds = 0.0  # that are not the host's
+    runs_ahead = False
+
+    def __init__(self, num_rows: int, vocabulary: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.vocabulary = vocabulary
         self.rank_bytes = 0  # of the last step
+        self._clock = clock
+        self._not_the_hosts_s = 0.0
         self._made_RV = torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(0))
         self._logits_RV = torch.empty_like(self._made_RV)
 
@@ -83,28 +107,75 @@ class _NoForward:
         if step is None:
             return None
         assert len(step.batch.logits_rows) == len(self._made_RV)
-        begin = time.perf_counter()
+        begin = self._clock()
         self.rank_bytes = step.changes.encode().nbytes
         self._logits_RV.copy_(self._made_RV)
-        self.seconds += time.perf_counter() - begin
+        self._not_the_hosts_s += self._clock() - begin
         return self._logits_RV
+
+    def sample(self, logits_RV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None) -> Sampled:
+        return sample(logits_RV, rows, positions)
+
+    def seconds(self) -> float:
+        """Of the host's work so far."""
+        return self._clock() - self._not_the_hosts_s
+
+
+class _Ahead:
+    """Implements Runner and Sampler: a device that computes while the host goes on, each step for so long."""
+
+    runs_ahead = True
+    vocabulary = _FEW_TOKENS
+
+    def __init__(self, num_rows: int, *, step_s: float) -> None:
+        self._ids_R = np.random.default_rng(0).integers(0, _FEW_TOKENS, num_rows)
+        self._step_s = step_s
+        self._waited_s = 0.0  # by the host
+        self._over_at = 0.0  # all that was launched
+        self._idle_s = 0.0
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> str | None:
+        return "logits" if step and len(step.batch.logits_rows) else None
+
+    def sample(self, logits: str, rows: Seq[SamplingRow], positions: Seq[int] | None) -> Sampled:
+        now = self._now()
+        self._idle_s += max(0.0, now - self._over_at)
+        over_at = self._over_at = max(now, self._over_at) + self._step_s
+
+        def wait() -> Seq[Chosen | None]:
+            self._waited_s += max(0.0, over_at - self._now())
+            return [(token_id, None) for token_id in self._ids_R.tolist()]
+
+        return Sampled(self._ids_R, wait)
+
+    def seconds(self) -> float:
+        """In which it has had nothing to do."""
+        return self._idle_s
+
+    def _now(self) -> float:
+        return time.thread_time() + self._waited_s
 
 
 class _Steps:
     """An engine of sequences that decode, after prompts of about `context` random tokens."""
 
-    def __init__(self, batch: int, context: int, vocabulary: int, **sampling: Any) -> None:
+    def __init__(self, model: _Waits | _Ahead, batch: int, context: int, **sampling: Any) -> None:
         most = context + _NUM_STEPS * (_NUM_TRIES + 1) + _BLOCK_SIZE
         blocks = BlockManager(batch * -(-most // _BLOCK_SIZE))
         limits = SchedulerConfig(max_batch_tokens=batch * context, max_running=batch, max_waiting=batch)
-        self.model = _NoForward(batch, vocabulary)
-        self._engine = Engine(self.model, sample, blocks, limits, block_size=_BLOCK_SIZE, pace=Pace())
+        self._model = model
+        self._engine: Engine[Any] = Engine(
+            *(model, model.sample, blocks, limits),
+            block_size=_BLOCK_SIZE,
+            pace=Pace(),
+            runs_ahead=model.runs_ahead,
+        )
         numbers = np.random.default_rng(0)
         for i in range(batch):
             num_tokens = max(1, context - i % _BLOCK_SIZE)
             request = SequenceRequest(
                 id=str(i),
-                token_ids=tuple(numbers.integers(0, vocabulary, num_tokens).tolist()),
+                token_ids=tuple(numbers.integers(0, model.vocabulary, num_tokens).tolist()),
                 num_prompt_tokens=num_tokens,
                 sampling=Sampling(temperature=0.0, max_tokens=most, **sampling),
                 salt=str(i),
@@ -116,7 +187,7 @@ class _Steps:
         """Of each of some steps."""
         times = []
         for _ in range(_NUM_STEPS):
-            begin, not_the_hosts = time.perf_counter(), self.model.seconds
+            begin = self._model.seconds()
             self._engine.step()
-            times.append((time.perf_counter() - begin - (self.model.seconds - not_the_hosts)) * 1e3)
+            times.append((self._model.seconds() - begin) * 1e3)
         return times

@@ -24,6 +24,7 @@ from engine.batch.rows import Row, RowChanges
 from engine.decoding import Decoding
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
+from engine.next_tokens import DecodingRows, NextTokens
 from engine.orders import Orders
 from engine.prompts import KVSource, Prompt, PromptQueue
 from engine.sampling import Sampled, SamplingRow
@@ -729,8 +730,8 @@ def _one_token_more(self: PromptQueue, prompt: Prompt, num_tokens: int) -> None:
     _fetched(self, prompt, num_tokens + 1)
 
 
-def _without_room(self: Decoding) -> list[TokenSequence]:
-    return list(self.running)
+def _without_room(self: Decoding) -> NextTokens:
+    return NextTokens(DecodingRows(list(self.running)))
 
 
 def _reuse_the_scored(self: TokenSequence, num_tokens: int) -> int:
@@ -810,6 +811,7 @@ _fed_tokens, _complete = ahead.fed_tokens, Engine.complete
         (SamplingRow, "position", property(lambda self: len(self.tokens))),
         (TokenSequence, "computed", _all_that_was_computed),
         (TokenSequence, "num_coming", property(lambda self: 0)),
+        (KeptRows, "end_before", lambda self, ends: True),
     ],
 )
 def test_a_fault_of_steps_that_run_ahead_is_found(

@@ -28,7 +28,8 @@ def test_it_prints_what_it_measured(
     shapes = [(row["batch"], row["context"]) for row in result["host"]]
     assert shapes == [(2, 20), (5, 20), (2, 404), (5, 404)] and result["threads"] == 1
     for row in result["host"]:
-        assert 0 < row["host_ms"] and 0 < row["greedy_ms"]
+        assert 0 < row["host_ms"] and 0 < row["greedy_ms"] and 0 < row["ahead_ms"]
+        assert row["idle_ms"] >= 0
     told = {shape: row["rank_bytes"] for shape, row in zip(shapes, result["host"], strict=True)}
     assert told[2, 20] == told[2, 404] < told[5, 404] == told[5, 20], "it grows with the rows, not with their contexts"
 
