@@ -101,7 +101,7 @@ class Corks:
                 yield
             if not wanted:
                 break
-            if (found := _socket_at(int(name))) is None:
+            if (found := socket_at(int(name))) is None:
                 continue
             connection = wanted.pop(_peer_of(found), None) if self._is_ours(found) else None
             if connection and connection.num_calls:
@@ -118,7 +118,7 @@ class Corks:
             return False
 
 
-def _socket_at(descriptor: int) -> socket.socket | None:
+def socket_at(descriptor: int) -> socket.socket | None:
     """By a descriptor of our own, for that one may be closed at any time, and be another's then."""
     try:
         own = os.dup(descriptor)

@@ -133,14 +133,14 @@ def test_sockets_of_another_port_or_of_others_are_left_alone(pair: Pair) -> None
 
 def test_a_search_takes_few_files_at_a_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be thousands, and streams wait meanwhile."""
-    held, looked_at, find = Corks(), 0, corks._socket_at
+    held, looked_at, find = Corks(), 0, corks.socket_at
 
     def count(descriptor: int) -> socket.socket | None:
         nonlocal looked_at
         looked_at += 1
         return find(descriptor)
 
-    monkeypatch.setattr(corks, "_socket_at", count)
+    monkeypatch.setattr(corks, "socket_at", count)
     held.listen(pair.port)
     nobody = held.join("ipv4:127.0.0.1:1")
     with ExitStack() as files:
@@ -197,7 +197,7 @@ async def _read(call: Any) -> list[bytes]:
 def _corked(port: int) -> Iterator[bool]:
     """Of the sockets of this process at that port."""
     for name in os.listdir("/proc/self/fd"):
-        if (found := corks._socket_at(int(name))) is not None:
+        if (found := corks.socket_at(int(name))) is not None:
             with found:
                 if found.getsockname()[1] == port:
                     yield bool(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK))
