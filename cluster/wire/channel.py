@@ -19,7 +19,9 @@ from cluster.wire.server_papers import renewable
 from cluster.words.papers import Identity, Papers
 from cluster.words.process_name import ProcessName
 
-_MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
+MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
+PING_EVERY_S = 1.0  # while nothing comes of a peer, which then has two more seconds to say anything
+_ANSWER_WITHIN_S = 2.0
 
 
 def keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
@@ -39,14 +41,17 @@ PINGS_ALLOWED: list[tuple[str, Any]] = [
     ("grpc.http2.max_ping_strikes", 0),
 ]
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
 ]
-_PEER_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=1000, answer_within_ms=2000)]
+_PEER_OPTIONS = [
+    *_CHANNEL_OPTIONS,
+    *keepalive(ping_every_ms=round(1e3 * PING_EVERY_S), answer_within_ms=round(1e3 * _ANSWER_WITHIN_S)),
+]
 CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
 # Of several doors, each call is at the next one of those that are open, and one that has fallen silent is none of them
 # after two and a half seconds.

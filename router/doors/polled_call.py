@@ -10,6 +10,8 @@ from typing import Any, NoReturn, Protocol
 import grpc
 from grpc import aio
 
+from router.doors.corks import CorkedConnection
+
 try:
     from grpc._cython import cygrpc
 except ImportError:
@@ -24,6 +26,8 @@ _Metadata = Sequence[tuple[str, str | bytes]]
 class _Server(Protocol):
     """Who begins operations of gRPC's core, and waits for them."""
 
+    def writes(self, connection: CorkedConnection) -> None: ...
+
     def begin(self, call: Any, operations: tuple[Any, ...], done: Callable[[Any], None]) -> None: ...
 
     async def awaited(self, done: asyncio.Future[Any]) -> None: ...
@@ -32,10 +36,13 @@ class _Server(Protocol):
 class PolledCall:
     """What grpc.aio.ServicerContext has, as far as the door's handlers use it. Belongs to the event loop."""
 
-    def __init__(self, server: _Server, call: Any, metadata: _Metadata, deadline: float) -> None:
+    def __init__(
+        self, server: _Server, call: Any, connection: CorkedConnection, metadata: _Metadata, deadline: float
+    ) -> None:
         """call: of gRPC's core. deadline: by the system's clock."""
         self._server = server
         self._call = call
+        self._connection = connection
         self._metadata = metadata
         self._deadline = deadline
         self._trailing: _Metadata = ()
@@ -72,7 +79,7 @@ class PolledCall:
         return self._metadata
 
     def peer(self) -> str:
-        return str(self._call.peer().decode())
+        return self._connection.peer
 
     def time_remaining(self) -> float | None:
         """None: it has no deadline."""
@@ -115,6 +122,7 @@ class PolledCall:
         operation = cygrpc.SendMessageOperation(self._serialize(message) if self._serialize else message, _NO_FLAGS)
         self._is_sending = True
         operations = (operation,) if self._has_begun else (*self._beginning(), operation)
+        self._server.writes(self._connection)
         self._server.begin(self._call, operations, self._sent)
 
     def _sent(self, event: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
+from weakref import WeakSet
 
 import grpc
 from grpc import aio
@@ -12,6 +13,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_errors import error_of
 from cluster.wire.channel import open_lasting_channel
+from cluster.wire.frame_call import FrameCall
 from cluster.wire.messages import handoff_to_proto, holder_to_proto, sequence_to_proto
 from cluster.words.errors import ClusterError, DeadlineExceeded
 from cluster.words.handoff import Handoff, Holder
@@ -28,11 +30,16 @@ class GrpcWorker:
         """identity: of this router; the worker keeps a token stream for each."""
         self._replica = replica
         self._router = identity.name.router
-        self._channel = open_lasting_channel(address, peer=identity.rank(replica, 0), identity=identity)
+        self._address = address
+        self._peer = identity.rank(replica, 0)
+        self._identity = identity
+        self._channel = open_lasting_channel(address, peer=self._peer, identity=identity)
+        self._following: WeakSet[FrameCall] = WeakSet()
 
-    def frames(self) -> GrpcCall[pb.Frame]:
-        call = rpc.WorkerStub(self._channel).Frames(pb.FramesRequest(router=self._router))
-        return GrpcCall(call, self._replica)
+    def frames(self) -> FrameCall:
+        call = FrameCall(self._address, peer=self._peer, identity=self._identity)
+        self._following.add(call)
+        return call
 
     def prefill(
         self,
@@ -87,6 +94,8 @@ class GrpcWorker:
             raise error_of(error, peer=self._replica) from error
 
     async def close(self) -> None:
+        for call in self._following:
+            call.cancel()
         await self._channel.close()
 
 
@@ -102,8 +111,8 @@ class GrpcCall(Generic[Event]):
         self,
         call: aio.UnaryStreamCall,
         peer: str,
-        request: SequenceRequest | None = None,
-        timeout_s: float | None = None,
+        request: SequenceRequest,
+        timeout_s: float | None,
     ) -> None:
         self._call = call
         self._events = aiter(call)
@@ -125,6 +134,6 @@ class GrpcCall(Generic[Event]):
         self._call.cancel()
 
     def _error_of(self, error: aio.AioRpcError) -> ClusterError:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._request and self._timeout_s is not None:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._timeout_s is not None:
             return DeadlineExceeded(f"request {self._request.id}: not finished within its deadline")
         return error_of(error, peer=self._peer)

@@ -1,0 +1,87 @@
+"""A router's stream of token frames from one worker, by fewer hands than gRPC's client has.
+
+That hands a message from thread to thread before the event loop hears of it, four of them, each asleep until the one
+before wakes it; and so at each step of each replica. Here the loop reads itself (docs/benchmarks/router.md). To the
+worker it is a call like any other: its server is gRPC's, which asks for papers and allows the call as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import unquote
+
+import grpc
+from grpc import aio
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire.call_errors import error_of
+from cluster.wire.channel import MAX_MESSAGE_BYTES, PING_EVERY_S
+from cluster.wire.client_tls import client_context
+from cluster.wire.frame_connection import FrameConnection
+from cluster.words.errors import ClusterError
+from cluster.words.papers import Identity
+from cluster.words.process_name import ProcessName
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Worker"].full_name
+_METHOD = f"/{_SERVICE}/Frames"
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class FrameCall:
+    """Implements router.serving.worker.WorkerCall. Connects at once, to `peer` and to nobody else who may be at
+    `address`: by mutual TLS where `identity` has papers, with those of now."""
+
+    def __init__(self, address: str, *, peer: ProcessName, identity: Identity) -> None:
+        self._replica = peer.replica
+        self._connection = FrameConnection(
+            _METHOD,
+            pb.FramesRequest(router=identity.name.router).SerializeToString(),
+            scheme="https" if identity.papers else "http",
+            authority=peer.host if identity.papers else address,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            quiet_s=PING_EVERY_S,
+        )
+        self._connecting = asyncio.ensure_future(self._connect(address, peer, identity))
+
+    def __aiter__(self) -> FrameCall:
+        return self
+
+    async def __anext__(self) -> pb.Frame:
+        if (message := await self._connection.message()) is not None:
+            return pb.Frame.FromString(message)
+        if (error := self._error()) is None:
+            raise StopAsyncIteration
+        raise error
+
+    def cancel(self) -> None:
+        self._connecting.cancel()
+        self._connection.end("it was cancelled")
+
+    async def _connect(self, address: str, peer: ProcessName, identity: Identity) -> None:
+        host, _, port = address.rpartition(":")
+        tls = client_context(identity.papers) if identity.papers else None
+        try:
+            await asyncio.get_running_loop().create_connection(
+                lambda: self._connection,
+                host.strip("[]"),
+                int(port),
+                ssl=tls,
+                server_hostname=peer.host if tls else None,
+            )
+        except OSError as error:  # of TLS, too
+            self._connection.end(f"no connection to {address}: {error}")
+
+    def _error(self) -> ClusterError | None:
+        if self._connection.lost:
+            return self._made(grpc.StatusCode.UNAVAILABLE, self._connection.lost, ())
+        said = dict(self._connection.trailers)
+        status = said.get("grpc-status", "")
+        code = _CODES.get(int(status), grpc.StatusCode.UNKNOWN) if status.isdecimal() else grpc.StatusCode.UNKNOWN
+        if code is grpc.StatusCode.OK:
+            return None
+        return self._made(code, unquote(said.get("grpc-message", "")), tuple(said.items()))
+
+    def _made(self, code: grpc.StatusCode, details: str, trailers: tuple[tuple[str, str], ...]) -> ClusterError:
+        """As if gRPC's own client had told it."""
+        error = aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailers), details=details)
+        return error_of(error, peer=self._replica)
