@@ -77,9 +77,9 @@ class LateEntries:
         self._hidden.append(hidden_NW)
         self._are_late.update(slots)
 
-    def has(self, slots_N: Ints) -> Ints:
-        """(N,) bool: of which of these slots something waits."""
-        return np.array([slot in self._are_late for slot in slots_N.tolist()], dtype=bool)
+    def has(self, slot: int) -> bool:
+        """Whether something waits of it."""
+        return slot in self._are_late
 
     def take(self) -> Entries | None:
         """All that wait, of each slot the last: those before it were drafts that turned out wrong."""
