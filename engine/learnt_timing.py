@@ -9,7 +9,8 @@ from engine.batch.batch import Batch
 from engine.least_squares import non_negative
 
 _KEEP = 0.99  # weight of the past at each new step of the same kind: about the last hundred count
-_SOLVE_EVERY = 8  # steps
+_SUM_UP_EVERY = 8  # steps
+_SOLVE_EVERY, _SOLVE_AFTER = 32, 1 / 4  # steps at most: to solve takes a few hundredths of a small step; of all so far
 _MOST_SURPRISE = 10.0  # times what was expected: beyond that the expectation is worth nothing
 _NUM_FEATURES = 4  # as StepTiming has numbers
 
@@ -30,13 +31,14 @@ class LearntTiming:
         self._targets = {kind: np.zeros(_NUM_FEATURES) for kind in (False, True)}
         self._steps: list[_Step] = []  # those that are not in the sums yet: eight cost there what one does
         self._num_steps = 0
+        self._solve_at = 1  # steps
         self._timing: StepTiming | None = None
 
     def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:
         """One step; see cluster.words.timing."""
         self._steps.append((1.0, num_tokens, num_pairs, num_context, seconds))
         self._num_steps += 1
-        if len(self._steps) == _SOLVE_EVERY:
+        if len(self._steps) == _SUM_UP_EVERY:
             self._sum_up()
 
     def saw(self, batch: Batch, seconds: float, *, only_decodes: bool) -> None:
@@ -52,8 +54,9 @@ class LearntTiming:
 
     @property
     def timing(self) -> StepTiming | None:
-        """None until something was measured; worked out anew now and then."""
-        if self._num_steps and (self._timing is None or self._num_steps % _SOLVE_EVERY == 0):
+        """None until something was measured; worked out anew now and then, once for all who ask."""
+        if self._num_steps >= self._solve_at:
+            self._solve_at = self._num_steps + max(1, min(_SOLVE_EVERY, int(self._num_steps * _SOLVE_AFTER)))
             self._sum_up()
             sums = self._sums[False] + self._sums[True]
             solved = non_negative(sums, self._targets[False] + self._targets[True])

@@ -26,7 +26,7 @@ from engine.heads.draft_layer import DraftLayer
 from engine.heads.features import UNKNOWN, Features, going_on
 from engine.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.heads.heads import HeadsRoom
-from engine.heads.late import Entries, LateEntries
+from engine.heads.late import Entries, LateEntries, side_by_side
 from engine.kv.pool import KVPool
 from engine.model.taps import Taps
 
@@ -48,21 +48,21 @@ class Eagle:
         """pool: with a spare block for every row that is asked about at a time."""
         self._layer.attach(pool)
         self._can_wait = self._room.can_wait
-        self._late = LateEntries(pool.num_blocks * pool.layout.block_size)
+        self._late = LateEntries(pool.num_blocks * pool.layout.block_size, block_size=pool.layout.block_size)
         self.features = Features(
             pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
         )
         self._pool = pool
 
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
-        entries = Entries.of(batch, taps, self.layers, block_size=self._pool.layout.block_size)
         decodes = len(batch.logits_rows) == batch.num_tokens
         if self._can_wait and decodes and on_layer is None:
-            self._late.add(entries)
+            self._late.add(batch, side_by_side(taps, self.layers))
             if self._late.are_enough:
                 self.settle()
             return
         self.settle()
+        entries = Entries.of(batch, taps, self.layers, block_size=self._pool.layout.block_size)
         self._put(entries, going_on(batch))
         if on_layer is not None:
             on_layer(self._index)

@@ -7,7 +7,7 @@ draft, to ship, to copy, to store a block, or to write to one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,56 +42,62 @@ class Entries:
             positions_N=batch.positions,
             slots_N=batch.slots,
             before_N=slots_before(batch, block_size=block_size),
-            hidden_NW=torch.cat([taps[layer] for layer in layers], dim=-1),
+            hidden_NW=side_by_side(taps, layers),
         )
 
 
 class LateEntries:
-    """Owned by the step thread."""
+    """Owned by the step thread. To add a step is done in each, with caches that are cold by then: so numbers are kept
+    as they are in Python, and hardly anything of numpy or torch is called."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._waiting: list[Entries] = []
-        self._num_waiting = 0
-        self._is_late_S = np.zeros(num_slots, dtype=bool)
+    def __init__(self, num_slots: int, *, block_size: int) -> None:
+        self._size = block_size
+        self._token_ids: list[int] = []
+        self._positions: list[int] = []
+        self._slots: list[int] = []
+        self._before: list[int] = []
+        self._hidden: list[Tensor] = []  # of each step (N, W)
+        self._are_late: set[int] = set()  # slots
         self._place_of_S = np.full(num_slots + 1, UNKNOWN)  # one more, which UNKNOWN finds; between calls all UNKNOWN
 
     @property
     def are_enough(self) -> bool:
-        return self._num_waiting >= _MOST
+        return len(self._slots) >= _MOST
 
-    def add(self, entries: Entries) -> None:
-        """Of another step."""
-        kept = replace(
-            entries,
-            token_ids_N=entries.token_ids_N.clone(),
-            positions_N=entries.positions_N.copy(),
-            slots_N=entries.slots_N.copy(),
-        )
-        self._waiting.append(kept)
-        self._num_waiting += len(kept.slots_N)
-        self._is_late_S[kept.slots_N] = True
+    def add(self, batch: Batch, hidden_NW: Tensor) -> None:
+        """All tokens of another step, which the host knows. hidden_NW: ours."""
+        positions, slots = batch.positions.tolist(), batch.slots.tolist()
+        if any(position % self._size == 0 for position in positions):
+            self._before += slots_before(batch, block_size=self._size).tolist()
+        else:  # mostly
+            self._before += [slot - 1 for slot in slots]
+        self._token_ids += batch.token_ids.tolist()
+        self._positions += positions
+        self._slots += slots
+        self._hidden.append(hidden_NW)
+        self._are_late.update(slots)
 
-    def has(self, slots_N: Ints) -> Ints:
-        """(N,) bool: of which of these slots something waits."""
-        found: Ints = self._is_late_S[slots_N]
-        return found
+    def has(self, slot: int) -> bool:
+        """Whether something waits of it."""
+        return slot in self._are_late
 
     def take(self) -> Entries | None:
         """All that wait, of each slot the last: those before it were drafts that turned out wrong."""
-        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
-        if not waiting:
+        if not self._slots:
             return None
-        slots_N = np.concatenate([one.slots_N for one in waiting])
-        self._is_late_S[slots_N] = False
+        slots_N = np.array(self._slots)
         is_last_N = self.places(slots_N, slots_N) == np.arange(len(slots_N))
         last = torch.from_numpy(is_last_N)
-        return Entries(
-            token_ids_N=torch.cat([one.token_ids_N for one in waiting])[last],
-            positions_N=np.concatenate([one.positions_N for one in waiting])[is_last_N],
+        entries = Entries(
+            token_ids_N=torch.tensor(self._token_ids, dtype=torch.int32)[last],
+            positions_N=np.array(self._positions)[is_last_N],
             slots_N=slots_N[is_last_N],
-            before_N=np.concatenate([one.before_N for one in waiting])[is_last_N],
-            hidden_NW=torch.cat([one.hidden_NW for one in waiting])[last],
+            before_N=np.array(self._before)[is_last_N],
+            hidden_NW=torch.cat(self._hidden)[last],
         )
+        for waiting in (self._token_ids, self._positions, self._slots, self._before, self._hidden, self._are_late):
+            waiting.clear()
+        return entries
 
     def places(self, slots_N: Ints, wanted: Ints) -> Ints:
         """Where in slots_N each of the wanted ones is for the last time; UNKNOWN where it is not."""
@@ -99,3 +105,8 @@ class LateEntries:
         found: Ints = self._place_of_S[wanted]
         self._place_of_S[slots_N] = UNKNOWN
         return found
+
+
+def side_by_side(taps: Taps, layers: tuple[int, ...]) -> Tensor:
+    """(N, W): a copy."""
+    return torch.cat([taps[layer] for layer in layers], dim=-1)

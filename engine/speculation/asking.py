@@ -15,15 +15,14 @@ from engine.speculation.ask_price import AskPrice, LearntAskPrice
 from engine.speculation.draft_plan import StepPrice
 from engine.speculation.guesses import Guesses
 from engine.speculation.proposer import Computing
+from engine.speculation.purse import Purse
 
 _T = TypeVar("_T")
 
 _TRY_EVERY = 64  # looks after which nobody was asked
-_TRIAL_SHARE = 0.01  # of the time of steps: what trials may take in the long run
-_MOST_STEPS = 64.0  # whose time lies in the purse: what long idling has saved is not spent at once
 _FIRST_STEPS = 16  # whose time may go into each of the first trials
 _NUM_FIRST = 4  # trials without waiting
-_MOST_TRIED = 4  # tokens
+_FIRST_TRIED, _MOST_TRIED = 2, 4  # tokens at most
 _IN_VAIN, _PLAN_EVERY = 16, 8  # looks: a plan takes 0.1 ms and more
 _PLANS_KEPT = 4  # looks for which a plan that pays is good
 _NEAR = 2  # tokens: so many a sequence that was drafted for in the last step lacks, too
@@ -69,20 +68,22 @@ class Asking:
     pieces, none of which takes longer than a step.
 
     What asking costs, and how often it is right, is not known of who is never asked. So trials are made, of one row,
-    from a purse into which a small share of all steps' time goes: they cost no more than that, whatever they cost."""
+    from a purse into which a small share of all steps' time goes: they cost no more than that, whatever they cost. The
+    first few of a method do not wait for it, and are owed."""
 
     def __init__(
         self,
         methods: Mapping[str, Computing],
         guesses: Guesses,
+        purse: Purse,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """clock: seconds of whoever computes."""
+        """purse: somebody else puts into it. clock: seconds of whoever computes."""
         self._methods = {name: _Method(proposer) for name, proposer in methods.items()}
         self._guesses = guesses
         self._clock = clock
-        self._purse_s = 0.0
+        self._purse = purse
         self._num_in_vain = 0  # looks since it was worth asking
         self._mean_answer = _ANSWER
         self._spent_s = 0.0
@@ -125,15 +126,14 @@ class Asking:
         late = {row for row, _ in ask.late}
         if asked := [rows[row] for row in ask.plan.rows if row not in late]:
             self._ask(method, ask.plan, asked)
-        if ask.is_trial and method.num_asked > _NUM_FIRST:
-            self._purse_s -= self._spent_s - spent_s
+        if ask.is_trial:
+            self._purse.pay(self._spent_s - spent_s)
 
-    def looked(self, price: StepPrice) -> None:
-        """A step is made: its time is known, and a share of it may go into trials."""
+    def looked(self) -> None:
+        """A step is made."""
         self._num_in_vain += 1
         for method in self._methods.values():
             method.num_looks += 1
-        self._purse_s = min(self._purse_s + _TRIAL_SHARE * price.plain, _MOST_STEPS * price.plain)
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
@@ -208,10 +208,11 @@ class Asking:
         if not near:
             return None
         num_behind, row = min(near)
-        depth = min(1 + method.num_asked % _MOST_TRIED, most[row])
+        is_first = method.num_asked < _NUM_FIRST
+        depth = min(1 + method.num_asked % (_FIRST_TRIED if is_first else _MOST_TRIED), most[row])
         cost_s = method.price(price).seconds(depth, num_behind + depth - 1)
-        purse_s = _FIRST_STEPS * price.plain if method.num_asked < _NUM_FIRST else self._purse_s
-        return Plan(name, depth, [row]) if cost_s <= purse_s else None
+        may_owe = is_first and cost_s <= _FIRST_STEPS * price.plain
+        return Plan(name, depth, [row]) if may_owe or self._purse.can_pay(cost_s) else None
 
     def _in_pieces(self, plan: Plan, behind: Seq[int | None], price: StepPrice, *, is_trial: bool) -> Ask:
         """Of all that is missing no more than what takes as long as a step, those first that lack least."""

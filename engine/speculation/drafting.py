@@ -53,6 +53,7 @@ class Drafting:
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
+        self._priced: tuple[list[Sequence], int, StepPrice] = [], 0, FREE  # the step that was planned last
 
     @property
     def is_on(self) -> bool:
@@ -70,6 +71,7 @@ class Drafting:
         if most < 1:
             return {}
         price = self._price(rows, num_tokens)
+        self._priced = list(rows), num_tokens, price
         drafts = self._speculation.draft(rows, price, max_tokens=most, blocks=self._blocks)
         if self._pace and (asking_s := self._speculation.take_asking_s()):
             self._pace.set_aside(asking_s)
@@ -91,8 +93,10 @@ class Drafting:
         if self._speculation is None or not decoding:
             return
         rows = [sequence for sequence, _ in decoding]
-        num_drafted = sum(draft.num_tokens for draft in drafts.values())
-        floor = self._price(rows, num_tokens - num_drafted).floor(len(rows))
+        num_tokens -= sum(draft.num_tokens for draft in drafts.values())
+        *planned, price = self._priced
+        floor = (price if planned == [rows, num_tokens] else self._price(rows, num_tokens)).floor(len(rows))
+        self._priced = [], 0, FREE
         for row in rows:
             tally = row.drafts = row.drafts or DraftTally()
             tally.steps += 1

@@ -75,6 +75,10 @@ class Guesses:
         """Whether the method has said nothing of the tokens that the sequence has now."""
         return method not in self._row(sequence).guesses
 
+    def has_any(self, sequence: Sequence) -> bool:
+        """Whether anybody has said what follows."""
+        return bool(self._row(sequence).guesses)
+
     def promised(self, method: str, sequence: Sequence, num_tokens: int) -> list[float]:
         """What the method's next guess is worth: of each of its tokens, by place, the chance that it and all before it
         are right."""

