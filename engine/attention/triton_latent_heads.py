@@ -64,27 +64,25 @@ class KernelLatentHeads:
         return out_THD
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
+        if not self._prompts:
+            return self._attend_singles(layer, q_THD, expansion)
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
-        if self._prompts:
-            self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
-            if singles := self._batch.singles:
-                absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.tokens_R))
-                out_THW[singles.tokens_R] = expansion.values_of(self._latents_of(layer, absorbed_RHJ))
-        else:
-            self._attend_singles(layer, q_THD, expansion, out_THW)
+        self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
+        if singles := self._batch.singles:
+            absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.tokens_R))
+            out_THW[singles.tokens_R] = self._values_of(layer, absorbed_RHJ, expansion)
         return out_THW
 
-    def _attend_singles(self, layer: int, q_THD: Tensor, expansion: Expansion, out_THW: Tensor) -> None:
+    def _attend_singles(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
         """Of a step without other rows: nothing is gathered, and products go where they are read."""
         _, nope_dim, latent_dim = expansion.key_HNC.shape
         assert self._absorbed_RHJ is not None
         q_HTN = q_THD[..., :nope_dim].transpose(0, 1)
         torch.bmm(q_HTN, expansion.key_HNC, out=self._absorbed_RHJ[..., :latent_dim].transpose(0, 1))
-        latents_HRC = self._latents_of(layer, self._absorbed_RHJ).transpose(0, 1)
-        torch.bmm(latents_HRC, expansion.value_HWC.transpose(1, 2), out=out_THW.transpose(0, 1))
+        return self._values_of(layer, self._absorbed_RHJ, expansion)
 
-    def _latents_of(self, layer: int, absorbed_RHJ: Tensor) -> Tensor:
-        """The weighed sums of latents of rows of one query: (R, H, C)."""
+    def _values_of(self, layer: int, absorbed_RHJ: Tensor, expansion: Expansion) -> Tensor:
+        """Of rows of one query: (R, H, W)."""
         singles = self._batch.singles
         assert singles is not None
         if self._splits is None:
@@ -93,7 +91,7 @@ class KernelLatentHeads:
         return latent_decode_attention(
             absorbed_RHJ,
             *self._pool.layer(layer),
-            latent_dim=absorbed_RHJ.shape[2] - self._rotation.rope_dim,
+            expansion.value_HWC,
             scale=self._scale,
             tables_RB=singles.tables_RB,
             contexts_R=singles.contexts_R,

@@ -1,10 +1,10 @@
 """Absorbed latent attention of one query per row over its blocks: all heads share one key per token, the row itself.
 
-    s_hj = (q_h . row_j) scale      out_h = softmax(s_h) latents      row_j = (latent_j, rotated key_j)
+    s_hj = (q_h . row_j) scale      out_h = V_h (softmax(s_h) latents)      row_j = (latent_j, rotated key_j)
 
 Values are the first part of the keys, so that a block is read once for both, and for as many heads as a program has
 registers for: all of them up to 64. As in decode_attention, the keys of all rows are shared out among programs whose
-results are put together. Row format: engine/kv/layout.py.
+results are put together (latent_values.py). Row format: engine/kv/layout.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels.decode_attention import combine_parts
 from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+from engine.kernels.latent_values import launch_latent_values
 from engine.kernels.online_softmax import places_of, weigh
 from engine.kernels.splits import KEYS, Splits, blocks_of
 
-# R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, B blocks, S block_size, W programs of a
-# part of the heads, P = W + R parts of results
+# R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, W value_dim, B blocks, S block_size;
+# in launching, P: parts of results, as many as programs and rows together
 
 _MIN_HEADS, _MOST_HEADS = 16, 64  # of one program
 
@@ -31,25 +31,26 @@ def latent_decode_attention(
     q_RHD: Tensor,
     codes_B11SD: Tensor,
     scales_B11S: Tensor | None,
+    value_HWC: Tensor,
     *,
-    latent_dim: int,
     scale: float,
     tables_RB: Tensor,
     contexts_R: Tensor,
     splits: Splits,
 ) -> Tensor:
-    """The weighed sums of latents, (R, H, C), of queries whose absorbed part comes first.
+    """The values, (R, H, W), that queries get whose absorbed part comes first.
 
     q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, 8
-    bits with scales or of q's dtype. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; a row
-    of none gets zeros. splits: of these contexts.
+    bits with scales or of q's dtype. value: contiguous, of q's dtype; weighed sums of latents are rounded to it before
+    it expands them. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; a row of none gets zeros.
+    splits: of these contexts.
     """
     attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
     return attend(
         q_RHD,
         codes_B11SD,
         scales_B11S,
-        latent_dim=latent_dim,
+        value_HWC,
         scale=scale,
         tables_RB=tables_RB,
         contexts_R=contexts_R,
@@ -73,14 +74,15 @@ def reference_latent_decode_attention(
     q_RHD: Tensor,
     codes_B11SD: Tensor,
     scales_B11S: Tensor | None,
+    value_HWC: Tensor,
     *,
-    latent_dim: int,
     scale: float,
     tables_RB: Tensor,
     contexts_R: Tensor,
     splits: Splits,
 ) -> Tensor:
-    out_RHC = q_RHD.new_empty(*q_RHD.shape[:2], latent_dim)
+    latent_dim = value_HWC.shape[2]
+    latents_RHC = q_RHD.new_empty(*q_RHD.shape[:2], latent_dim)
     for row, (table, context) in enumerate(zip(tables_RB, contexts_R.tolist(), strict=True)):
         blocks = table[: cdiv(context, codes_B11SD.shape[3])].long()
         if scales_B11S is None:
@@ -91,22 +93,23 @@ def reference_latent_decode_attention(
             rows_B11SD = dequantize_rows(codes, scales_B11S[blocks], torch.float32, exact=exact)
         rows_LD = rows_B11SD.flatten(0, 3)[:context]
         weights_HL = (q_RHD[row].float() @ rows_LD.T * scale).softmax(dim=-1)
-        out_RHC[row] = weights_HL @ rows_LD[:, :latent_dim]
-    return out_RHC
+        latents_RHC[row] = weights_HL @ rows_LD[:, :latent_dim]
+    return torch.einsum("rhc,hwc->rhw", latents_RHC, value_HWC)
 
 
 def launch_latent_decode_attention(
     q_RHD: Tensor,
     codes_B11SD: Tensor,
     scales_B11S: Tensor | None,
+    value_HWC: Tensor,
     *,
-    latent_dim: int,
     scale: float,
     tables_RB: Tensor,
     contexts_R: Tensor,
     splits: Splits,
 ) -> Tensor:
     (num_rows, num_heads, dim), device = q_RHD.shape, q_RHD.device
+    _, value_dim, latent_dim = value_HWC.shape
     has_scales, rope_dim = scales_B11S is not None, dim - latent_dim
     assert q_RHD.is_contiguous() and tables_RB.stride(-1) == 1 and codes_B11SD.is_contiguous()
     codes = as_bytes(codes_B11SD)
@@ -114,7 +117,7 @@ def launch_latent_decode_attention(
     num_programs, block_h = len(splits.rows_W), heads_at_once(num_heads)
     part_PHC = torch.empty(num_programs + num_rows, num_heads, latent_dim, dtype=torch.float32, device=device)
     largest_PH, total_PH = torch.empty(2, *part_PHC.shape[:2], dtype=torch.float32, device=device)
-    out_RHC = q_RHD.new_empty(num_rows, num_heads, latent_dim)
+    out_RHW = q_RHD.new_empty(num_rows, num_heads, value_dim)
     is_small = block_h == _MIN_HEADS
     _attend_latents[(num_programs, cdiv(num_heads, block_h))](
         q_RHD,
@@ -147,8 +150,8 @@ def launch_latent_decode_attention(
         num_warps=4 if is_small else 8,
         num_stages=3 if is_small else 2,
     )
-    combine_parts(part_PHC, largest_PH, total_PH, splits, torch.arange(num_rows, device=device), out_RHC)
-    return out_RHC
+    launch_latent_values(part_PHC, largest_PH, total_PH, splits, value_HWC, out_RHW)
+    return out_RHW
 
 
 @partial(jit, do_not_specialize=["num_rows", "table_stride"])

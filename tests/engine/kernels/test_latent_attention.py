@@ -37,8 +37,9 @@ def test_rows_of_any_length(
     order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(2))
     tables = torch.stack([order.roll(i)[:9] for i in range(len(contexts))]).int().to(DEVICE)
     contexts_R = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    value = random(num_heads, 40, latent_dim, dtype=dtype, seed=3) / latent_dim**0.5
     case = {
-        "latent_dim": latent_dim,
+        "value_HWC": value,
         "scale": 0.2,
         "tables_RB": tables,
         "contexts_R": contexts_R,
@@ -48,9 +49,10 @@ def test_rows_of_any_length(
     got = launch_latent_decode_attention(q, pool, scales, **case)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert not got[-1].any()
-    first = pool[tables[0, 0].long(), 0, 0, 0]  # the only key of the first row: its latent comes back
+    first = pool[tables[0, 0].long(), 0, 0, 0]  # the only key of the first row: what its latent stands for comes back
     if kind == "wide":
-        torch.testing.assert_close(got[0, 0], first[:latent_dim], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        expected = value[0] @ first[:latent_dim]
+        torch.testing.assert_close(got[0, 0], expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of keys that are masked after the product
