@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
 from engine.kernels import fused_experts
+from engine.kernels.absorb_queries import launch_absorb_queries
 from engine.kernels.decode_attention import launch_decode_attention
 from engine.kernels.dense_prefill import launch_dense_prefill_attention
 from engine.kernels.expert_choice import launch_choose_experts
@@ -32,6 +33,7 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (heads, "prefill_attention", launch_prefill_attention),
         (heads, "store_heads", launch_store_heads),
         (latent_heads, "latent_decode_attention", launch_latent_decode_attention),
+        (latent_heads, "absorb_queries", launch_absorb_queries),
         (latent_heads, "store_latents", launch_store_latents),
         (expert_bank, "fused_experts", launch_fused_experts),
         (fused_experts, "sort_into_tiles", launch_sort_into_tiles),
