@@ -18,6 +18,7 @@ from engine.kernels.gather_rows import launch_gather_rows
 from engine.kernels.latent_attention import launch_latent_decode_attention
 from engine.kernels.prefill_attention import launch_prefill_attention
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
+from engine.kernels.router import launch_route
 from engine.kernels.silu_mul import launch_silu_mul
 from engine.kernels.splits import Splits, share_out
 from engine.kernels.store_heads import launch_store_heads
@@ -38,6 +39,7 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (expert_bank, "fused_experts", launch_fused_experts),
         (fused_experts, "sort_into_tiles", launch_sort_into_tiles),
         (routing, "choose_experts", launch_choose_experts),
+        (routing, "route", launch_route),
         (latent_heads, "dense_prefill_attention", launch_dense_prefill_attention),
         (heads, "dense_prefill_attention", launch_dense_prefill_attention),
         (heads, "gather_rows", launch_gather_rows),

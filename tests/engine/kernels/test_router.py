@@ -70,7 +70,9 @@ def test_logits_are_rounded_where_they_are_not_exact() -> None:
     assert chosen == [[[0, 1]], [[31, 30]]]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # of the interpreter, which says what a GPU does not
+@pytest.mark.filterwarnings(
+    "ignore:invalid value", "ignore:All-NaN"
+)  # of the interpreter, which says what a GPU does not
 @pytest.mark.parametrize(("rule", "num_experts", "has_bias"), CASES)
 def test_a_router_without_sense(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
     """Each choice has its place in a tile, so that no output is left as memory was."""
