@@ -170,7 +170,7 @@ def _choose_experts(
 def experts_of_places(
     G: tl.constexpr, X: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """-> the expert at each place of a tile (BLOCK_G * BLOCK_X), in which each group has BLOCK_X; whether there is one."""
+    """-> the expert at each place of a tile, in which each group has BLOCK_X places, and whether there is one."""
     place = tl.arange(0, BLOCK_G * BLOCK_X)
     return place // BLOCK_X * X + place % BLOCK_X, (place // BLOCK_X < G) & (place % BLOCK_X < X)
 

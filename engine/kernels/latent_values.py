@@ -1,4 +1,4 @@
-"""What absorbed attention stands for: parts of weighed sums of latents, put together and expanded to each head's values.
+"""What absorbed attention stands for: parts of weighed sums of latents, put together and expanded to heads' values.
 
     out[r, h] = V_h round(sum_p 2^(m_p - m) part_p / sum_p 2^(m_p - m) l_p)      round: to the activations' dtype
 

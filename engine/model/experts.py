@@ -5,8 +5,8 @@ The ranks of a replica share the experts in one of two ways, with equal results:
     SplitExperts    every rank has a share of each expert's features and computes all tokens; the outputs are summed
     SpreadExperts   every rank has some experts whole; tokens travel to them and back (spread_experts.py)
 
-An expert of all tokens is as wide as several of the others. On a GPU, where experts are computed at once, it is cut into
-so many, which stand behind the others in the bank and are chosen by every token: so it takes no kernel of its own.
+An expert of all tokens is as wide as several of the others. On a GPU, where experts are computed at once, it is cut
+into so many, which stand behind the others in the bank and are chosen by every token: it takes no kernel of its own.
 """
 
 from __future__ import annotations

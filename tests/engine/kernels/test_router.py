@@ -25,7 +25,7 @@ HIDDEN = 600  # shared by programs, the last of which has fewer inputs
 
 @pytest.mark.parametrize(
     ("rule", "num_experts", "has_bias", "num_tokens"),
-    [*(case + (num_tokens,) for case in CASES for num_tokens in (1, 23)), (ALL, 5, False, MOST_TOKENS)],
+    [*((*case, num_tokens) for case in CASES for num_tokens in (1, 23)), (ALL, 5, False, MOST_TOKENS)],
 )
 def test_what_its_parts_do(rule: ChoiceRule, num_experts: int, has_bias: bool, num_tokens: int) -> None:
     x, weight = random(num_tokens, HIDDEN), random(num_experts + rule.weighs_shared, HIDDEN, seed=1) / 20
