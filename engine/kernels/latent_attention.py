@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code
+from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_codes
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.latent_values import launch_latent_values
 from engine.kernels.online_softmax import places_of, weigh
@@ -121,7 +121,7 @@ def launch_latent_decode_attention(
     is_small = block_h == _MIN_HEADS
     _attend_latents[(num_programs, cdiv(num_heads, block_h))](
         q_RHD,
-        codes,
+        codes.view(torch.int16) if has_scales else codes,
         exact,
         scales_B11S if has_scales else codes,
         tables_RB,
@@ -138,7 +138,7 @@ def launch_latent_decode_attention(
         S=codes_B11SD.shape[3],
         C=latent_dim,
         P=rope_dim,
-        WIDTH=codes.shape[-1],
+        WIDTH=codes.shape[-1] // (2 if has_scales else 1),
         EXACT_WIDTH=exact.shape[-1],
         BLOCK_H=block_h,
         BLOCK_N=32 if is_small else 64,
@@ -146,6 +146,7 @@ def launch_latent_decode_attention(
         BLOCK_C=max(16, power_of_2(latent_dim)),
         BLOCK_P=max(16, power_of_2(rope_dim)),
         HAS_SCALES=has_scales,
+        IS_INT8=codes.dtype == torch.int8,
         NATIVE=has_fp8_casts(device),
         num_warps=4 if is_small else 8,
         num_stages=3 if is_small else 2,
@@ -182,6 +183,7 @@ def _attend_latents(
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_INT8: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
     """One program: BLOCK_H heads over their share of blocks, of one row or of several."""
@@ -191,7 +193,7 @@ def _attend_latents(
     stop = tl.minimum(place + share, tl.load(starts + num_rows))
     row = tl.load(rows + program)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    c, p = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
+    p = tl.arange(0, BLOCK_P)
     is_head = h < H
     while place < stop:
         context = tl.load(contexts + row)
@@ -200,10 +202,18 @@ def _attend_latents(
         taken = tl.minimum(count - before, stop - place)
         end = tl.minimum((before + taken) * SHARED_N, context)
         query = q + (row.to(tl.int64) * H + h)[:, None] * (C + P)
-        q_latent = tl.load(query + c[None, :], mask=is_head[:, None] & (c < C)[None, :], other=0.0)
         q_rope = tl.load(query + C + p[None, :], mask=is_head[:, None] & (p < P)[None, :], other=0.0)
         table = tables + row.to(tl.int64) * table_stride
-        out = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
+        # Numbers of 8 bits are read two at a time, and split: a matrix unit's operand would be picked up byte by byte.
+        STEP: tl.constexpr = 2 if HAS_SCALES else 1
+        c = tl.arange(0, BLOCK_C // STEP)
+        is_c = c * STEP < C
+        q_mask = is_head[:, None] & is_c[None, :]
+        q_latent = tl.load(query + c[None, :] * STEP, mask=q_mask, other=0.0)
+        out = tl.zeros([BLOCK_H, BLOCK_C // STEP], tl.float32)
+        if HAS_SCALES:
+            q_odd = tl.load(query + c[None, :] * STEP + 1, mask=q_mask, other=0.0)
+            out_odd = tl.zeros([BLOCK_H, BLOCK_C // STEP], tl.float32)
         largest = tl.full([BLOCK_H], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_H], tl.float32)
         for n in range(before * SHARED_N, end, BLOCK_N):
@@ -212,13 +222,14 @@ def _attend_latents(
             block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * S
             latent = tl.load(
                 codes + (block * WIDTH)[:, None] + (slot[:, None] * WIDTH + c[None, :]),
-                mask=is_key[:, None] & (c < C)[None, :],
+                mask=is_key[:, None] & is_c[None, :],
                 other=0,
             )
             if HAS_SCALES:
-                latent = from_code(latent, q_latent.dtype, NATIVE)
+                latent, odd = from_codes(latent, IS_INT8, q_latent.dtype, NATIVE)
             scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
             if HAS_SCALES:
+                scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision="ieee")
                 row_scale = tl.load(scales + (block + slot), mask=is_key, other=0.0).to(tl.float32)
                 scores *= row_scale[None, :]
             rope = tl.load(
@@ -233,10 +244,16 @@ def _attend_latents(
             total = total * fade + tl.sum(weights, axis=1)
             if HAS_SCALES:
                 weights *= row_scale[None, :]
-            out = tl.dot(weights.to(q_latent.dtype), latent, out * fade[:, None], input_precision="ieee")
+            weights = weights.to(q_latent.dtype)
+            out = tl.dot(weights, latent, out * fade[:, None], input_precision="ieee")
+            if HAS_SCALES:
+                out_odd = tl.dot(weights, odd, out_odd * fade[:, None], input_precision="ieee")
         if taken > 0:
             at = (program + row).to(tl.int64) * H + h
-            tl.store(part + at[:, None] * C + c[None, :], out, mask=is_head[:, None] & (c < C)[None, :])
+            target = part + at[:, None] * C + c[None, :] * STEP
+            tl.store(target, out, mask=q_mask)
+            if HAS_SCALES:
+                tl.store(target + 1, out_odd, mask=q_mask)
             tl.store(largest_out + at, largest, mask=is_head)
             tl.store(total_out + at, total, mask=is_head)
         place += taken
