@@ -37,7 +37,7 @@ _LEAST_INPUTS, _MOST_SPLITS = 256, 16  # of a program, and programs that share t
 _SORTED = 64  # experts at a time
 
 
-class Choices(NamedTuple):
+class RoutedTokens(NamedTuple):
     """The experts of each token."""
 
     chosen_TC: Tensor  # int64
@@ -58,7 +58,7 @@ def route(
     rule: ChoiceRule,
     *,
     is_exact: bool,
-) -> Choices:
+) -> RoutedTokens:
     """x: at most MOST_TOKENS. weight: contiguous. is_exact: whether logits stay in fp32, in which they are summed; else
     they are rounded to x's dtype."""
     compute = launch_route if x_TE.is_cuda else reference_route
@@ -73,9 +73,9 @@ def reference_route(
     rule: ChoiceRule,
     *,
     is_exact: bool,
-) -> Choices:
+) -> RoutedTokens:
     """Not sorted: that is for the GPU's kernels. On a CPU exact routers have their weights in fp32."""
-    return Choices(*reference_choose_experts(F.linear(x_TE.to(weight_LE.dtype), weight_LE), bias_X, rule))
+    return RoutedTokens(*reference_choose_experts(F.linear(x_TE.to(weight_LE.dtype), weight_LE), bias_X, rule))
 
 
 def launch_route(
@@ -86,13 +86,13 @@ def launch_route(
     rule: ChoiceRule,
     *,
     is_exact: bool,
-) -> Choices:
+) -> RoutedTokens:
     (num_tokens, num_inputs), num_logits = x_TE.shape, len(weight_LE)
     x_TE, device = x_TE.contiguous(), x_TE.device
     assert weight_LE.is_contiguous() and num_tokens <= MOST_TOKENS
     chosen_TC, weights_TC = new_choices(num_tokens, rule, device)
     if not num_tokens:
-        return Choices(chosen_TC, weights_TC)
+        return RoutedTokens(chosen_TC, weights_TC)
     num_experts = num_logits - rule.weighs_shared + rule.num_shared
     rows = rows_of_tiles(chosen_TC.numel(), num_experts, most=MOST_TOKENS)
     tiles = new_tiles(chosen_TC.numel(), num_experts, rows, device)
@@ -128,7 +128,7 @@ def launch_route(
         num_warps=8,
         num_stages=3 if x_TE.element_size() == 2 else 2,
     )
-    return Choices(chosen_TC, weights_TC, tiles)
+    return RoutedTokens(chosen_TC, weights_TC, tiles)
 
 
 @partial(jit, do_not_specialize=["num_tokens", "num_tiles"])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cluster.model.shape import ExpertsConfig, ModelConfig
 from engine.kernels.expert_sum import ExpertSum
-from engine.kernels.router import Choices
+from engine.kernels.router import RoutedTokens
 from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
@@ -112,7 +112,7 @@ class SplitExperts:
     bank: Bank
     parallel: TensorParallel
 
-    def __call__(self, x_TE: Tensor, choices: Choices) -> Tensor | ExpertSum:
+    def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
         share = ExpertSum(self.bank(x_TE, choices.chosen_TC, choices.tiles), choices.weights_TC)
         return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster.model.shape import ExpertsConfig
 from engine.kernels.expert_choice import ChoiceRule, choose_experts
-from engine.kernels.router import MOST_TOKENS, Choices, new_counters, route
+from engine.kernels.router import MOST_TOKENS, RoutedTokens, new_counters, route
 from engine.layers.shards import ShardReader
 
 # T tokens, E hidden_size, X experts to choose from, L logits: X, and one more where experts of all tokens are weighed
@@ -61,11 +61,11 @@ class Routing:
             rule,
         )
 
-    def __call__(self, x_TE: Tensor) -> Choices:
+    def __call__(self, x_TE: Tensor) -> RoutedTokens:
         """The experts of each token, best first, and their weights."""
         if len(x_TE) <= MOST_TOKENS:
             return route(x_TE, self.weight_LE, self.bias_X, self.counters, self.rule, is_exact=self.is_exact)
-        return Choices(*choose_experts(self._logits(x_TE), self.bias_X, self.rule))
+        return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule))
 
     def _logits(self, x_TE: Tensor) -> Tensor:
         """(T, L) in x's dtype, or in fp32."""
