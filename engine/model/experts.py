@@ -55,7 +55,7 @@ class SparseMLP:
                 shelf, num_experts, parallel, redundant=reader.redundant_experts, turn=layer
             )
         else:
-            if num_pieces := _pieces_of_shared(reader, shape):
+            if num_pieces := pieces_of_shared(reader, shape):
                 bank = shelf(range(num_experts + num_pieces))
                 if not isinstance(bank, ExpertList):
                     gate_1E = _read_shared_gate(reader, shape, block)
@@ -146,7 +146,7 @@ def _names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return (f"model.layers.{layer}.{block}", *matrices)
 
 
-def _pieces_of_shared(reader: ShardReader, config: ExpertsConfig) -> int:
+def pieces_of_shared(reader: ShardReader, config: ExpertsConfig) -> int:
     """How many experts the one of all tokens is to be; 0: it stays what it is. A calibration wants matrices whole."""
     if reader.device.type != "cuda" or reader.on_matrix is not None or config.shared_size % config.intermediate_size:
         return 0

@@ -18,7 +18,7 @@ from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.model import experts
 from engine.model.expert_bank import Expert, ExpertStack
-from engine.model.experts import SparseMLP
+from engine.model.experts import SharedExpert
 from engine.runner import ModelRunner
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.kernels.pools import DEVICE
@@ -29,22 +29,19 @@ pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_whole_models
 
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 QWEN2_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-FAMILIES: dict[str, tuple[dict[str, Any], int]] = {  # and how many experts each token gets beside those it chooses
-    "qwen3_moe": (QWEN3_MOE, 0),
-    "qwen2_moe": (QWEN2_MOE | {"shared_expert_intermediate_size": 48}, 2),
-    "deepseek_v2": (DEEPSEEK_V2, 2),
-    "deepseek_v3": (DEEPSEEK_V3, 1),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": QWEN3_MOE,
+    "qwen2_moe": QWEN2_MOE | {"shared_expert_intermediate_size": 48},
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 BLOCK_SIZE, BLOCKS_OF_ROW = 8, 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers(family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes, num_shared = FAMILIES[family]
-    directory, model = tiny_model(family, **changes, num_hidden_layers=2)
+    directory, model = tiny_model(family, **FAMILIES[family], num_hidden_layers=2)
     runner = with_all_kernels(directory, monkeypatch)
-    sparse = [layer.mlp for layer in runner._model._layers + runner._model._latent_layers if is_sparse(layer.mlp)]
-    assert sparse and all(mlp.shared is None and mlp.routing.rule.num_shared == num_shared for mlp in sparse)
     sequences = prompts(30, 9, 17)
     expected = [reference_logits(model, sequence) for sequence in sequences]
     computed = logits_of(runner, sequences, [(0, len(sequence) - 3) for sequence in sequences])
@@ -55,10 +52,6 @@ def test_tokens_are_those_of_transformers(family: str, tiny_model: MakeModel, mo
     check(computed, [of_sequence[-2] for of_sequence in expected])
 
 
-def is_sparse(mlp: object) -> bool:
-    return isinstance(mlp, SparseMLP)
-
-
 def with_all_kernels(directory: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     def stack(of: list[Expert]) -> ExpertStack:
         return ExpertStack(
@@ -67,9 +60,8 @@ def with_all_kernels(directory: Path, monkeypatch: pytest.MonkeyPatch) -> ModelR
         )
 
     monkeypatch.setattr(ExpertStack, "of", stack)
-    monkeypatch.setattr(
-        experts, "_pieces_of_shared", lambda reader, shape: shape.shared_size // shape.intermediate_size
-    )
+    monkeypatch.setattr(SharedExpert, "read", None)  # none stands apart
+    monkeypatch.setattr(experts, "pieces_of_shared", lambda reader, shape: shape.shared_size // shape.intermediate_size)
     launch_kernels(monkeypatch)
     return ModelRunner(EngineConfig(model_dir=directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=15))
 
