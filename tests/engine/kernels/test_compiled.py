@@ -53,7 +53,7 @@ _HEADS = ("medusa", "eagle1", "mtp")
 _WARPS = {"_attend_part": 8, "_attend_tile": 8, "_attend_latents": 8, "_gather_rows": 32}
 _WARPS_OF_AN_A100 = _WARPS | {"_attend_tile": 4}
 _PROCESSOR_KIB = {"9.0": 228, "8.0": 164, "10.0": 228}
-# Instructions of the longest loop over keys, or over values of latents, as they were counted with the pinned Triton, for
+# Instructions of the longest loop over keys, or over values of latents, as counted with the pinned Triton: for
 # bf16, fp8 and int8.
 _INSTRUCTIONS = {
     "9.0": {
