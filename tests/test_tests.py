@@ -28,6 +28,7 @@ _KNOWN = {
     ("engine/kernels/compiled_steps.py", "replaying._recorded"),
     ("engine/kernels/compiled_steps.py", "replaying._model"),
     ("engine/kernels/counted_steps.py", "runner._model"),
+    ("engine/kernels/test_models_by_kernels.py", "runner._model"),
     ("engine/attention/test_flashinfer_heads.py", "runner._model"),
     ("engine/test_decode_graphs.py", "replaying._model"),
     ("engine/test_decode_graphs.py", "pair[0]._recorded"),

@@ -82,9 +82,9 @@ class Rotation:
 class LatentHeads(Protocol):
     """One step's heads, made once and used by every layer."""
 
-    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm) -> Tensor:
+    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm, expansion: Expansion) -> Tensor:
         """Norm latents, rotate what is to be rotated and put the tokens' rows into the pool. Returns the queries, for
-        `attend`.
+        `attend`, which gets the same expansion.
 
         row: (T, C + P), the latent not normed, the key not rotated. Both may be views.
         """
@@ -109,7 +109,7 @@ class TorchLatentHeads:
         self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
         self._plan = AttentionPlan.of(batch, pool, window=None, dtype=rotation.cos_T1F.dtype)
 
-    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm) -> Tensor:
+    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm, expansion: Expansion) -> Tensor:
         rope_dim = self._rotation.rope_dim
         latent_TC, key_TP = row_TJ.tensor_split((-rope_dim,), dim=-1)
         self._pool.write_latents(layer, self._slots_T, self._rotation.rows(norm(latent_TC), key_TP))

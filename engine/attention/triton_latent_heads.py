@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.attention.gathered import GatheredRows
 from engine.attention.latent_heads import Expansion, Rotation
 from engine.batch.device_batch import DeviceBatch, PromptRows
+from engine.kernels.absorb_queries import absorb_queries
 from engine.kernels.dense_prefill import Carry, Slice, dense_prefill_attention
 from engine.kernels.language import cdiv
 from engine.kernels.latent_attention import latent_decode_attention, splits_of_latents
@@ -39,52 +40,31 @@ class KernelLatentHeads:
         self._scale = scale
         self._splits: Splits | None = None
         self._prompts = _Prompts(batch.prompts, pool) if batch.prompts else None
-        self._absorbed_RHJ: Tensor | None = None
 
-    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm) -> Tensor:
+    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm, expansion: Expansion) -> Tensor:
+        """Returns what `attend` reads: where all rows have one query, absorbed ones (T, H, J)."""
         rotation = self._rotation
+        stored = (q_THD, row_TJ, norm.weight, norm.eps, rotation.cos_T1F, rotation.sin_T1F, *self._pool.layer(layer))
         if self._prompts is None:
-            # All rows have one query, whose rotated part goes where its absorbed part will stand: see _attend_singles.
-            absorbed_RHJ = q_THD.new_empty(*q_THD.shape[:2], row_TJ.shape[1])
-            self._absorbed_RHJ, out_THD, rotated = absorbed_RHJ, q_THD, absorbed_RHJ[..., -rotation.rope_dim :]
-        else:
-            out_THD = rotated = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        store_latents(
-            q_THD,
-            row_TJ,
-            norm.weight,
-            norm.eps,
-            rotation.cos_T1F,
-            rotation.sin_T1F,
-            *self._pool.layer(layer),
-            self._batch.slots_T,
-            is_interleaved=rotation.is_interleaved,
-            out_THN=rotated,
-        )
-        return out_THD
+            return absorb_queries(
+                *stored, self._batch.slots_T, expansion.key_HNC, is_interleaved=rotation.is_interleaved
+            )
+        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        store_latents(*stored, self._batch.slots_T, is_interleaved=rotation.is_interleaved, out_THN=rotated_THD)
+        return rotated_THD
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
+        if self._prompts is None:
+            return self._attend_singles(layer, q_THD, expansion)
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
-        if self._prompts:
-            self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
-            if singles := self._batch.singles:
-                absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.tokens_R))
-                out_THW[singles.tokens_R] = expansion.values_of(self._latents_of(layer, absorbed_RHJ))
-        else:
-            self._attend_singles(layer, q_THD, expansion, out_THW)
+        self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
+        if singles := self._batch.singles:
+            absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.tokens_R))
+            out_THW[singles.tokens_R] = self._attend_singles(layer, absorbed_RHJ, expansion)
         return out_THW
 
-    def _attend_singles(self, layer: int, q_THD: Tensor, expansion: Expansion, out_THW: Tensor) -> None:
-        """Of a step without other rows: nothing is gathered, and products go where they are read."""
-        _, nope_dim, latent_dim = expansion.key_HNC.shape
-        assert self._absorbed_RHJ is not None
-        q_HTN = q_THD[..., :nope_dim].transpose(0, 1)
-        torch.bmm(q_HTN, expansion.key_HNC, out=self._absorbed_RHJ[..., :latent_dim].transpose(0, 1))
-        latents_HRC = self._latents_of(layer, self._absorbed_RHJ).transpose(0, 1)
-        torch.bmm(latents_HRC, expansion.value_HWC.transpose(1, 2), out=out_THW.transpose(0, 1))
-
-    def _latents_of(self, layer: int, absorbed_RHJ: Tensor) -> Tensor:
-        """The weighed sums of latents of rows of one query: (R, H, C)."""
+    def _attend_singles(self, layer: int, absorbed_RHJ: Tensor, expansion: Expansion) -> Tensor:
+        """Rows of one query: (R, H, W)."""
         singles = self._batch.singles
         assert singles is not None
         if self._splits is None:
@@ -93,7 +73,7 @@ class KernelLatentHeads:
         return latent_decode_attention(
             absorbed_RHJ,
             *self._pool.layer(layer),
-            latent_dim=absorbed_RHJ.shape[2] - self._rotation.rope_dim,
+            expansion.value_HWC,
             scale=self._scale,
             tables_RB=singles.tables_RB,
             contexts_R=singles.contexts_R,

@@ -30,8 +30,9 @@ class CodePanels:
 
     kind: of code_words. group: inputs of a scale, 16 to 128; 0: all of an output. words: (P, U, 64, K) int16.
     high: (P, N, 1 or 2, 64, K) int16, of 5 and 6 bits. scales: (P, G, 64) fp32 or fp16, or whole numbers of 8 bits that
-    multiply supers (P, N, 64) fp16. leasts, of the same shape: what is added as it is (fp16), or the code that stands
-    for zero (uint8), or whole numbers that multiply super_leasts and are taken away; None: codes count from the middle.
+    multiply supers (P, N, 64) fp16. leasts: what is added as it is (P, G, 64) fp16, or the code that stands for zero
+    (uint8), or whole numbers that multiply super_leasts and are taken away; None: codes count from the middle. What has
+    8 bits lies output by output, (P, N, 64, 256 / group), so that those of a run are read as whole words.
     """
 
     kind: int
@@ -103,10 +104,20 @@ def pack_words(codes_OI: Tensor, kind: int, group: int) -> tuple[Tensor, Tensor 
     return words, torch.unflatten(_shifted(upper.flatten(3, 4), bits), 1, (-1, bits))
 
 
-def in_panels(values_OG: Tensor) -> Tensor:
-    """Numbers (O, G) of groups of inputs -> (P, G, 64), with zeros."""
+def in_panels(values_OG: Tensor, group: int) -> Tensor:
+    """Numbers (O, G) of groups of inputs -> (P, G, 64), or of 8 bits (P, N, 64, 256 / group); with zeros."""
     padded = torch.nn.functional.pad(values_OG, (0, 0, 0, -len(values_OG) % ROWS))
-    return padded.view(-1, ROWS, padded.shape[1]).transpose(1, 2).contiguous()
+    panels_P64G = padded.view(-1, ROWS, padded.shape[1])
+    if values_OG.element_size() == 1:
+        return torch.unflatten(panels_P64G, 2, (-1, RUN // group)).transpose(1, 2).contiguous()
+    return panels_P64G.transpose(1, 2).contiguous()
+
+
+def as_words(values: Tensor) -> Tensor:
+    """Those of 8 bits of a run as numbers of 32 bits, or of 16 where there are only two."""
+    if values.element_size() > 1:
+        return values
+    return values.view(torch.int32 if values.shape[-1] >= 4 else torch.int16)
 
 
 def numbers_of(panels: CodePanels) -> Tensor:
@@ -151,9 +162,9 @@ def _in_order(codes_PU64jK: Tensor) -> Tensor:
     return codes_PU64jK.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _by_output(values_PG64: Tensor) -> Tensor:
-    """-> (O, G) fp32"""
-    return values_PG64.transpose(1, 2).flatten(0, 1).float()
+def _by_output(values: Tensor) -> Tensor:
+    """(P, G, 64), or (P, N, 64, B) -> (O, G) fp32"""
+    return values.transpose(1, 2).flatten(0, 1).flatten(1).float()
 
 
 def _shifted(codes_jK: Tensor, bits: int) -> Tensor:

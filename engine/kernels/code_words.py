@@ -51,6 +51,15 @@ def widen(
 
 
 @jit
+def number_of_byte(word: tl.tensor, PLACE: tl.constexpr, IS_SIGNED: tl.constexpr) -> tl.tensor:
+    """One of the bytes of words of 16 or 32 bits, as fp32: the lowest bits of a number from 2^23 on, less 2^23."""
+    byte = (word.to(tl.int32) >> (8 * PLACE)) & 255
+    if IS_SIGNED:
+        return ((byte ^ 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    return (byte | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@jit
 def _byte(word: tl.tensor, SHIFT: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     byte = (word.to(tl.int32) << (24 - SHIFT)) >> 24  # with its sign
     if KIND == 1:

@@ -10,38 +10,46 @@ from torch import Tensor
 
 from engine.kernels.code_panels import CodePanels, numbers_of
 from engine.kernels.coded_product import launch_expert_product
-from engine.kernels.expert_tiles import sort_into_tiles
+from engine.kernels.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
 from engine.kernels.fused_experts import reference_fused_experts
-from engine.kernels.language import cdiv, power_of_2
 from engine.kernels.silu_mul import launch_silu_mul
 
 # T tokens, C choices of each, E hidden_size, X experts, I features of one
 
-_MIN_ROWS, _MAX_ROWS = 16, 128
+_MAX_ROWS = 128  # of a tile
 
 
-def coded_experts(x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor) -> Tensor:
+def coded_experts(
+    x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
     """The output of every chosen expert, not yet weighed: (T, C, E) of x's dtype.
 
     gate_up: of X experts, (2 I, E) each, gate rows first. down: (E, I) each. chosen: (T, C) int64, each below X.
+    tiles: of these choices, where somebody has sorted them.
     """
     compute = launch_coded_experts if x_TE.is_cuda else reference_coded_experts
-    return compute(x_TE, gate_up, down, chosen_TC)
+    return compute(x_TE, gate_up, down, chosen_TC, tiles)
 
 
-def reference_coded_experts(x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor) -> Tensor:
+def reference_coded_experts(
+    x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
     matrices = [[numbers_of(panels.expert(i)) for i in range(len(panels.words))] for panels in (gate_up, down)]
     gate_up_X2IE, down_XEI = (torch.stack(each).to(x_TE.dtype) for each in matrices)
     return reference_fused_experts(x_TE, gate_up_X2IE, down_XEI, chosen_TC)
 
 
-def launch_coded_experts(x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor) -> Tensor:
+def launch_coded_experts(
+    x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
     num_choices, num_experts = chosen_TC.numel(), len(down.words)
     if not num_choices:
         return x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
-    most = _MAX_ROWS if gate_up.leasts is None else _MAX_ROWS // 2  # sums of rows beside products: more registers
-    rows = min(most, max(_MIN_ROWS, power_of_2(cdiv(num_choices, num_experts))))
-    choice_P, expert_B = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
+    if tiles is None:
+        most = _MAX_ROWS if gate_up.leasts is None else _MAX_ROWS // 2  # sums of rows beside products: more registers
+        rows = rows_of_tiles(num_choices, num_experts, most=most)
+        tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
+    choice_P, expert_B = tiles
     gate_up_N2I = launch_expert_product(
         x_TE.contiguous(), gate_up, choice_P, expert_B, num_choices, of_each=chosen_TC.shape[1]
     )

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.code_panels import ROWS, RUN, CodePanels, numbers_of
-from engine.kernels.code_words import NIBBLES, widen
+from engine.kernels.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
+from engine.kernels.code_words import NIBBLES, number_of_byte, widen
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 
 # T tokens, I input features, O output features, C experts chosen for each token
@@ -198,9 +198,9 @@ def splits_for(num_tiles: int, num_spans: int, device: torch.device) -> int:
 
 def _pointers(panels: CodePanels) -> tuple[Tensor, ...]:
     """For those that are not there, any that are."""
-    words, scales = panels.words, panels.scales
+    words, scales = panels.words, as_words(panels.scales)
     rest = (panels.high, panels.leasts, panels.supers, panels.super_leasts)
-    high, leasts, supers, super_leasts = (scales if tensor is None else tensor for tensor in rest)
+    high, leasts, supers, super_leasts = (scales if tensor is None else as_words(tensor) for tensor in rest)
     return words, high, scales, leasts, supers, super_leasts
 
 
@@ -213,6 +213,7 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, int | boo
         "GROUP": panels.group,
         "LEAST": least,
         "IS_NESTED": panels.supers is not None,
+        "IS_SIGNED": panels.scales.dtype == torch.int8,
         "K": panels.words.shape[-1],
         "SPAN": _units_of_a_span(panels),
         "IS_EVEN": panels.shape[1] % RUN == 0,
@@ -252,6 +253,7 @@ def _product(
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
     IS_NESTED: tl.constexpr,
+    IS_SIGNED: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -268,6 +270,8 @@ def _product(
     POSITIONS: tl.constexpr = 2 if KIND < 4 else 4
     PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS  # positions whose products are summed
     GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1  # of a unit
+    OF_RUN: tl.constexpr = GROUPS * SPAN  # what has 8 bits is of runs, four or two in a word
+    PACK: tl.constexpr = 4 if OF_RUN >= 4 else 2
     dtype = x.dtype.element_ty
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -293,8 +297,8 @@ def _product(
     acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
     first = tl.program_id(2) * spans_per_split
     for span in range(first, tl.minimum(first + spans_per_split, num_units // SPAN)):
+        of_run = (panel * (num_units // SPAN) + span) * 64 + r
         if IS_NESTED:
-            of_run = (panel * (num_units // SPAN) + span) * 64 + r
             super_scale = tl.load(supers + of_run).to(tl.float32)
             if LEAST == 3:
                 super_least = tl.load(super_leasts + of_run).to(tl.float32)
@@ -325,12 +329,24 @@ def _product(
                         acc += product
                     else:
                         of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
-                        scale = tl.load(scales + of_group).to(tl.float32)
+                        word_of_run = of_run * (OF_RUN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
                         if IS_NESTED:
-                            scale *= super_scale
+                            if (u * GROUPS + p // PER_GROUP) % PACK == 0:
+                                scale_word = tl.load(scales + word_of_run)
+                            scale = (
+                                number_of_byte(scale_word, (u * GROUPS + p // PER_GROUP) % PACK, IS_SIGNED)
+                                * super_scale
+                            )
+                        else:
+                            scale = tl.load(scales + of_group).to(tl.float32)
                         acc += product * scale[:, None]
                         if LEAST:
-                            least = tl.load(leasts + of_group).to(tl.float32)
+                            if LEAST == 1:
+                                least = tl.load(leasts + of_group).to(tl.float32)
+                            else:
+                                if (u * GROUPS + p // PER_GROUP) % PACK == 0:
+                                    least_word = tl.load(leasts + word_of_run)
+                                least = number_of_byte(least_word, (u * GROUPS + p // PER_GROUP) % PACK, False)
                             if LEAST == 2:
                                 least *= -scale
                             elif LEAST == 3:
@@ -376,6 +392,7 @@ def _widen(
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
     IS_NESTED: tl.constexpr,
+    IS_SIGNED: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -386,6 +403,8 @@ def _widen(
     POSITIONS: tl.constexpr = 2 if KIND < 4 else 4
     PER_GROUP: tl.constexpr = GROUP // K if GROUP else 1
     GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1
+    OF_RUN: tl.constexpr = GROUPS * SPAN
+    PACK: tl.constexpr = 4 if OF_RUN >= 4 else 2
     dtype = out.dtype.element_ty
     r = tl.arange(0, BLOCK_O)
     o = tl.program_id(0) * BLOCK_O + r
@@ -393,8 +412,8 @@ def _widen(
     span = tl.program_id(1)
     k = tl.arange(0, K)
     tile = r[:, None] * K + k[None, :]
+    of_run = (panel * (num_units // SPAN) + span) * 64 + r
     if IS_NESTED:
-        of_run = (panel * (num_units // SPAN) + span) * 64 + r
         super_scale = tl.load(supers + of_run).to(tl.float32)
         if LEAST == 3:
             super_least = tl.load(super_leasts + of_run).to(tl.float32)
@@ -413,11 +432,19 @@ def _widen(
                 of_group = panel * 64 + r
             else:
                 of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
-            scale = tl.load(scales + of_group).to(tl.float32)
+            word_of_run = of_run * (OF_RUN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
             if IS_NESTED:
-                scale *= super_scale
+                scale = (
+                    number_of_byte(tl.load(scales + word_of_run), (u * GROUPS + p // PER_GROUP) % PACK, IS_SIGNED)
+                    * super_scale
+                )
+            else:
+                scale = tl.load(scales + of_group).to(tl.float32)
             if LEAST:
-                least = tl.load(leasts + of_group).to(tl.float32)
+                if LEAST == 1:
+                    least = tl.load(leasts + of_group).to(tl.float32)
+                else:
+                    least = number_of_byte(tl.load(leasts + word_of_run), (u * GROUPS + p // PER_GROUP) % PACK, False)
                 if LEAST == 2:
                     least *= -scale
                 elif LEAST == 3:

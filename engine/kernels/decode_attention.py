@@ -420,8 +420,8 @@ def _scales_of(
 @partial(jit, do_not_specialize=["num_rows"])
 def _combine_parts(
     part: tl.tensor,
-    largest_in: tl.tensor,
-    total_in: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
     starts: tl.tensor,
     tokens: tl.tensor,
     out: tl.tensor,
@@ -433,14 +433,35 @@ def _combine_parts(
 ) -> None:
     """One program: BLOCK_D features of one query head of one row, BLOCK_P parts at a time."""
     row, head = tl.program_id(0), tl.program_id(1)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    whole = whole_of_parts(part, largest, total, starts, row, head, d, num_rows, H, D, BLOCK_P)
+    token = tl.load(tokens + row).to(tl.int64)
+    tl.store(out + (token * H + head) * D + d, whole.to(out.dtype.element_ty), mask=d < D)
+
+
+@jit
+def whole_of_parts(
+    part: tl.tensor,
+    largest_in: tl.tensor,
+    total_in: tl.tensor,
+    starts: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    d: tl.tensor,
+    num_rows: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tl.tensor:
+    """The features `d` of one row's head, BLOCK_P parts at a time; zeros of a row without keys."""
     share = tl.load(starts + num_rows + 1)
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     first, last = begin // share, (end + share - 1) // share  # programs; of a row without keys, none
     last = tl.where(begin < end, last, first)
-    p, d = tl.arange(0, BLOCK_P), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    p = tl.arange(0, BLOCK_P)
     base = -1e30
     total = 0.0
-    result = tl.zeros([BLOCK_D], tl.float32)
+    result = tl.zeros(d.shape, tl.float32)
     for start in range(first, last, BLOCK_P):
         is_part = start + p < last
         place = (start + p + row).to(tl.int64) * H + head
@@ -452,6 +473,4 @@ def _combine_parts(
         parts = tl.load(part + place[:, None] * D + d[None, :], mask=is_part[:, None] & (d < D)[None, :], other=0.0)
         result = result * fade + tl.sum(parts * weight[:, None], axis=0)
         base = grown
-    result = result / tl.where(total == 0.0, 1.0, total)
-    token = tl.load(tokens + row).to(tl.int64)
-    tl.store(out + (token * H + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)
+    return result / tl.where(total == 0.0, 1.0, total)

@@ -6,6 +6,9 @@
 
 Where experts lie in groups, a token's experts come from its best groups: those with the best expert, or for V3 the best
 two together (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+
+Experts through which every token passes come behind those that it has chosen. They weigh 1, or in Qwen2-MoE
+sigmoid(the logit behind those of the others).
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from torch import Tensor
 
 from engine.kernels.language import jit, power_of_2, tl
 
-# T tokens, X experts, G groups of experts, C experts chosen for each token
+# T tokens, X experts to choose from, G groups of them, C experts of each token, those of all tokens included,
+# L logits: X, and perhaps one more
 
-_TINY = 1e-20  # keeps a sum of weights above zero
+TINY = 1e-20  # keeps a sum of weights above zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +35,27 @@ class ChoiceRule:
     num_groups_per_token: int = 1
     normalizes_weights: bool
     weight_scale: float = 1.0
+    num_shared: int = 0  # experts of all tokens, numbered behind those that are chosen
+    weighs_shared: bool = False  # by a logit of their own
+
+    @property
+    def num_experts_of_token(self) -> int:
+        return self.num_choices + self.num_shared
 
 
-def choose_experts(logits_TX: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
+def choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
     """The experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
 
     logits: of any float dtype, contiguous. bias: fp32; None: scores are softmaxes. Of equal experts any comes first.
     """
-    choose = launch_choose_experts if logits_TX.is_cuda else reference_choose_experts
-    return choose(logits_TX, bias_X, rule)
+    choose = launch_choose_experts if logits_TL.is_cuda else reference_choose_experts
+    return choose(logits_TL, bias_X, rule)
 
 
-def reference_choose_experts(logits_TX: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
-    logits_TX = logits_TX.float()
+def reference_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
+    logits_TL = logits_TL.float()
+    num_experts = logits_TL.shape[1] - rule.weighs_shared
+    logits_TX = logits_TL[:, :num_experts]
     scores_TX = logits_TX.softmax(dim=-1) if bias_X is None else logits_TX.sigmoid()
     wanted_TX = scores_TX if bias_X is None else scores_TX + bias_X
     if rule.num_groups > 1:
@@ -51,8 +63,16 @@ def reference_choose_experts(logits_TX: Tensor, bias_X: Tensor | None, rule: Cho
     chosen_TC = wanted_TX.topk(rule.num_choices, dim=-1).indices
     weights_TC = scores_TX.gather(1, chosen_TC)
     if rule.normalizes_weights:
-        weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + _TINY)
-    return chosen_TC, weights_TC * rule.weight_scale
+        weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + TINY)
+    weights_TC = weights_TC * rule.weight_scale
+    if not rule.num_shared:
+        return chosen_TC, weights_TC
+    shared = torch.arange(num_experts, num_experts + rule.num_shared, device=chosen_TC.device)
+    weight_T1 = logits_TL[:, num_experts:].sigmoid() if rule.weighs_shared else torch.ones_like(logits_TL[:, :1])
+    return (
+        torch.cat((chosen_TC, shared.expand(len(chosen_TC), -1)), dim=1),
+        torch.cat((weights_TC, weight_T1.expand(-1, rule.num_shared)), dim=1),
+    )
 
 
 def _within_groups(wanted_TX: Tensor, rule: ChoiceRule, *, best: int) -> Tensor:
@@ -64,32 +84,48 @@ def _within_groups(wanted_TX: Tensor, rule: ChoiceRule, *, best: int) -> Tensor:
     return wanted_TGX.masked_fill(is_out_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def launch_choose_experts(logits_TX: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
-    num_tokens, num_experts = logits_TX.shape
-    assert logits_TX.is_contiguous() and num_experts % rule.num_groups == 0
-    chosen_TC = torch.empty(num_tokens, rule.num_choices, dtype=torch.int64, device=logits_TX.device)
-    weights_TC = torch.empty(num_tokens, rule.num_choices, dtype=torch.float32, device=logits_TX.device)
+def launch_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
+    num_tokens, num_logits = logits_TL.shape
+    assert logits_TL.is_contiguous()
+    chosen_TC, weights_TC = new_choices(num_tokens, rule, logits_TL.device)
     if num_tokens:
-        in_group = num_experts // rule.num_groups
         _choose_experts[(num_tokens,)](
-            logits_TX,
-            logits_TX if bias_X is None else bias_X,
+            logits_TL,
+            logits_TL if bias_X is None else bias_X,
             chosen_TC,
             weights_TC,
             rule.weight_scale,
-            _TINY,
-            C=rule.num_choices,
-            G=rule.num_groups,
-            X=in_group,
-            CHOSEN_GROUPS=rule.num_groups_per_token,
-            BLOCK_C=power_of_2(rule.num_choices),
-            BLOCK_G=power_of_2(rule.num_groups),
-            BLOCK_X=power_of_2(in_group),
-            HAS_BIAS=bias_X is not None,
-            NORMALIZES=rule.normalizes_weights,
+            TINY,
+            **constants(rule, num_logits, has_bias=bias_X is not None),
             num_warps=1,
         )
     return chosen_TC, weights_TC
+
+
+def new_choices(num_tokens: int, rule: ChoiceRule, device: torch.device) -> tuple[Tensor, Tensor]:
+    """To be filled by a kernel."""
+    shape = num_tokens, rule.num_experts_of_token
+    return torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str, int | bool]:
+    """What `choose` is compiled for."""
+    num_experts = num_logits - rule.weighs_shared
+    assert num_experts % rule.num_groups == 0
+    in_group = num_experts // rule.num_groups
+    return {
+        "C": rule.num_choices,
+        "SHARED": rule.num_shared,
+        "G": rule.num_groups,
+        "X": in_group,
+        "CHOSEN_GROUPS": rule.num_groups_per_token,
+        "BLOCK_C": power_of_2(rule.num_experts_of_token),
+        "BLOCK_G": power_of_2(rule.num_groups),
+        "BLOCK_X": power_of_2(in_group),
+        "HAS_BIAS": has_bias,
+        "NORMALIZES": rule.normalizes_weights,
+        "WEIGHS_SHARED": rule.weighs_shared,
+    }
 
 
 @jit
@@ -101,6 +137,7 @@ def _choose_experts(
     weight_scale: tl.tensor,
     tiny: tl.tensor,
     C: tl.constexpr,
+    SHARED: tl.constexpr,
     G: tl.constexpr,
     X: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
@@ -109,43 +146,99 @@ def _choose_experts(
     BLOCK_X: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    WEIGHS_SHARED: tl.constexpr,
 ) -> None:
-    """One program: one token. X: experts of a group. Whatever the logits are, experts that there are get chosen."""
-    token = tl.program_id(0).to(tl.int64)
-    g, x, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_C)
-    expert = g[:, None] * X + x[None, :]
-    mask = (g < G)[:, None] & (x < X)[None, :]
-    scores = tl.load(logits + token * G * X + expert, mask=mask, other=-float("inf")).to(tl.float32)
-    if HAS_BIAS:
-        scores = 1.0 / (1.0 + tl.exp(-scores))
-        wanted = scores + tl.load(bias + expert, mask=mask, other=0.0)
-    else:
-        scores = tl.exp(scores - tl.max(tl.max(scores, axis=1), axis=0))
-        scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
-        wanted = scores
-    wanted = tl.where(mask & (wanted == wanted), wanted, -float("inf"))
-    if G > 1:
-        first = tl.max(wanted, axis=1, keep_dims=True)
-        group = first
-        if HAS_BIAS:
-            at = tl.argmax(wanted, axis=1, keep_dims=True)
-            group += tl.max(tl.where(x[None, :] == at, -float("inf"), wanted), axis=1, keep_dims=True)
-        is_in = g[:, None] < 0
-        for _ in tl.static_range(CHOSEN_GROUPS):
-            best = tl.argmax(tl.where(is_in, -float("inf"), group), axis=0, keep_dims=True)
-            is_in = is_in | (g[:, None] == best)
-        wanted = tl.where(is_in, wanted, -float("inf"))
-    wanted = tl.reshape(wanted, [BLOCK_G * BLOCK_X])
-    scores = tl.reshape(scores, [BLOCK_G * BLOCK_X])
+    """One program: one token."""
+    t = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    expert, is_expert = experts_of_places(G, X, BLOCK_G, BLOCK_X)
+    row = logits + t[:, None] * (G * X + WEIGHS_SHARED)
+    of_experts = tl.load(row + expert[None, :], mask=is_expert[None, :], other=0.0).to(tl.float32)
+    of_shared = tl.zeros([1], tl.float32)
+    if WEIGHS_SHARED:
+        of_shared = tl.load(logits + t * (G * X + 1) + G * X).to(tl.float32)
+    experts, parts = choose(
+        of_experts, of_shared, bias, weight_scale, tiny,
+        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
+    )  # fmt: skip
+    c = tl.arange(0, BLOCK_C)
+    place = t[:, None] * (C + SHARED) + c[None, :]
+    tl.store(chosen + place, experts.to(tl.int64), mask=(c < C + SHARED)[None, :])
+    tl.store(weights + place, parts, mask=(c < C + SHARED)[None, :])
+
+
+@jit
+def experts_of_places(
+    G: tl.constexpr, X: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """-> the expert at each place of a tile, in which each group has BLOCK_X places, and whether there is one."""
     place = tl.arange(0, BLOCK_G * BLOCK_X)
-    experts = tl.zeros([BLOCK_C], tl.int32)
-    parts = tl.zeros([BLOCK_C], tl.float32)
+    return place // BLOCK_X * X + place % BLOCK_X, (place // BLOCK_X < G) & (place % BLOCK_X < X)
+
+
+@jit
+def choose(
+    logits: tl.tensor,
+    of_shared: tl.tensor,
+    bias: tl.tensor,
+    weight_scale: tl.tensor,
+    tiny: tl.tensor,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    G: tl.constexpr,
+    X: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+    WEIGHS_SHARED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The logits (T, P) of some tokens, fp32, at the places of experts, and (T) of those of all tokens -> the experts
+    (T, BLOCK_C) of each, and their weights.
+
+    X: experts of a group. Whatever the logits are, experts that there are get chosen, and each of them once.
+    """
+    expert, is_expert = experts_of_places(G, X, BLOCK_G, BLOCK_X)
+    c, place = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_G * BLOCK_X)
+    if HAS_BIAS:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+        wanted = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
+    else:
+        logits = tl.where(is_expert[None, :], logits, -float("inf"))
+        scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        scores = scores / tl.sum(scores, axis=1)[:, None]
+        wanted = scores
+    # What is no number is wanted least, but more than what is no expert, or has been chosen.
+    wanted = tl.where(is_expert[None, :], tl.where(wanted > -1e30, wanted, -1e30), -float("inf"))
+    if G > 1:
+        grouped = tl.reshape(wanted, [wanted.shape[0], BLOCK_G, BLOCK_X])
+        group = tl.max(grouped, axis=2)
+        g, x = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X)
+        if HAS_BIAS:
+            at = tl.argmax(grouped, axis=2)
+            group += tl.max(tl.where(x[None, None, :] == at[:, :, None], -float("inf"), grouped), axis=2)
+        is_in = tl.zeros(group.shape, tl.int32)
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            best = tl.argmax(tl.where(is_in > 0, -float("inf"), group), axis=1)
+            is_in = tl.where(g[None, :] == best[:, None], 1, is_in)
+        wanted = tl.reshape(tl.where((is_in > 0)[:, :, None], grouped, -float("inf")), wanted.shape)
+    experts = tl.zeros([wanted.shape[0], BLOCK_C], tl.int32)
+    parts = tl.zeros([wanted.shape[0], BLOCK_C], tl.float32)
     for i in tl.static_range(C):
-        best = tl.argmax(wanted, axis=0)
-        experts = tl.where(c == i, best // BLOCK_X * X + best % BLOCK_X, experts)
-        parts = tl.where(c == i, tl.sum(tl.where(place == best, scores, 0.0), axis=0), parts)
-        wanted = tl.where(place == best, -float("inf"), wanted)
+        best = tl.argmax(wanted, axis=1)
+        is_best = place[None, :] == best[:, None]
+        experts = tl.where(c[None, :] == i, (best // BLOCK_X * X + best % BLOCK_X)[:, None], experts)
+        parts = tl.where(c[None, :] == i, tl.sum(tl.where(is_best, scores, 0.0), axis=1)[:, None], parts)
+        wanted = tl.where(is_best, -float("inf"), wanted)
     if NORMALIZES:
-        parts = parts / (tl.sum(parts, axis=0) + tiny)
-    tl.store(chosen + token * C + c, experts.to(tl.int64), mask=c < C)
-    tl.store(weights + token * C + c, parts * weight_scale, mask=c < C)
+        parts = parts / (tl.sum(parts, axis=1)[:, None] + tiny)
+    parts = parts * weight_scale
+    if SHARED:
+        weight = tl.full(of_shared.shape, 1.0, tl.float32)
+        if WEIGHS_SHARED:
+            weight = 1.0 / (1.0 + tl.exp(-of_shared))
+        is_shared = (c >= C)[None, :]
+        experts = tl.where(is_shared, G * X + c[None, :] - C, experts)
+        parts = tl.where(is_shared, weight[:, None], parts)
+    return experts, parts

@@ -7,6 +7,7 @@ can be, ceil(N / M) + min(X, N) - 1, since each expert wastes less than one.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,25 @@ from engine.kernels.language import cdiv, jit, power_of_2, tl
 # T tokens, C choices of each, N = T * C choices, X experts, M rows of a tile, B tiles, P = B * M places
 
 _AT_ONCE = 512, 4096  # choices that a program looks at: of decode steps, and of prompts
+_MIN_ROWS = 16  # of a tile: a matrix unit's operand
 
 
-def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns the choice at each place (P,) int32, N where there is none, and the expert of each tile (B,) int32,
-    num_experts where the tile is empty; its places mean nothing then. Nothing waits for the device.
+class Tiles(NamedTuple):
+    choice_P: Tensor  # int32: the choice at each place, N where there is none
+    expert_B: Tensor  # int32: the expert of each tile, X where it is empty; its places mean nothing then
+
+    @property
+    def rows(self) -> int:
+        return len(self.choice_P) // len(self.expert_B)
+
+
+def rows_of_tiles(num_choices: int, num_experts: int, *, most: int) -> int:
+    """M that wastes few products where choices are as many as any other expert's."""
+    return min(most, max(_MIN_ROWS, power_of_2(cdiv(num_choices, num_experts))))
+
+
+def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> Tiles:
+    """Nothing waits for the device.
 
     chosen: int64, contiguous, each below num_experts.
     """
@@ -28,7 +43,7 @@ def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[
     return sort(chosen_TC, num_experts=num_experts, rows=rows)
 
 
-def reference_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+def reference_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> Tiles:
     flat_N = chosen_TC.flatten()
     num_choices, device = len(flat_N), chosen_TC.device
     order_N = flat_N.argsort(stable=True)
@@ -36,36 +51,40 @@ def reference_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int)
     tiles_X = (counts_X + rows - 1) // rows
     shift_X = (tiles_X.cumsum(0) - tiles_X) * rows - (counts_X.cumsum(0) - counts_X)
     place_N = torch.arange(num_choices, device=device) + shift_X[flat_N[order_N]]
-    num_tiles = _most_tiles(num_choices, num_experts, rows)
+    num_tiles = most_tiles(num_choices, num_experts, rows)
     choice_P = torch.full((num_tiles * rows,), num_choices, dtype=torch.int32, device=device)
     choice_P[place_N] = order_N.to(torch.int32)
     tile_B = torch.arange(num_tiles, device=device)
-    return choice_P, torch.searchsorted(tiles_X.cumsum(0), tile_B, right=True).to(torch.int32)
+    return Tiles(choice_P, torch.searchsorted(tiles_X.cumsum(0), tile_B, right=True).to(torch.int32))
 
 
-def launch_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+def launch_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> Tiles:
     assert chosen_TC.is_contiguous()
     num_choices, device = chosen_TC.numel(), chosen_TC.device
-    num_tiles = _most_tiles(num_choices, num_experts, rows)
-    choice_P = torch.empty(num_tiles * rows, dtype=torch.int32, device=device)
-    expert_B = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    tiles = new_tiles(num_choices, num_experts, rows, device)
     at_once = _AT_ONCE[num_choices > _AT_ONCE[0]]
     _sort_into_tiles[(num_experts,)](
         chosen_TC,
-        choice_P,
-        expert_B,
+        *tiles,
         num_choices,
-        num_tiles,
+        len(tiles.expert_B),
         X=num_experts,
         M=rows,
         BLOCK_X=power_of_2(num_experts + 1),
         BLOCK_N=at_once,
         num_warps=max(4, at_once // 512),
     )
-    return choice_P, expert_B
+    return tiles
 
 
-def _most_tiles(num_choices: int, num_experts: int, rows: int) -> int:
+def new_tiles(num_choices: int, num_experts: int, rows: int, device: torch.device) -> Tiles:
+    """To be filled by a kernel."""
+    num_tiles = most_tiles(num_choices, num_experts, rows)
+    places = torch.empty(num_tiles * (rows + 1), dtype=torch.int32, device=device)
+    return Tiles(places[: num_tiles * rows], places[num_tiles * rows :])
+
+
+def most_tiles(num_choices: int, num_experts: int, rows: int) -> int:
     return cdiv(num_choices, rows) + min(num_experts, num_choices) - 1
 
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.expert_tiles import sort_into_tiles
-from engine.kernels.language import cdiv, jit, power_of_2, tl
+from engine.kernels.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
+from engine.kernels.language import cdiv, jit, tl
 from engine.kernels.silu_mul import silu_mul
 
 # T tokens, C choices of each, N = T * C choices, E hidden_size, X experts, I features of one
 
-_MIN_ROWS, _MAX_ROWS = 16, 128  # of a tile
+_MAX_ROWS = 128  # of a tile
 
 
 class _Tile(NamedTuple):
@@ -42,17 +42,21 @@ _MOST_SUMS = 128 * 128  # of a program, beside operands in registers
 _RESERVED = 1024  # bytes of a processor's memory that each program cannot have
 
 
-def fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor) -> Tensor:
+def fused_experts(
+    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
     """The output of every chosen expert, not yet weighed: (T, C, E) of x's dtype, products accumulated in fp32.
 
     x: (T, E) bf16, fp16 or fp32. gate_up: (X, 2 I, E), gate rows first. down: (X, E, I). chosen: (T, C) int64, each
-    below X.
+    below X. tiles: of these choices, where somebody has sorted them.
     """
     compute = launch_fused_experts if x_TE.is_cuda else reference_fused_experts
-    return compute(x_TE, gate_up_X2IE, down_XEI, chosen_TC)
+    return compute(x_TE, gate_up_X2IE, down_XEI, chosen_TC, tiles)
 
 
-def reference_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor) -> Tensor:
+def reference_fused_experts(
+    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
     out_TCE = x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
     for expert in sorted(set(chosen_TC.flatten().tolist())):
         token, choice = (chosen_TC == expert).nonzero(as_tuple=True)
@@ -60,7 +64,9 @@ def reference_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor
     return out_TCE
 
 
-def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor) -> Tensor:
+def launch_fused_experts(
+    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
     (num_tokens, hidden), num_choices = x_TE.shape, chosen_TC.numel()
     num_experts, features = down_XEI.shape[0], down_XEI.shape[2]
     x_TE = x_TE.contiguous()
@@ -68,8 +74,11 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
     out_TCE = x_TE.new_empty(num_tokens, chosen_TC.shape[1], hidden)
     if not num_choices:
         return out_TCE
-    rows = min(_MAX_ROWS, max(_MIN_ROWS, power_of_2(cdiv(num_choices, num_experts))))
-    choice_P, expert_B = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
+    if tiles is None:
+        rows = rows_of_tiles(num_choices, num_experts, most=_MAX_ROWS)
+        tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
+    choice_P, expert_B = tiles
+    rows = tiles.rows
     features_NI = x_TE.new_empty(num_choices, features)
     # Programs that run at a time are those of few tiles: their rows and their experts' weights are in the cache.
     tile = _fit(_GATE_UP[rows], rows, 2, x_TE)

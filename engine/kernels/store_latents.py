@@ -175,26 +175,11 @@ def _store_latents(
 ) -> None:
     """One program: the row of one token (program 0 of axis 1), or BLOCK_H of its query heads."""
     token = tl.program_id(0).to(tl.int64)
-    f = tl.arange(0, BLOCK_F)
-    is_f = f < F
-    turn = tl.load(cos + token * F + f, mask=is_f, other=0.0).to(tl.float32)[None, :]
-    tilt = tl.load(sin + token * F + f, mask=is_f, other=0.0).to(tl.float32)[None, :]
     if tl.program_id(1) == 0:
-        slot = tl.load(slots + token).to(tl.int64)
-        if slot >= 0:
-            row = rows + token * row_stride
-            c, one = tl.arange(0, BLOCK_C), tl.arange(0, 1)
-            latent = tl.load(row + c, mask=c < C, other=0.0)
-            weight = tl.load(norm + c, mask=c < C, other=0.0)
-            latent = normed(latent.to(tl.float32), weight, C, eps, latent.dtype)
-            if HAS_SCALES:
-                code, scale = quantize_row(latent[None, :].to(tl.float32), (c < C)[None, :], codes.dtype.element_ty)
-                tl.store(codes + slot * WIDTH + c[None, :], code, mask=(c < C)[None, :])
-                tl.store(scales + slot + one[:, None], scale.to(tl.bfloat16))
-            else:
-                tl.store(codes + slot * WIDTH + c, latent.to(codes.dtype.element_ty), mask=c < C)
-            key = exact + slot * EXACT_WIDTH + (EXACT_WIDTH - 2 * F) + one[:, None]
-            _turn(row + C + one[:, None], key, is_f[None, :], turn, tilt, F, BLOCK_F, IS_INTERLEAVED)
+        store_row(
+            rows, norm, cos, sin, codes, exact, scales, slots, token, row_stride, eps,
+            C, F, WIDTH, EXACT_WIDTH, BLOCK_C, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
+        )  # fmt: skip
     else:
         h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         source = q + token * q_token_stride + h[:, None] * q_head_stride
@@ -203,12 +188,64 @@ def _store_latents(
             n = tl.arange(0, BLOCK_N)
             mask = (h < H)[:, None] & (n < N)[None, :]
             tl.store(target + n[None, :], tl.load(source + n[None, :], mask=mask), mask=mask)
-        mask = (h < H)[:, None] & is_f[None, :]
-        _turn(source + N, target + N, mask, turn, tilt, F, BLOCK_F, IS_INTERLEAVED)
+        turn, tilt, is_f = _angles(cos, sin, token, F, BLOCK_F)
+        turn_rows(source + N, target + N, (h < H)[:, None] & is_f, turn, tilt, F, BLOCK_F, IS_INTERLEAVED)
 
 
 @jit
-def _turn(
+def store_row(
+    rows: tl.tensor,
+    norm: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    codes: tl.tensor,
+    exact: tl.tensor,
+    scales: tl.tensor,
+    slots: tl.tensor,
+    token: tl.tensor,
+    row_stride: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    F: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXACT_WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+) -> None:
+    """One token's row into its slot, if it has one."""
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        row = rows + token * row_stride
+        c, one = tl.arange(0, BLOCK_C), tl.arange(0, 1)
+        latent = tl.load(row + c, mask=c < C, other=0.0)
+        weight = tl.load(norm + c, mask=c < C, other=0.0)
+        latent = normed(latent.to(tl.float32), weight, C, eps, latent.dtype)
+        if HAS_SCALES:
+            code, scale = quantize_row(latent[None, :].to(tl.float32), (c < C)[None, :], codes.dtype.element_ty)
+            tl.store(codes + slot * WIDTH + c[None, :], code, mask=(c < C)[None, :])
+            tl.store(scales + slot + one[:, None], scale.to(tl.bfloat16))
+        else:
+            tl.store(codes + slot * WIDTH + c, latent.to(codes.dtype.element_ty), mask=c < C)
+        key = exact + slot * EXACT_WIDTH + (EXACT_WIDTH - 2 * F) + one[:, None]
+        turn, tilt, is_f = _angles(cos, sin, token, F, BLOCK_F)
+        turn_rows(row + C + one[:, None], key, is_f, turn, tilt, F, BLOCK_F, IS_INTERLEAVED)
+
+
+@jit
+def _angles(
+    cos: tl.tensor, sin: tl.tensor, token: tl.tensor, F: tl.constexpr, BLOCK_F: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """-> of one token: the numbers by which pairs are turned, and which pairs there are, each (1, BLOCK_F)."""
+    f = tl.arange(0, BLOCK_F)
+    turn = tl.load(cos + token * F + f, mask=f < F, other=0.0).to(tl.float32)
+    tilt = tl.load(sin + token * F + f, mask=f < F, other=0.0).to(tl.float32)
+    return turn[None, :], tilt[None, :], (f < F)[None, :]
+
+
+@jit
+def turn_rows(
     source: tl.tensor,
     target: tl.tensor,
     mask: tl.tensor,
@@ -218,7 +255,7 @@ def _turn(
     BLOCK_F: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
 ) -> None:
-    """Rows (N, 1) of 2 F numbers each, rotated into others."""
+    """Rows (N, 1) of 2 F numbers each, rotated into others, by angles of each (N, F) or of all (1, F)."""
     f = tl.arange(0, BLOCK_F)[None, :]
     if IS_INTERLEAVED:
         first, second = tl.load(source + 2 * f, mask=mask, other=0.0), tl.load(source + 2 * f + 1, mask=mask, other=0.0)

@@ -59,7 +59,7 @@ def panels_of(rows: Sequence[CodeRows]) -> CodePanels:
         size = RUN if name.startswith("super") else first.group or num_inputs
         values_OG = torch.cat([part.numbers[name] for part in rows])
         padding = 0 if size == num_inputs else -(-num_inputs // RUN) * RUN // size - values_OG.shape[1]
-        numbers[name] = in_panels(F.pad(values_OG, (0, padding)))
+        numbers[name] = in_panels(F.pad(values_OG, (0, padding)), size)
     return CodePanels(first.kind, first.group, tuple(codes_OI.shape), words, high=high, **numbers)  # type: ignore[arg-type]
 
 

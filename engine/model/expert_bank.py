@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.kernels.code_panels import CodePanels
 from engine.kernels.coded_experts import coded_experts
+from engine.kernels.expert_tiles import Tiles
 from engine.kernels.fused_experts import fused_experts
 from engine.layers.coded_matrix import CodedMatrix
 from engine.layers.int8_matrix import Int8Matrix
@@ -22,8 +23,9 @@ from engine.layers.layers import GatedSiLU, Linear, Matrix, TorchMatrix
 class Bank(Protocol):
     """Experts, or a rank's shares of them, in numbered places."""
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-        """The output of each chosen expert, not yet weighed: (T, C, E). chosen: int64 places in this bank."""
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
+        """The output of each chosen expert, not yet weighed: (T, C, E). chosen: int64 places in this bank. tiles: of
+        these choices, where somebody has sorted them."""
         ...
 
     @property
@@ -53,7 +55,7 @@ class ExpertList:
     def is_fixed(self) -> bool:
         return False
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
         flat_N = chosen_TC.flatten()
         order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
         parts = torch.split(x_TE[order_N // chosen_TC.shape[1]], counts_X.tolist())
@@ -75,8 +77,8 @@ class ExpertStack:
     def is_fixed(self) -> bool:
         return True
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-        return fused_experts(x_TE, self.gate_up_X2IE, self.down_XEI, chosen_TC)
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
+        return fused_experts(x_TE, self.gate_up_X2IE, self.down_XEI, chosen_TC, tiles)
 
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
@@ -104,8 +106,8 @@ class CodedExpertStack:
     def is_fixed(self) -> bool:
         return True
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-        return coded_experts(x_TE, self.gate_up, self.down, chosen_TC)
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
+        return coded_experts(x_TE, self.gate_up, self.down, chosen_TC, tiles)
 
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> CodedExpertStack | None:

@@ -4,6 +4,9 @@ The ranks of a replica share the experts in one of two ways, with equal results:
 
     SplitExperts    every rank has a share of each expert's features and computes all tokens; the outputs are summed
     SpreadExperts   every rank has some experts whole; tokens travel to them and back (spread_experts.py)
+
+An expert of all tokens is as wide as several of the others. On a GPU, where experts are computed at once, it is cut
+into so many, which stand behind the others in the bank and are chosen by every token: it takes no kernel of its own.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ from torch import Tensor
 
 from cluster.model.shape import ExpertsConfig, ModelConfig
 from engine.kernels.expert_sum import ExpertSum
+from engine.kernels.router import RoutedTokens
 from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model.expert_bank import Bank, Expert, Shelf
+from engine.model.expert_bank import Bank, Expert, ExpertList, Shelf
 from engine.model.routing import Routing
 from engine.model.spread_experts import Experts, SpreadExperts
 from engine.parallel import TensorParallel
-from engine.weights.checkpoint import Shape
+from engine.weights.checkpoint import Shape, Span
 
 # T tokens, E hidden_size, I features of the shared expert, C experts chosen for each token
 
@@ -37,32 +41,35 @@ class SparseMLP:
 
     routing: Routing
     experts: Experts
-    shared: SharedExpert | None
+    shared: SharedExpert | None  # None where it is among the experts, too
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> SparseMLP:
         assert config.experts is not None
-        block = _names(config, layer)[0]
-        routing = Routing.read(reader, config.experts, f"{block}.gate")
-
-        parallel, num_experts, num_features = (
-            reader.parallel,
-            config.experts.num_experts,
-            config.experts.intermediate_size,
-        )
+        shape, parallel, block = config.experts, reader.parallel, _names(config, layer)[0]
+        num_experts, num_features = shape.num_experts, shape.intermediate_size
         features = (0, num_features) if reader.spreads_experts else parallel.span(num_features)
         shelf = Shelf(lambda index: _read_expert(reader, config, layer, index, features))
-        experts: Experts
         if reader.spreads_experts:
-            experts = SpreadExperts(shelf, num_experts, parallel, redundant=reader.redundant_experts, turn=layer)
+            experts: Experts = SpreadExperts(
+                shelf, num_experts, parallel, redundant=reader.redundant_experts, turn=layer
+            )
         else:
+            if num_pieces := pieces_of_shared(reader, shape):
+                bank = shelf(range(num_experts + num_pieces))
+                if not isinstance(bank, ExpertList):
+                    gate_1E = _read_shared_gate(reader, shape, block)
+                    routing = Routing.read(
+                        reader, shape, f"{block}.gate", num_shared=num_pieces, shared_gate_1E=gate_1E
+                    )
+                    return cls(routing, SplitExperts(bank, parallel), None)
             experts = SplitExperts(shelf(range(num_experts)), parallel)
-        shared = SharedExpert.read(reader, config.experts, block) if config.experts.shared_size else None
-        return cls(routing, experts, shared)
+        shared = SharedExpert.read(reader, shape, block) if shape.shared_size else None
+        return cls(Routing.read(reader, shape, f"{block}.gate"), experts, shared)
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> None:
         normed_TE = x.normed(norm)
-        x.add(self.experts(normed_TE, *self.routing(normed_TE)))
+        x.add(self.experts(normed_TE, self.routing(normed_TE)))
         if self.shared is not None:
             self.shared(normed_TE, x)
 
@@ -87,7 +94,7 @@ class SharedExpert:
         return cls(
             reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}),
             reader.row_parallel(f"{name}.down_proj", features),
-            reader.tensor(f"{name}_gate.weight") if config.has_shared_gate else None,
+            _read_shared_gate(reader, config, block),
         )
 
     def __call__(self, normed_TE: Tensor, x: Residual) -> None:
@@ -105,8 +112,8 @@ class SplitExperts:
     bank: Bank
     parallel: TensorParallel
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor | ExpertSum:
-        share = ExpertSum(self.bank(x_TE, chosen_TC), weights_TC)
+    def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
+        share = ExpertSum(self.bank(x_TE, choices.chosen_TC, choices.tiles), choices.weights_TC)
         return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
 
 
@@ -139,9 +146,24 @@ def _names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return (f"model.layers.{layer}.{block}", *matrices)
 
 
-def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: int, features: tuple[int, int]) -> Expert:
-    """The features [start, end) of one."""
+def pieces_of_shared(reader: ShardReader, config: ExpertsConfig) -> int:
+    """How many experts the one of all tokens is to be; 0: it stays what it is. A calibration wants matrices whole."""
+    if reader.device.type != "cuda" or reader.on_matrix is not None or config.shared_size % config.intermediate_size:
+        return 0
+    return config.shared_size // config.intermediate_size
+
+
+def _read_shared_gate(reader: ShardReader, config: ExpertsConfig, block: str) -> Tensor | None:
+    return reader.tensor(f"{block}.{_shared_name(config)}_gate.weight") if config.has_shared_gate else None
+
+
+def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: int, features: Span) -> Expert:
+    """The features [start, end) of one; behind the last one, of a piece of that of all tokens."""
+    assert config.experts is not None
     block, gate, up, down = _names(config, layer)
-    name = f"{block}.experts.{index}"
+    name, piece = f"{block}.experts.{index}", index - config.experts.num_experts
+    if piece >= 0:
+        name, begin = f"{block}.{_shared_name(config.experts)}", piece * config.experts.intermediate_size
+        features = begin + features[0], begin + features[1]
     gate_up = reader.linear({f"{name}.{gate}": features, f"{name}.{up}": features})
     return Expert(gate_up, reader.columns(f"{name}.{down}", features))

@@ -72,7 +72,7 @@ class LatentLayer:
         if self.query_up is not None:
             q_TO = self.query_up(q_TO, before=self.query_norm)
         q_THD = torch.unflatten(q_TO, -1, (-1, self.head_dim))
-        return heads.store(self.index, q_THD, row_TJ, norm=self.latent_norm)
+        return heads.store(self.index, q_THD, row_TJ, norm=self.latent_norm, expansion=self.expansion)
 
     def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, rotation: Rotation) -> None:
         """The same of tokens whose queries nobody asks for: all that is kept of them."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.expert_placement import Placement, busiest, plan_experts
 from engine.kernels.expert_sum import ExpertSum
+from engine.kernels.router import RoutedTokens
 from engine.model.expert_bank import Bank
 from engine.parallel import TensorParallel
 
@@ -27,10 +28,10 @@ _WORTH_MOVING = 1.1  # by how much the busiest rank must have more to do than it
 class Experts(Protocol):
     """All experts of one layer, shared by the ranks of a replica."""
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor | ExpertSum:
+    def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
         """For each token the weighted sum of its chosen experts, (T, E), complete on every rank; or what will be that.
 
-        Every rank gives the same arguments. chosen: int64, in no order; weights: fp32.
+        Every rank gives the same arguments.
         """
         ...
 
@@ -63,9 +64,9 @@ class SpreadExperts:
         self._copies_X = self._rank_XP = self._place_XP = torch.empty(0)  # of each expert; see _place
         self._place(plan_experts([1] * num_experts, ranks=parallel.size, redundant=redundant))
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
+    def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor:
         parallel, (first, end) = self._parallel, self._parallel.span(len(x_TE))
-        chosen_TC, weights_TC = chosen_TC[first:end], weights_TC[first:end]
+        chosen_TC, weights_TC = choices.chosen_TC[first:end], choices.weights_TC[first:end]
         if self._redundant:
             self._think(chosen_TC)
         rank_N, place_N = self._whereabouts(chosen_TC.flatten())

@@ -225,7 +225,7 @@ def latent(device: torch.device) -> list[_Case]:
             torch.randn(_ROWS, num_heads, latent + rope, device=device, dtype=torch.bfloat16),
             pool,
             None,
-            latent_dim=latent,
+            torch.randn(num_heads, value, latent, device=device, dtype=torch.bfloat16),
             scale=(nope + rope) ** -0.5,
             tables_RB=tables,
             contexts_R=contexts,

@@ -17,6 +17,7 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.decode_graphs import Step
+from engine.kernels.router import RoutedTokens
 from engine.model import spread_experts
 from engine.model.expert_bank import Bank
 from engine.parallel import TensorParallel
@@ -164,5 +165,5 @@ def experts_that_move(
 
     experts = spread_experts.SpreadExperts(read, num_experts, join(place, prefix, rank, size), redundant=redundant)
     chosen, weights = torch.full((5, 1), num_experts - 1), torch.ones(5, 1)
-    outputs = [experts(torch.ones(5, 1), chosen, weights).flatten().tolist() for _ in range(4)]
+    outputs = [experts(torch.ones(5, 1), RoutedTokens(chosen, weights)).flatten().tolist() for _ in range(4)]
     return banks, outputs

@@ -79,7 +79,7 @@ def test_any_mix_of_rows(by: str, most_keys: int, dtype: str, monkeypatch: pytes
         heads = TorchLatentHeads(batch, pool, rotation, scale=0.3)
     else:
         heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pool, rotation, scale=0.3)
-    got = heads.attend(0, q, expansion)
+    got = heads.attend(0, q, expansion)  # queries that are rotated already
     torch.testing.assert_close(got, naive(q, pool, rows, expansion, 0.3), atol=1e-4, rtol=1e-4)
 
 
@@ -100,15 +100,16 @@ def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monke
     batch = Batch.of([row], block_size=4)
     q, latent, key = random(9, HEADS, NOPE + ROPE), random(9, LATENT, seed=1), random(9, ROPE, seed=2)
     norm = RMSNorm(random(LATENT, seed=3), 1e-6)
+    expansion = Expansion(random(HEADS, NOPE, LATENT, seed=3) / 5, random(HEADS, VALUE, LATENT, seed=4) / 5)
     # The interpreter cuts numbers off to bf16 where others round: so keys are turned to numbers that bf16 has.
     quarter = torch.zeros(9, 1, ROPE // 2), torch.ones(9, 1, ROPE // 2)
     rotation = Rotation(*quarter, is_interleaved=is_interleaved)
     kept = torch.cat((latent, key.bfloat16().float()), dim=-1)
     pools = [KVPool(layout, num_blocks=6, device=CPU) for _ in range(2)]
-    expected = TorchLatentHeads(batch, pools[0], rotation, scale=1.0).store(1, q, kept, norm=norm)
+    expected = TorchLatentHeads(batch, pools[0], rotation, scale=1.0).store(1, q, kept, norm=norm, expansion=expansion)
     launch_kernels(monkeypatch)
     heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=1.0)
-    torch.testing.assert_close(heads.store(1, q, kept, norm=norm), expected)
+    torch.testing.assert_close(heads.store(1, q, kept, norm=norm, expansion=expansion), expected)
     check_kept_alike(pools)
 
 
@@ -138,11 +139,11 @@ def test_a_step_of_single_queries(by: str, dtype: str, monkeypatch: pytest.Monke
     for pool in pools:
         pool.write_latents(0, torch.arange(32), random(32, LATENT + ROPE, seed=6))
     plain = TorchLatentHeads(batch, pools[0], rotation, scale=0.3)
-    expected = plain.attend(0, plain.store(0, q, kept, norm=norm), expansion)
+    expected = plain.attend(0, plain.store(0, q, kept, norm=norm, expansion=expansion), expansion)
     if by == "kernels":
         launch_kernels(monkeypatch)
     heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=0.3)
-    got = heads.attend(0, heads.store(0, q, kept, norm=norm), expansion)
+    got = heads.attend(0, heads.store(0, q, kept, norm=norm, expansion=expansion), expansion)
     bound = 1e-5 if dtype == "float32" else 2e-2
     torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
     check_kept_alike(pools)

@@ -82,7 +82,7 @@ def attend(pool_dtype: torch.dtype) -> None:
         _numbers(_ROWS, _LATENT_HEADS, _LATENT + _ROPE),
         torch.empty(4096, 1, 1, _S, width, dtype=pool_dtype, device=DEVICE),
         None if is_wide else _numbers(4096, 1, 1, _S),
-        latent_dim=_LATENT,
+        _numbers(_LATENT_HEADS, _D, _LATENT),
         scale=0.1,
         tables_RB=tables,
         contexts_R=contexts,

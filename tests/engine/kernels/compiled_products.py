@@ -43,6 +43,7 @@ def panels(form: str) -> CodePanels:
     inputs = num_words * (2 if kind < NIBBLES else 4)
     scale = torch.uint8 if is_nested else torch.float32 if kind == E4M3 or not group else torch.float16
     of_group, of_run = (_P, _I // (group or _I), 64), (_P, _I // 256, 64)
+    in_runs = (*of_run, 256 // (group or 256))
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=DEVICE)
@@ -52,9 +53,9 @@ def panels(form: str) -> CodePanels:
         group,
         (_O, _I),
         empty((_P, _I // inputs, 64, num_words), torch.int16),
-        empty(of_group, scale),
+        empty(in_runs if is_nested else of_group, scale),
         high=empty((_P, _I // 256, kind - 4, 64, num_words), torch.int16) if kind > NIBBLES else None,
-        leasts=empty(of_group, torch.uint8 if least == "codes" else torch.float16) if least else None,
+        leasts={"codes": empty(in_runs, torch.uint8), "halves": empty(of_group, torch.float16)}.get(least),
         supers=empty(of_run, torch.float16) if is_nested else None,
         super_leasts=empty(of_run, torch.float16) if is_nested and least else None,
     )

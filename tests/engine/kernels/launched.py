@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
 from engine.kernels import fused_experts
+from engine.kernels.absorb_queries import launch_absorb_queries
 from engine.kernels.decode_attention import launch_decode_attention
 from engine.kernels.dense_prefill import launch_dense_prefill_attention
 from engine.kernels.expert_choice import launch_choose_experts
@@ -17,6 +18,7 @@ from engine.kernels.gather_rows import launch_gather_rows
 from engine.kernels.latent_attention import launch_latent_decode_attention
 from engine.kernels.prefill_attention import launch_prefill_attention
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
+from engine.kernels.router import launch_route
 from engine.kernels.silu_mul import launch_silu_mul
 from engine.kernels.splits import Splits, share_out
 from engine.kernels.store_heads import launch_store_heads
@@ -32,10 +34,12 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (heads, "prefill_attention", launch_prefill_attention),
         (heads, "store_heads", launch_store_heads),
         (latent_heads, "latent_decode_attention", launch_latent_decode_attention),
+        (latent_heads, "absorb_queries", launch_absorb_queries),
         (latent_heads, "store_latents", launch_store_latents),
         (expert_bank, "fused_experts", launch_fused_experts),
         (fused_experts, "sort_into_tiles", launch_sort_into_tiles),
         (routing, "choose_experts", launch_choose_experts),
+        (routing, "route", launch_route),
         (latent_heads, "dense_prefill_attention", launch_dense_prefill_attention),
         (heads, "dense_prefill_attention", launch_dense_prefill_attention),
         (heads, "gather_rows", launch_gather_rows),

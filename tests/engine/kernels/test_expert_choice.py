@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,15 +17,27 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 QWEN = ChoiceRule(num_choices=8, normalizes_weights=True)
 V2 = ChoiceRule(num_choices=6, num_groups=8, num_groups_per_token=3, normalizes_weights=False, weight_scale=16.0)
 V3 = ChoiceRule(num_choices=8, num_groups=8, num_groups_per_token=4, normalizes_weights=True, weight_scale=2.5)
+V2_LITE = ChoiceRule(num_choices=6, normalizes_weights=False, num_shared=2)
+QWEN2 = ChoiceRule(num_choices=4, normalizes_weights=False, num_shared=4, weighs_shared=True)
+V3_SHARED = replace(V3, num_shared=1)
 MIXTRAL = ChoiceRule(num_choices=2, normalizes_weights=True)
 
 
 @pytest.mark.parametrize(
     ("rule", "num_experts", "has_bias"),
-    [(QWEN, 128, False), (V2, 160, False), (V3, 256, True), (MIXTRAL, 8, False), (QWEN, 60, False)],
+    [
+        (QWEN, 128, False),
+        (V2, 160, False),
+        (V3, 256, True),
+        (MIXTRAL, 8, False),
+        (QWEN, 60, False),
+        (V2_LITE, 64, False),
+        (QWEN2, 60, False),
+        (V3_SHARED, 256, True),
+    ],
 )
 def test_choices_are_those_of_torch(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
-    logits = random(9, num_experts)
+    logits = random(9, num_experts + rule.weighs_shared)
     bias = random(num_experts, seed=1) if has_bias else None
     chosen, weights = launch_choose_experts(logits, bias, rule)
     expected, expected_weights = reference_choose_experts(logits, bias, rule)
@@ -41,6 +55,7 @@ def test_a_router_without_sense_chooses_experts_that_there_are(rule: ChoiceRule,
     logits[2, 5:] = torch.nan
     chosen, _ = launch_choose_experts(logits, random(160) if has_bias else None, rule)
     assert chosen.min() >= 0 and chosen.max() < 160
+    assert all(len(set(of_token)) == rule.num_choices for of_token in chosen.tolist()), "each of them once"
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kernels.absorb_queries import launch_absorb_queries, reference_absorb_queries
 from engine.kernels.dense_prefill import launch_dense_prefill_attention, reference_dense_prefill_attention
-from engine.kernels.eight_bits import quantize_rows
+from engine.kernels.eight_bits import dequantize_rows, quantize_rows
 from engine.kernels.latent_attention import launch_latent_decode_attention, reference_latent_decode_attention
 from engine.kernels.splits import share_out
 from engine.kernels.store_latents import launch_store_latents
@@ -37,8 +38,9 @@ def test_rows_of_any_length(
     order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(2))
     tables = torch.stack([order.roll(i)[:9] for i in range(len(contexts))]).int().to(DEVICE)
     contexts_R = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    value = random(num_heads, 40, latent_dim, dtype=dtype, seed=3) / latent_dim**0.5
     case = {
-        "latent_dim": latent_dim,
+        "value_HWC": value,
         "scale": 0.2,
         "tables_RB": tables,
         "contexts_R": contexts_R,
@@ -48,9 +50,10 @@ def test_rows_of_any_length(
     got = launch_latent_decode_attention(q, pool, scales, **case)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert not got[-1].any()
-    first = pool[tables[0, 0].long(), 0, 0, 0]  # the only key of the first row: its latent comes back
+    first = pool[tables[0, 0].long(), 0, 0, 0]  # the only key of the first row: what its latent stands for comes back
     if kind == "wide":
-        torch.testing.assert_close(got[0, 0], first[:latent_dim], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        expected = value[0] @ first[:latent_dim]
+        torch.testing.assert_close(got[0, 0], expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of keys that are masked after the product
@@ -87,17 +90,37 @@ def test_a_negative_slot_writes_nothing(kind: str) -> None:
         pool, scales = quantize_rows(pool, EIGHT_BITS[kind], exact=8)
     before = pool.view(torch.uint8).clone()
     queries, angles = random(1, 2, 12), torch.zeros(1, 1, 4, device=DEVICE)
-    launch_store_latents(
-        queries,
-        random(1, 32),
-        random(24),
-        1e-6,
-        angles.cos(),
-        angles.sin(),
-        pool,
-        scales,
-        torch.tensor([-1], device=DEVICE),
-        is_interleaved=False,
-        out_THN=(out := torch.empty_like(queries)),
-    )
-    assert torch.equal(pool.view(torch.uint8), before) and torch.equal(out, queries)
+    stored = queries, random(1, 32), random(24), 1e-6, angles.cos(), angles.sin(), pool, scales
+    slots, out = torch.tensor([-1], device=DEVICE), torch.empty_like(queries)
+    launch_store_latents(*stored, slots, is_interleaved=False, out_THN=out)
+    assert torch.equal(out, queries)
+    key = random(2, 4, 24, seed=2)
+    absorbed = launch_absorb_queries(*stored, slots, key, is_interleaved=False)
+    torch.testing.assert_close(absorbed[..., :24], torch.einsum("thn,hnc->thc", queries[..., :4], key))
+    assert torch.equal(absorbed[..., 24:], queries[..., 4:])
+    assert torch.equal(pool.view(torch.uint8), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
+@pytest.mark.parametrize("num_tokens", [3, 70])
+def test_queries_are_absorbed_beside_rows_that_are_stored(num_tokens: int, kind: str, dtype: torch.dtype) -> None:
+    """More numbers of a latent than one program has, and more tokens; queries and rows are parts of a wider product."""
+    num_heads, nope, rope, latent = 3, 12, 16, 136
+    fused = random(num_tokens, num_heads * (nope + rope) + latent + rope, dtype=dtype)
+    q, row = fused.tensor_split((-latent - rope,), dim=-1)
+    q = torch.unflatten(q, -1, (num_heads, -1))
+    angles = random(num_tokens, 1, rope // 2, dtype=dtype, seed=1)
+    key, norm = random(num_heads, nope, latent, dtype=dtype, seed=2) / 4, random(latent, dtype=dtype, seed=3)
+    slots = torch.randperm(80, generator=torch.Generator().manual_seed(4))[:num_tokens].to(DEVICE)
+    pools = []
+    for absorb in (launch_absorb_queries, reference_absorb_queries):
+        pool, scales = random(10, 1, 1, BLOCK_SIZE, latent + rope, dtype=dtype, seed=5), None
+        if kind in EIGHT_BITS:
+            pool, scales = quantize_rows(pool, EIGHT_BITS[kind], exact=rope)
+        absorbed = absorb(q, row, norm, 1e-6, angles.cos(), angles.sin(), pool, scales, slots, key, is_interleaved=True)
+        kept = pool if scales is None else dequantize_rows(pool, scales, torch.float32, exact=rope)
+        pools.append((absorbed, kept.float()))
+    bound = TOLERANCE[dtype] if kind == "wide" else 0.13  # a number between two codes may become either
+    torch.testing.assert_close(pools[0][0], pools[1][0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(pools[0][1], pools[1][1], atol=bound, rtol=bound)

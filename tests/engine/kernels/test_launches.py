@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
 # One more in the first layer, which shares the rows' keys out for all of them. DeepSeek's first layer is dense, the
-# others have experts and a shared one.
-_BUDGETS = {"llama": [11, 10, 10], "qwen3_moe": [13, 12, 12], "deepseek_v2": [14, 18, 18], "deepseek_v3": [16, 20, 20]}
+# others have experts and a shared one; V3's queries are made from short rows, which are normed.
+_BUDGETS = {"llama": [11, 10, 10], "qwen3_moe": [11, 10, 10], "deepseek_v2": [11, 10, 10], "deepseek_v3": [13, 12, 12]}
 
 
 def test_launches_of_a_layer() -> None:

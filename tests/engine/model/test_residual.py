@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels.expert_choice import ChoiceRule
 from engine.kernels.expert_sum import ExpertSum
+from engine.kernels.router import new_counters
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, TorchMatrix
 from engine.layers.residual import Residual
 from engine.model.expert_bank import ExpertStack
@@ -17,6 +18,7 @@ from engine.model.routing import Routing
 from engine.parallel import TensorParallel
 from tests.engine.kernels.launched import launch_kernels
 
+CPU = torch.device("cpu")
 TOKENS, HIDDEN, FEATURES, EXPERTS = 5, 24, 16, 6
 
 
@@ -35,7 +37,7 @@ def dense() -> GatedMLP:
 
 def sparse(*, has_shared: bool) -> SparseMLP:
     rule = ChoiceRule(num_choices=2, num_groups=3, num_groups_per_token=2, normalizes_weights=True, weight_scale=1.5)
-    routing = Routing(random(EXPERTS, HIDDEN, seed=3) * 5, random(EXPERTS, seed=4), True, rule)
+    routing = Routing(random(EXPERTS, HIDDEN, seed=3) * 5, random(EXPERTS, seed=4), new_counters(CPU), True, rule)
     bank = ExpertStack(random(EXPERTS, 2 * FEATURES, HIDDEN, seed=5), random(EXPERTS, HIDDEN, FEATURES, seed=6))
     shared = SharedExpert(dense().gate_up, dense().down, None) if has_shared else None
     return SparseMLP(routing, SplitExperts(bank, TensorParallel()), shared)

@@ -1,0 +1,87 @@
+"""Models with experts, all of whose layers are computed by the GPU's kernels, in the interpreter: transformers' tokens.
+
+What a GPU has and a CPU has not is made here, too: banks of experts that are computed at once, with those of all tokens
+among them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch
+from engine.batch.rows import Row
+from engine.config import EngineConfig
+from engine.model import experts
+from engine.model.expert_bank import Expert, ExpertStack
+from engine.model.experts import SharedExpert
+from engine.runner import ModelRunner
+from tests.engine.kernels.launched import launch_kernels
+from tests.engine.kernels.pools import DEVICE
+from tests.engine.steps import prompts
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, reference_logits
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_whole_models.py asks a GPU itself")
+
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+QWEN2_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": QWEN3_MOE,
+    "qwen2_moe": QWEN2_MOE | {"shared_expert_intermediate_size": 48},
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+BLOCK_SIZE, BLOCKS_OF_ROW = 8, 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, model = tiny_model(family, **FAMILIES[family], num_hidden_layers=2)
+    runner = with_all_kernels(directory, monkeypatch)
+    sequences = prompts(30, 9, 17)
+    expected = [reference_logits(model, sequence) for sequence in sequences]
+    computed = logits_of(runner, sequences, [(0, len(sequence) - 3) for sequence in sequences])
+    for back in (2, 1):  # after a step of prompts, steps of one token each
+        check(computed, [of_sequence[-1 - back - 1] for of_sequence in expected])
+        ends = [len(sequence) - back for sequence in sequences]
+        computed = logits_of(runner, sequences, [(end - 1, end) for end in ends])
+    check(computed, [of_sequence[-2] for of_sequence in expected])
+
+
+def with_all_kernels(directory: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    def stack(of: list[Expert]) -> ExpertStack:
+        return ExpertStack(
+            torch.stack([expert.gate_up.matrix.weight_OI for expert in of]),
+            torch.stack([expert.down.weight_OI for expert in of]),
+        )
+
+    monkeypatch.setattr(ExpertStack, "of", stack)
+    monkeypatch.setattr(SharedExpert, "read", None)  # none stands apart
+    monkeypatch.setattr(experts, "pieces_of_shared", lambda reader, shape: shape.shared_size // shape.intermediate_size)
+    launch_kernels(monkeypatch)
+    return ModelRunner(EngineConfig(model_dir=directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=15))
+
+
+def logits_of(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int, int]]) -> torch.Tensor:
+    """Of the last token of each span."""
+    rows = [
+        Row(
+            token_ids=sequence[start:end],
+            start=start,
+            blocks=list(range(i * BLOCKS_OF_ROW, (i + 1) * BLOCKS_OF_ROW)),
+            num_logits=1,
+        )
+        for i, (sequence, (start, end)) in enumerate(zip(sequences, spans, strict=True))
+    ]
+    batch = DeviceBatch.of(Batch.of(rows, block_size=BLOCK_SIZE), runner.device)
+    with torch.inference_mode():
+        return runner._model.compute(batch, runner.pool)
+
+
+def check(computed: torch.Tensor, expected: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(computed, torch.stack(expected), atol=2e-4, rtol=1e-4)
+    assert computed.argmax(dim=-1).tolist() == [row.argmax().item() for row in expected]
