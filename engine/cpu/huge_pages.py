@@ -32,10 +32,10 @@ def advise(tensor: Tensor) -> None:
 
 
 def populate(tensors: Iterable[Tensor]) -> None:
-    """Have these mapped before they are needed, their numbers as they are; where the system cannot, when they are touched.
+    """Have these mapped before they are needed, their numbers as they are. Where the system cannot, nothing happens.
 
-    A page that is touched for the first time has to be cleared, and in a virtual machine to be found by its host, too: 5
-    ms for 2 MiB, in the middle of a step.
+    A page that is touched for the first time has to be cleared, and in a virtual machine to be found by its host, too:
+    5 ms for 2 MiB, in the middle of a step.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for tensor in tensors:

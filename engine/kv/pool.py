@@ -122,7 +122,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of the host that is mapped when it is first touched, or by engine.cpu.huge_pages.populate: it costs what is
-    used of it. torch.zeros touches all of it at once."""
+    """Memory of the host that is mapped when it is first touched, or by engine.cpu.huge_pages.populate: it costs what
+    is used of it. torch.zeros touches all of it at once."""
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
