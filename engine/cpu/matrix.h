@@ -160,6 +160,8 @@ template <class Weights> struct Rows {
     }
 };
 
+constexpr int LINES_AHEAD = 16;  // of a panel: a tenth less time of one row than without, on one thread (Zen 4)
+
 // ahead: a panel that is fetched meanwhile, if it FETCHES.
 template <class Weights, int ROWS, int PANELS, bool FETCHES>
 inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t panel, const char* ahead) {
@@ -171,6 +173,11 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
 #pragma GCC unroll 4
     for (int64_t g = 0; g < groups; g++) {
         if constexpr (FETCHES) __builtin_prefetch(ahead + g * 64, 0, 2);
+        if constexpr (PARTS == 1 && ROWS <= 4) {  // memory is all that they wait for; where a tile ends, for the next one
+            const uint32_t* later =
+                w + (g + LINES_AHEAD < groups ? g + LINES_AHEAD : (PANELS - 1) * groups + g + LINES_AHEAD) * LANES;
+            for (int i = 0; i < PANELS; i++) __builtin_prefetch(later + i * groups * LANES, 0, 2);
+        }
         WordPart group[COUNT];
         for (int i = 0; i < COUNT; i++)
             group[i] = load<WordPart>(w + (i / PARTS * groups + g) * LANES + i % PARTS * PART_LANES);

@@ -1,6 +1,8 @@
 """The engine alone, in process: tokens per second of decode steps and of prompts, beside the memory's bandwidth.
 
 `bandwidth_share` of a decode step is what reading every weight once would take at that bandwidth, over what it took.
+What memory gives changes from second to second where machines are shared, so it is measured before and after each try,
+in pages of 2 MiB; the share is the middle one of the tries'.
 
 Random token ids, greedy, no end of sequence, no prefix cache, the best of three. What a decode step costs beyond the
 model counts too: making the batch, sampling, the sequences' own bookkeeping.
@@ -21,8 +23,9 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,7 @@ from torch import Tensor
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling, SequenceRequest
 from engine.config import EngineConfig, device_for
+from engine.cpu.huge_pages import advise
 from engine.cpu.processor import instruction_sets
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -46,6 +50,7 @@ _NUM_STEPS = 128  # of one decode measurement
 _NUM_TRIES = 3  # the best counts
 _CHUNK = 2048  # prompt tokens in one step, as in a prefill replica
 _BLOCK_SIZE = 16
+_READ_S = 0.2
 _READ_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}  # for the bandwidth: far beyond any cache
 
 
@@ -80,14 +85,15 @@ def bench_engine(
         device=str(device),
     )
     runner = ModelRunner(config)
-    decodes = [_decode(runner, batch, context) for context, batch in product(contexts, batches)]
-    bandwidth, weight_bytes = read_bandwidth(device), _weight_bytes(runner, weights)
-    for row in decodes:
-        row["bandwidth_share"] = weight_bytes and round(weight_bytes / (row["step_ms"] / 1e3) / bandwidth, 3)
+    read_bandwidth = BandwidthReader(device)
+    num_bytes = _weight_bytes(runner, weights)
+    decodes = [
+        _decode(runner, batch, context, num_bytes, read_bandwidth) for context, batch in product(contexts, batches)
+    ]
     return {
         "decode": decodes,
         "prefill": [_prefill(runner, num_tokens) for num_tokens in prefills],
-        "bandwidth_gb_s": round(bandwidth / 1e9, 2),
+        "bandwidth_gb_s": round(read_bandwidth() / 1e9, 2),
         "model": model_dir.name,
         "dtype": dtype,
         "weights": weights,
@@ -98,11 +104,22 @@ def bench_engine(
     }
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second at which a device reads its memory; a CPU with this process's compute threads."""
-    num_bytes = _READ_BYTES[device.type]
-    data = torch.ones(num_bytes // 4, device=device)
-    return num_bytes / min(_timed(lambda: data.sum().item()) for _ in range(5))
+class BandwidthReader:
+    """Reads memory far larger than any cache; a CPU's with this process's compute threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._data = torch.empty(_READ_BYTES[device.type] // 4, device=device)
+        if device.type == "cpu":
+            advise(self._data)
+        self._data.fill_(1)
+
+    def __call__(self) -> float:
+        """Bytes per second."""
+        begin, times = time.perf_counter(), 0
+        while time.perf_counter() < begin + _READ_S:
+            self._data.sum().item()
+            times += 1
+        return times * self._data.nbytes / (time.perf_counter() - begin)
 
 
 def _weight_bytes(runner: ModelRunner, weights: str) -> int | None:
@@ -122,19 +139,32 @@ def _needs(batches: Seq[int], contexts: Seq[int], prefills: Seq[int]) -> Iterabl
     yield from ((1, num_tokens, 1) for num_tokens in prefills)
 
 
-def _decode(runner: ModelRunner, batch: int, context: int) -> dict[str, Any]:
+def _decode(
+    runner: ModelRunner, batch: int, context: int, num_bytes: int | None, read_bandwidth: Callable[[], float]
+) -> dict[str, Any]:
+    """num_bytes: that a step reads of the weights, if that is known."""
+
     def run(model: Runner[Tensor]) -> float:
         engine = decoding_engine(runner, model, batch=batch, context=context)
         engine.step()
         return _timed(lambda: [engine.step() for _ in range(_NUM_STEPS)])
 
-    seconds = min(run(runner) for _ in range(_NUM_TRIES))
-    row = {
+    tries, bandwidths = [], [read_bandwidth()]
+    for _ in range(_NUM_TRIES):
+        tries.append(run(runner))
+        bandwidths.append(read_bandwidth())
+    seconds = min(tries)
+    row: dict[str, Any] = {
         "batch": batch,
         "context": context,
         "tokens_per_s": round(batch * _NUM_STEPS / seconds, 1),
         "step_ms": round(seconds / _NUM_STEPS * 1e3, 3),
+        "bandwidth_share": None,
     }
+    if num_bytes is not None:
+        read_s = [2 * num_bytes / (before + after) for before, after in pairwise(bandwidths)]
+        shares = [_NUM_STEPS * read / took for read, took in zip(read_s, tries, strict=True)]
+        row["bandwidth_share"] = round(median(shares), 3)
     if runner.device.type == "cuda":
         plain_s = min(run(_Plain(runner)) for _ in range(_NUM_TRIES))
         row["plain_step_ms"] = round(plain_s / _NUM_STEPS * 1e3, 3)

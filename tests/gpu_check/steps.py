@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.runner import ModelRunner
-from engine.tools.bench import decoding_engine, prefilling_engine, read_bandwidth
+from engine.tools.bench import BandwidthReader, decoding_engine, prefilling_engine
 from engine.tools.bench_gpu_steps import bytes_read
 from engine.tools.random_models import random_runner
 from tests.gpu_check.rows import tell
@@ -51,7 +51,7 @@ def _measure(
     num_tokens, chunk = prompt
     seconds = min(_prompt_s(runner, num_tokens, chunk) for _ in range(2))
     tell(f"prompt of {num_tokens} in chunks of {chunk}", num_tokens / seconds, "tokens/s")
-    bandwidth = read_bandwidth(runner.device)
+    bandwidth = BandwidthReader(runner.device)()
     for batch in batches:
         step_s = _step_s(runner, batch, context, num_steps)
         floor_s = bytes_read(runner, batch, context) / bandwidth
