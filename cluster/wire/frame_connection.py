@@ -190,7 +190,7 @@ class FrameConnection(asyncio.Protocol):
             self._waking.set_result(None)
 
 
-class _Nonsense(Exception):
+class _Nonsense(ValueError):
     """Not of HTTP/2, or not of a call of ours."""
 
 

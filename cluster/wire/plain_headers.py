@@ -12,7 +12,7 @@ _STATIC = {8: (b":status", b"200"), 9: (b":status", b"204"), 10: (b":status", b"
 _UNKNOWN = (b"", b"")
 
 
-class HeadersUnread(Exception):
+class HeadersUnread(ValueError):
     """They are not in these forms."""
 
 
