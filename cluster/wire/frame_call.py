@@ -11,6 +11,7 @@ import asyncio
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
@@ -24,7 +25,8 @@ from cluster.words.process_name import ProcessName
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Worker"].full_name
 _METHOD = f"/{_SERVICE}/Frames"
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_CODES = {str(code.value[0]): code for code in grpc.StatusCode}
+_CONNECTS_WITHIN_S = 20.0  # TLS and all, as gRPC's own
 
 
 class FrameCall:
@@ -48,7 +50,11 @@ class FrameCall:
 
     async def __anext__(self) -> pb.Frame:
         if (message := await self._connection.message()) is not None:
-            return pb.Frame.FromString(message)
+            try:
+                return pb.Frame.FromString(message)
+            except DecodeError as error:
+                self._connection.end(f"it sent what is no frame: {error}")
+                raise self._made(grpc.StatusCode.UNAVAILABLE, self._connection.lost, ()) from error
         if (error := self._error()) is None:
             raise StopAsyncIteration
         raise error
@@ -59,24 +65,28 @@ class FrameCall:
 
     async def _connect(self, address: str, peer: ProcessName, identity: Identity) -> None:
         host, _, port = address.rpartition(":")
-        tls = client_context(identity.papers) if identity.papers else None
         try:
-            await asyncio.get_running_loop().create_connection(
-                lambda: self._connection,
-                host.strip("[]"),
-                int(port),
-                ssl=tls,
-                server_hostname=peer.host if tls else None,
-            )
-        except OSError as error:  # of TLS, too
-            self._connection.end(f"no connection to {address}: {error}")
+            tls = client_context(identity.papers) if identity.papers else None
+            async with asyncio.timeout(_CONNECTS_WITHIN_S):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: self._connection,
+                    host.strip("[]"),
+                    int(port),
+                    ssl=tls,
+                    server_hostname=peer.host if tls else None,
+                )
+        except (
+            OSError,
+            ValueError,
+            OverflowError,
+        ) as error:  # of TLS, too; or what a replica says of where it is makes no sense
+            self._connection.end(f"no connection to {address}: {error!r}")
 
     def _error(self) -> ClusterError | None:
         if self._connection.lost:
             return self._made(grpc.StatusCode.UNAVAILABLE, self._connection.lost, ())
         said = dict(self._connection.trailers)
-        status = said.get("grpc-status", "")
-        code = _CODES.get(int(status), grpc.StatusCode.UNKNOWN) if status.isdecimal() else grpc.StatusCode.UNKNOWN
+        code = _CODES.get(said.get("grpc-status", ""), grpc.StatusCode.UNKNOWN)
         if code is grpc.StatusCode.OK:
             return None
         return self._made(code, unquote(said.get("grpc-message", "")), tuple(said.items()))

@@ -27,6 +27,8 @@ _WINDOW_BYTES = 1 << 20  # that may be on their way, or wait until they are take
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_UNSENT_BYTES = 64 << 10  # of answers to what it asks, while it does not read
 _MESSAGE_HEAD_BYTES = 5
+_MAX_IDLE_FRAMES = 1000  # between two looks, that bring nothing of the call: a server of gRPC sends a few
+_AT_ONCE = 64  # messages that are taken before others have their turn
 
 Headers = Sequence[tuple[str, str]]
 
@@ -43,6 +45,8 @@ class FrameConnection(asyncio.Protocol):
         self._max_message_bytes = max_message_bytes
         self._quiet_s = quiet_s
         self._num_quiet = 0  # looks in a row before which nothing came
+        self._num_idle_frames = 0  # since the last look
+        self._num_at_once = 0  # messages taken that nobody had to wait for
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._read = bytearray()  # of the next frame
@@ -58,7 +62,12 @@ class FrameConnection(asyncio.Protocol):
 
     async def message(self) -> bytes | None:
         """The next one; None: no more come."""
+        self._num_at_once += 1
+        if self._num_at_once > _AT_ONCE:
+            self._num_at_once = 0
+            await asyncio.sleep(0)
         while not self._messages and not self.is_over:
+            self._num_at_once = 0
             self._waking = asyncio.get_running_loop().create_future()
             await self._waking
         if not self._messages:
@@ -113,6 +122,10 @@ class FrameConnection(asyncio.Protocol):
     def _take(self, kind: int, flags: int, stream: int, payload: bytearray) -> None:
         if (self._block is not None) != (kind == _CONTINUATION):
             raise _Nonsense("headers that do not go on" if self._block is not None else "headers that go on from none")
+        if kind != _DATA or not payload:
+            self._num_idle_frames += 1
+            if self._num_idle_frames > _MAX_IDLE_FRAMES:
+                raise _Nonsense(f"{self._num_idle_frames} frames that bring nothing")
         if kind == _DATA:
             self._check_call(flags, stream)
             self._take_data(payload)
@@ -172,6 +185,7 @@ class FrameConnection(asyncio.Protocol):
 
     def _look(self) -> None:
         """Looks are counted, not seconds: where this process stood still, what came meanwhile is read first."""
+        self._num_idle_frames = 0
         self._num_quiet += 1
         if self._num_quiet > 3:
             return self.end(f"silent for {3 * self._quiet_s:g} s")
