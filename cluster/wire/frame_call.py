@@ -59,8 +59,8 @@ class FrameCall:
 
     async def _connect(self, address: str, peer: ProcessName, identity: Identity) -> None:
         host, _, port = address.rpartition(":")
-        tls = client_context(identity.papers) if identity.papers else None
         try:
+            tls = client_context(identity.papers) if identity.papers else None
             await asyncio.get_running_loop().create_connection(
                 lambda: self._connection,
                 host.strip("[]"),
@@ -68,7 +68,7 @@ class FrameCall:
                 ssl=tls,
                 server_hostname=peer.host if tls else None,
             )
-        except OSError as error:  # of TLS, too
+        except OSError as error:  # of TLS and of papers, too
             self._connection.end(f"no connection to {address}: {error}")
 
     def _error(self) -> ClusterError | None:
