@@ -119,14 +119,13 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         numbers_4N = np.repeat(_ABSENT, size, axis=1)
         numbers_4N[:, :num_tokens] = batch.token_ids, batch.positions, batch.slots, batch.positions + 1
-        are_all_wanted = len(batch.logits_rows) == num_tokens
-        more = [] if are_all_wanted else [batch.logits_rows]
+        more = [] if batch.wants_all_logits else [batch.logits_rows]
         numbers, *wanted = self._upload_tables(batch, [numbers_4N, *more], is_single=is_single)
         self._numbers_4M[:, :size].copy_(numbers)
         if batch.fed:
             self._feed(batch.fed)
         self._replays[size]()
-        return self._logits_MV[:num_tokens] if are_all_wanted else self._logits_MV.index_select(0, wanted[0])
+        return self._logits_MV[:num_tokens] if batch.wants_all_logits else self._logits_MV.index_select(0, wanted[0])
 
     @property
     def token_ids_M(self) -> Tensor:

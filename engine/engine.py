@@ -253,7 +253,7 @@ class Engine(Generic[Logits]):
         known = take_known(planned.rows.masked, budget, self.blocks)
         prompts = self.prompts.chunks(budget - len(known), self._admission.in_time())
         over = {sequence for sequence, token in known if token.finish_reason}
-        going_on = [(one, one.num_missing) for one in decoding if one not in over] if known else planned.rows.next_ones
+        going_on = [(one, one.num_missing) for one in decoding if one not in over] if known else planned.rows.decoding
         whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]
         rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
         drafts = self._drafts(going_on, prompts, whole) if self._drafting.is_on else {}

@@ -18,7 +18,7 @@ class DecodingRows:
 
     def __init__(self, sequences: Seq[Sequence]) -> None:
         self.sequences = list(sequences)
-        self.next_ones = [(one, 1) for one in self.sequences]
+        self.decoding = [(one, 1) for one in self.sequences]  # as a ScheduledStep has them
         self.sampling_rows = [one.sampling_row for one in self.sequences]
         self.masked = [one for one in self.sequences if one.sampling_row.mask is not None]
         # Those that a step may have to wait for before the next is planned; of the others none is asked.

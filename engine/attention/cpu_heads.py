@@ -137,15 +137,14 @@ class StepRows:
     def of_logits(self, batch: Batch) -> Step:
         """The step of those positions alone whose logits are wanted, the last ones of each row, for what comes behind
         `store`. It is valid as long as this is, and until it is asked for again."""
-        _, query_lens_R, context_lens_R = self._arrays
-        counts_R = np.diff(np.searchsorted(batch.logits_rows, np.cumsum(query_lens_R)), prepend=0)
-        wanted = np.flatnonzero(counts_R)
-        self._wanted = [np.ascontiguousarray(a[wanted]) for a in (self._tables, counts_R, context_lens_R)]
+        wanted = np.flatnonzero(batch.num_logits)
+        arrays = batch.block_tables, batch.num_logits, batch.context_lens
+        self._wanted = [np.ascontiguousarray(array[wanted]) for array in arrays]
         tables, query_lens, context_lens = (array.ctypes.data for array in self._wanted)
         return Step(
             tokens=len(batch.logits_rows),
             sequences=len(wanted),
-            table_width=self._tables.shape[1],
+            table_width=batch.block_tables.shape[1],
             tables=tables,
             query_lens=query_lens,
             context_lens=context_lens,

@@ -28,8 +28,9 @@ class Rotary:
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each (T, 1, F) of `dtype`, computed in fp32."""
-        is_slow = positions_T.device.type == "cpu"  # so that a step of few tokens notices eight operations
-        cos_TF, sin_TF = (self._looked_up if is_slow else self._computed)(positions_T, dtype)
+        # On a CPU a step of few tokens notices eight operations; on a GPU a table that grows would be waited for.
+        angles = self._looked_up if positions_T.device.type == "cpu" else self._computed
+        cos_TF, sin_TF = angles(positions_T, dtype)
         return cos_TF.unsqueeze(1), sin_TF.unsqueeze(1)
 
     def _looked_up(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,8 @@ class Batch:
     context_lens: Ints  # (R,) tokens each row attends to in the end: its `end`
     block_tables: Ints  # (R, B) padded with 0; columns of an array that may be wider
     adapters: Ints  # (R,)
-    logits_rows: Ints  # indices into T of the positions whose logits are wanted, row by row
+    num_logits: Ints  # (R,) of so many last positions of each the logits are wanted
+    logits_rows: Ints  # indices into T of these positions, row by row
     scored_rows: Ints  # and of those whose logits are wanted in slices: see engine.scoring
     number: int  # of the step
     fed: FedTokens | None = None
@@ -56,6 +57,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def wants_all_logits(self) -> bool:
+        """Those of every token."""
+        return len(self.logits_rows) == len(self.token_ids)
 
     @classmethod
     def of(cls, rows: Seq[Row], *, block_size: int) -> Batch:
@@ -74,6 +80,7 @@ class Batch:
             context_lens=positions_R + 1,
             block_tables=tables_RB,
             adapters=np.zeros_like(positions_R),
+            num_logits=np.ones_like(positions_R),
             logits_rows=rows,
             scored_rows=_NONE,
             number=0,
@@ -147,6 +154,7 @@ class KeptRows:
             context_lens=ends,
             block_tables=tables[:, :width],
             adapters=self._adapters_R,
+            num_logits=num_logits,
             logits_rows=logits_rows,
             scored_rows=_scored_rows(changes, begins=np.cumsum(query_lens) - query_lens)
             if len(changes.scored)
@@ -183,6 +191,7 @@ class KeptRows:
             context_lens=self._ends_R,
             block_tables=tables[:, :width],
             adapters=self._adapters_R,
+            num_logits=changes.num_logits,
             logits_rows=rows,
             scored_rows=_NONE,
             number=changes.number,

@@ -6,11 +6,11 @@
 
 namespace {
 
-// One line after the other.
+// Lines that follow each other; those before `line` have been asked for.
 struct Ahead {
     const char *line = nullptr, *end = nullptr;
 
-    // Takes the lines from what is asked for; false: nothing is left.
+    // Asks for so many, and takes them from `lines`; false: nothing is left.
     bool fetch(int64_t& lines) {
         const int64_t some = std::min<int64_t>(lines, (end - line + 63) / 64);
         lines -= some;

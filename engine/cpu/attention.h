@@ -1,15 +1,16 @@
 // softmax(q k / sqrt(D)) v over paged keys and values, read where they lie.
 //
 // The work is cut into (sequence, some kv heads, some positions). The query heads that share a kv head, at those positions,
-// are that head's rows of a piece: each key is fetched and turned once for all of them. For each tile of 64 keys:
+// are that head's rows of a piece: each key is fetched and transposed once for all of them. For each stretch of 64 keys:
 //
 //   1  keys become columns, so that a vector holds one query's scores with 16 keys
 //   2  six rows at a time: their scores; what that makes of each row's greatest score, and of its weights so far; then
 //      out = out * shrink + p v, while the weights are in the first cache
 //
-// Where there are no more rows than that, keys and values are turned in registers, and used there (few_rows.h).
-// Sums run over keys in the order of their positions, in tiles that begin at multiples of 64, and a tile in which a query
-// sees nothing changes nothing: what it gets depends neither on the queries beside it nor on how its prompt was cut.
+// Where there are no more rows than that, all of it happens in registers (few_rows.h).
+// Sums run over keys in the order of their positions, in stretches that begin at multiples of 64, and a stretch in which
+// a query sees nothing changes nothing: what it gets depends neither on the queries beside it nor on how its prompt was
+// cut.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -21,15 +22,15 @@
 
 namespace {
 
-constexpr int KEYS = 64;           // of one tile
-constexpr int KEY_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
+constexpr int KEYS = 64;           // of one stretch
+constexpr int WEIGHT_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
 
-// What happens to a tile of one head's keys; nothing of it is kept.
-struct Tile {
-    const char* rows[KEYS];             // each key, or value, as words
+// What happens to a stretch of one head's keys and values; nothing of it is kept.
+struct Stretch {
+    const char* addresses[KEYS];        // of each key, or value, as words
     alignas(64) float key_scales[KEYS], value_scales[KEYS];
     alignas(64) float scores[ROWS_AT_ONCE][KEYS];
-    alignas(64) uint32_t weights[ROWS_AT_ONCE][KEY_WORDS];
+    alignas(64) uint32_t weights[ROWS_AT_ONCE][WEIGHT_WORDS];
     float shrink[ROWS_AT_ONCE];         // of what the row has so far
     int64_t first, seen;                // its first key, and how many keys of it any row sees
 };
@@ -38,36 +39,36 @@ class Work {
 public:
     Work(const AttentionCall& a, const Step& step, const Piece& piece, Desk& desk)
         : a(a), step(step), piece(piece), group(a.q_heads / a.pool.kv_heads), dim(a.pool.head_dim),
-          words(Word::count(dim)), wide(words * Word::NUMBERS), rows(piece.count * group),
+          num_words(Word::count(dim)), padded_dim(num_words * Word::NUMBERS), rows(piece.count * group),
           end(piece.position + piece.count), scale(1.44269504f / std::sqrt(float(dim))), ahead(desk.ahead) {
         auto room = [](std::vector<Floats>& memory, int64_t count) {
             memory.resize(std::max<size_t>(memory.size(), (count + LANES - 1) / LANES));
             return reinterpret_cast<float*>(memory.data());
         };
         const int64_t all_rows = piece.num_heads * rows;
-        q = reinterpret_cast<uint32_t*>(room(desk.q, all_rows * words));
-        out = room(desk.out, all_rows * wide);
+        q = reinterpret_cast<uint32_t*>(room(desk.q, all_rows * num_words));
+        out = room(desk.out, all_rows * padded_dim);
         totals = room(desk.totals, all_rows * LANES);
         most = room(desk.most, all_rows);
-        columns = reinterpret_cast<uint32_t*>(room(desk.columns, words * KEYS));
-        values = reinterpret_cast<uint32_t*>(room(desk.values, KEY_WORDS * wide));
-        spare = reinterpret_cast<uint32_t*>(room(desk.spare, (KEYS + 1) * words));
+        columns = reinterpret_cast<uint32_t*>(room(desk.columns, num_words * KEYS));
+        values = reinterpret_cast<uint32_t*>(room(desk.values, WEIGHT_WORDS * padded_dim));
+        spare = reinterpret_cast<uint32_t*>(room(desk.spare, (KEYS + 1) * num_words));
     }
 
-    // next(): at the last tile, what this thread does then, of which the first tile is fetched meanwhile; or null.
+    // next(): at the last stretch, what this thread does then, whose first stretch is fetched meanwhile; or null.
     template <class Next> void run(const Next& next) {
-        tile.first = first_key(piece);
-        if (!ahead.has_any()) look_ahead(piece, tile.first);
+        stretch.first = first_key(piece);
+        if (!ahead.has_any()) look_ahead(piece, stretch.first);
         ahead.fetch_all();
         begin();
-        for (; tile.first < end; tile.first += KEYS) {
-            tile.seen = std::min<int64_t>(KEYS, end - tile.first);
+        for (; stretch.first < end; stretch.first += KEYS) {
+            stretch.seen = std::min<int64_t>(KEYS, end - stretch.first);
             ahead.clear();
-            if (tile.first + KEYS < end) look_ahead(piece, tile.first + KEYS);
+            if (stretch.first + KEYS < end) look_ahead(piece, stretch.first + KEYS);
             else if (const Piece* other = next()) look_ahead(*other, first_key(*other));
             for (int64_t h = 0; h < piece.num_heads; h++) {
                 // Rows that see none of it come first
-                const int64_t row = std::max<int64_t>(0, tile.first - piece.position) * group;
+                const int64_t row = std::max<int64_t>(0, stretch.first - piece.position) * group;
                 if (rows - row <= ROWS_AT_ONCE) few_rows(h, row);
                 else many_rows(h, row);
             }
@@ -79,15 +80,15 @@ private:
     const AttentionCall& a;
     const Step& step;
     const Piece& piece;
-    const int64_t group, dim, words, wide;  // words: of a key; wide: numbers in so many words
+    const int64_t group, dim, num_words, padded_dim;  // num_words: of a key; padded_dim: numbers in so many
     const int64_t rows, end;                // rows: of each head; end: of the keys
     const float scale;                      // of scores, as powers of two
     uint32_t *q, *columns, *values, *spare;
     float *out, *totals, *most;             // of all heads' rows
-    Tile tile;
-    Fetches& ahead;                         // of the next tile; as many lines of it as have been read of this one
+    Stretch stretch;
+    Fetches& ahead;                         // of the next stretch; as many lines of it as have been read of this one
 
-    // The first key of its first tile.
+    // The first key of its first stretch.
     int64_t first_key(const Piece& some) const {
         return a.window ? std::max<int64_t>(0, some.position - a.window + 1) / KEYS * KEYS : 0;
     }
@@ -99,18 +100,19 @@ private:
     void begin() {
         const int64_t all_rows = piece.num_heads * rows;
         for (int64_t h = 0; h < piece.num_heads; h++)
-            for (int64_t r = 0; r < rows; r++) Word::of_numbers(a.q + head(h, r, a.q_stride), dim, q + (h * rows + r) * words);
-        std::fill_n(out, all_rows * wide, 0.0f);
+            for (int64_t r = 0; r < rows; r++)
+                Word::of_numbers(a.q + head(h, r, a.q_stride), dim, q + (h * rows + r) * num_words);
+        std::fill_n(out, all_rows * padded_dim, 0.0f);
         std::fill_n(totals, all_rows * LANES, 0.0f);
         std::fill_n(most, all_rows, std::numeric_limits<float>::lowest());  // -inf less itself would be no number
-        std::fill_n(spare + KEYS * words, words, 0u);
+        std::fill_n(spare + KEYS * num_words, num_words, 0u);
     }
 
     void finish() {
         for (int64_t h = 0; h < piece.num_heads; h++)
             for (int64_t r = 0; r < rows; r++) {
                 const float total = sum(load<Floats>(totals + (h * rows + r) * LANES));
-                Word::to_numbers(out + (h * rows + r) * wide, total, dim, a.out + head(h, r, a.q_heads * dim));
+                Word::to_numbers(out + (h * rows + r) * padded_dim, total, dim, a.out + head(h, r, a.q_heads * dim));
             }
     }
 
@@ -127,33 +129,33 @@ private:
         }
     }
 
-    // The tile's keys (kind 0) or values (kind 1) as words, and what they are to be multiplied by.
-    void find(int64_t kind, int64_t kv_head, float* scales) {
-        each_run(piece.sequence, tile.first, tile.seen, [&](int64_t first, int64_t block, int64_t offset, int64_t length) {
-            const int64_t row = a.pool.first_row(block, kind, kv_head) + offset;
+    // The stretch's keys (kv 0) or values (kv 1) as words, and what they are to be multiplied by.
+    void find(int64_t kv, int64_t kv_head, float* scales) {
+        each_run(piece.sequence, stretch.first, stretch.seen, [&](int64_t before, int64_t block, int64_t offset, int64_t length) {
+            const int64_t row = a.pool.first_row(block, kv, kv_head) + offset;
             if (Word::are_in(a.pool)) {
-                for (int64_t i = 0; i < length; i++) tile.rows[first + i] = a.pool.address(row + i);
+                for (int64_t i = 0; i < length; i++) stretch.addresses[before + i] = a.pool.address(row + i);
                 return;
             }
             for (int64_t i = 0; i < length; i++) {
-                tile.rows[first + i] = Word::of_row(a.pool, row + i, spare + (first + i) * words);
-                if (a.pool.scales) scales[first + i] = widen(a.pool.scales[row + i]);
+                stretch.addresses[before + i] = Word::of_row(a.pool, row + i, spare + (before + i) * num_words);
+                if (a.pool.scales) scales[before + i] = widen(a.pool.scales[row + i]);
             }
         });
-        for (int64_t k = tile.seen; k < KEYS; k++) {
-            tile.rows[k] = reinterpret_cast<const char*>(spare + KEYS * words);
+        for (int64_t k = stretch.seen; k < KEYS; k++) {
+            stretch.addresses[k] = reinterpret_cast<const char*>(spare + KEYS * num_words);
             scales[k] = 0;
         }
     }
 
-    // columns: (words, keys)
-    void turn_keys(int64_t kv_head) {
-        find(0, kv_head, tile.key_scales);
-        for (int64_t k = 0; k < tile.seen; k += PART_LANES) {
-            for (int64_t w = 0; w < words; w += PART_LANES) {
+    // columns: (words of a key, keys)
+    void transpose_keys(int64_t kv_head) {
+        find(0, kv_head, stretch.key_scales);
+        for (int64_t k = 0; k < stretch.seen; k += PART_LANES) {
+            for (int64_t w = 0; w < num_words; w += PART_LANES) {
                 ahead.fetch(SQUARE_LINES);
                 FloatPart square[PART_LANES];
-                for (int i = 0; i < PART_LANES; i++) square[i] = load<FloatPart>(tile.rows[k + i] + w * 4);
+                for (int i = 0; i < PART_LANES; i++) square[i] = load<FloatPart>(stretch.addresses[k + i] + w * 4);
                 transpose(square);
                 for (int i = 0; i < PART_LANES; i++) store(columns + (w + i) * KEYS + k, square[i]);
             }
@@ -161,14 +163,14 @@ private:
     }
 
     // values: (words of keys, numbers)
-    void turn_values(int64_t kv_head) {
-        find(1, kv_head, tile.value_scales);
-        for (int64_t k = 0; k < round_up(tile.seen, LANES); k += Word::NUMBERS) {  // zeros behind the last, as weights are
-            ahead.fetch(Word::NUMBERS * words / LANES);
-            for (int64_t w = 0; w < words; w += PART_LANES) {
+    void pair_values(int64_t kv_head) {
+        find(1, kv_head, stretch.value_scales);
+        for (int64_t k = 0; k < round_up(stretch.seen, LANES); k += Word::NUMBERS) {  // zeros behind the last, as weights are
+            ahead.fetch(Word::NUMBERS * num_words / LANES);
+            for (int64_t w = 0; w < num_words; w += PART_LANES) {
                 WordPart both[Word::NUMBERS];
-                Word::pair(tile.rows + k, w * 4, both);
-                std::memcpy(values + k / Word::NUMBERS * wide + w * Word::NUMBERS, both, sizeof both);
+                Word::pair(stretch.addresses + k, w * 4, both);
+                std::memcpy(values + k / Word::NUMBERS * padded_dim + w * Word::NUMBERS, both, sizeof both);
             }
         }
     }
@@ -177,9 +179,9 @@ private:
     void look_ahead(const Piece& some, int64_t key) {
         const int64_t count = std::min<int64_t>(some.position + some.count - key, KEYS);
         each_run(some.sequence, key, count, [&](int64_t, int64_t block, int64_t offset, int64_t length) {
-            for (int64_t kind = 0; kind < 2; kind++)
+            for (int64_t kv = 0; kv < 2; kv++)
                 for (int64_t h = some.first_head; h < some.first_head + some.num_heads; h++) {
-                    const char* first = a.pool.address(a.pool.first_row(block, kind, h) + offset);
+                    const char* first = a.pool.address(a.pool.first_row(block, kv, h) + offset);
                     ahead.add(first, first + length * a.pool.row_bytes());
                 }
         });
@@ -200,17 +202,17 @@ private:
 
     template <int ROWS> void few_rows(int64_t h, int64_t row) {
         const int64_t own = h * rows + row, width = width_of(row + ROWS - 1);
-        find(0, piece.first_head + h, tile.key_scales);
-        scores_of_few<ROWS>(q + own * words, words, tile.rows, width, tile.scores[0], KEYS, ahead);
-        find(1, piece.first_head + h, tile.value_scales);
+        find(0, piece.first_head + h, stretch.key_scales);
+        scores_of_few<ROWS>(q + own * num_words, num_words, stretch.addresses, width, stretch.scores[0], KEYS, ahead);
+        find(1, piece.first_head + h, stretch.value_scales);
         for (int r = 0; r < ROWS; r++) weigh(own + r, position(row + r), r, width);
-        add_values_of_few<ROWS>(tile.weights[0], KEY_WORDS, width / Word::NUMBERS, tile.rows, words, tile.shrink,
-                                out + own * wide, ahead);
+        add_values_of_few<ROWS>(stretch.weights[0], WEIGHT_WORDS, width / Word::NUMBERS, stretch.addresses, num_words,
+                                stretch.shrink, out + own * padded_dim, ahead);
     }
 
     void many_rows(int64_t h, int64_t row) {
-        turn_keys(piece.first_head + h);
-        turn_values(piece.first_head + h);
+        transpose_keys(piece.first_head + h);
+        pair_values(piece.first_head + h);
         while (row < rows) {
             switch (std::min<int64_t>(rows - row, ROWS_AT_ONCE)) {
                 case 1: row += some_rows<1>(h, row); break;
@@ -224,26 +226,27 @@ private:
 
     template <int ROWS> int64_t some_rows(int64_t h, int64_t row) {
         const int64_t own = h * rows + row, width = width_of(row + ROWS - 1);
-        by_words<ROWS>(q + own * words, words, columns, KEYS, words, width, [](int, int64_t) { return FloatPart{}; },
-                       [&](int r, int64_t i, FloatPart sum) { store(&tile.scores[r][i], sum); });
+        by_words<ROWS>(q + own * num_words, num_words, columns, KEYS, num_words, width,
+                       [](int, int64_t) { return FloatPart{}; },
+                       [&](int r, int64_t i, FloatPart sum) { store(&stretch.scores[r][i], sum); });
         for (int r = 0; r < ROWS; r++) weigh(own + r, position(row + r), r, width);
-        by_words<ROWS>(tile.weights[0], KEY_WORDS, values, wide, width / Word::NUMBERS, wide,
-                       [&](int r, int64_t i) { return load<FloatPart>(out + (own + r) * wide + i) * tile.shrink[r]; },
-                       [&](int r, int64_t i, FloatPart sum) { store(out + (own + r) * wide + i, sum); });
+        by_words<ROWS>(stretch.weights[0], WEIGHT_WORDS, values, padded_dim, width / Word::NUMBERS, padded_dim,
+                       [&](int r, int64_t i) { return load<FloatPart>(out + (own + r) * padded_dim + i) * stretch.shrink[r]; },
+                       [&](int r, int64_t i, FloatPart sum) { store(out + (own + r) * padded_dim + i, sum); });
         return ROWS;
     }
 
-    // How many keys this row sees of the tile, in whole vectors.
+    // How many keys this row sees of the stretch, in whole vectors.
     int64_t width_of(int64_t row) const {
-        return round_up(std::min<int64_t>(tile.seen, position(row) + 1 - tile.first), LANES);
+        return round_up(std::min<int64_t>(stretch.seen, position(row) + 1 - stretch.first), LANES);
     }
 
     // From the scores of the r-th of these rows with `width` keys to its weights.
     void weigh(int64_t own, int64_t position, int r, int64_t width) {
-        float* scores = tile.scores[r];
+        float* scores = stretch.scores[r];
         if (a.pool.scales)
             for (int64_t i = 0; i < width; i += PART_LANES)
-                store(scores + i, load<FloatPart>(scores + i) * load<FloatPart>(tile.key_scales + i));
+                store(scores + i, load<FloatPart>(scores + i) * load<FloatPart>(stretch.key_scales + i));
         hide(scores, position, width);
         FloatPart most_scores = load<FloatPart>(scores);
         for (int64_t i = PART_LANES; i < width; i += PART_LANES) {
@@ -253,20 +256,20 @@ private:
         const float before = most[own], now = std::max(before, greatest(most_scores) * scale);
         FloatPart total[PARTS];
         for (int part = 0; part < PARTS; part++) total[part] = load<FloatPart>(totals + own * LANES + part * PART_LANES);
-        tile.shrink[r] = 1;
+        stretch.shrink[r] = 1;
         if (now > before) {
             most[own] = now;
-            tile.shrink[r] = power_of_two(FloatPart{} + (before - now))[0];
-            for (int part = 0; part < PARTS; part++) total[part] *= tile.shrink[r];
+            stretch.shrink[r] = power_of_two(FloatPart{} + (before - now))[0];
+            for (int part = 0; part < PARTS; part++) total[part] *= stretch.shrink[r];
         }
         for (int64_t i = 0; i < width; i += LANES) {
             FloatPart weights[PARTS];
             for (int part = 0; part < PARTS; part++) {
                 weights[part] = power_of_two(load<FloatPart>(scores + i + part * PART_LANES) * scale - now);
                 total[part] += weights[part];
-                if (a.pool.scales) weights[part] *= load<FloatPart>(tile.value_scales + i + part * PART_LANES);
+                if (a.pool.scales) weights[part] *= load<FloatPart>(stretch.value_scales + i + part * PART_LANES);
             }
-            Word::of_weights(load<Floats>(weights), tile.weights[r] + i / Word::NUMBERS);
+            Word::of_weights(load<Floats>(weights), stretch.weights[r] + i / Word::NUMBERS);
         }
         for (int part = 0; part < PARTS; part++) store(totals + own * LANES + part * PART_LANES, total[part]);
     }
@@ -274,9 +277,10 @@ private:
     // Keys behind the query, or too far before it.
     void hide(float* scores, int64_t position, int64_t width) const {
         const int64_t lowest = a.window ? position - a.window + 1 : 0;
-        if (tile.first >= lowest && tile.first + width - 1 <= position) return;
+        if (stretch.first >= lowest && stretch.first + width - 1 <= position) return;
         for (int64_t i = 0; i < width; i++)
-            if (tile.first + i < lowest || tile.first + i > position) scores[i] = -std::numeric_limits<float>::infinity();
+            if (stretch.first + i < lowest || stretch.first + i > position)
+                scores[i] = -std::numeric_limits<float>::infinity();
     }
 };
 

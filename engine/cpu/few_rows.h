@@ -1,5 +1,5 @@
-// Attention of a few rows: keys are turned, and values paired, in registers, and used there. Sums are added up in the order
-// of by_words (words.h): what a row gets is the same, bit by bit.
+// Attention of a few rows: keys are transposed, and values paired, in registers, and used there. Sums are added up in the
+// order of by_words (words.h): what a row gets is the same, bit by bit.
 #pragma once
 #include "ahead.h"
 #include "words.h"
@@ -8,21 +8,21 @@ namespace {
 
 constexpr int64_t SQUARE_LINES = 4 * PART_LANES * PART_LANES / 64;  // of as many words as a register has lanes, of as many rows
 
-// The scores (ROWS, keys; a row every `stride`) of queries (ROWS, words) with the first `width` of `keys`, each of so many
+// The scores (ROWS, keys; a row every `stride`) of queries (ROWS, num_words) with the first `width` of `keys`, each of as many
 // words.
 template <int ROWS>
-inline void scores_of_few(const uint32_t* q, int64_t words, const char* const* keys, int64_t width, float* scores,
+inline void scores_of_few(const uint32_t* q, int64_t num_words, const char* const* keys, int64_t width, float* scores,
                           int64_t stride, Fetches& ahead) {
     for (int64_t k = 0; k < width; k += PART_LANES) {
         FloatPart sums[ROWS] = {};
-        for (int64_t w = 0; w < words; w += PART_LANES) {
+        for (int64_t w = 0; w < num_words; w += PART_LANES) {
             ahead.fetch(SQUARE_LINES);
             FloatPart square[PART_LANES];
             for (int i = 0; i < PART_LANES; i++) square[i] = load<FloatPart>(keys[k + i] + w * 4);
             transpose(square);
 #pragma GCC unroll 16
             for (int i = 0; i < PART_LANES; i++)
-                for (int r = 0; r < ROWS; r++) sums[r] = Word::add(sums[r], WordPart(square[i]), q[r * words + w + i]);
+                for (int r = 0; r < ROWS; r++) sums[r] = Word::add(sums[r], WordPart(square[i]), q[r * num_words + w + i]);
         }
         for (int r = 0; r < ROWS; r++) store(scores + r * stride + k, sums[r]);
     }
@@ -30,15 +30,15 @@ inline void scores_of_few(const uint32_t* q, int64_t words, const char* const* k
 
 // COUNT registers of each value, from the word `at` on.
 template <int ROWS, int COUNT>
-inline void add_part_of_values(const uint32_t* weights, int64_t stride, int64_t num_words, const char* const* values,
-                               int64_t at, const float* shrink, float* out, int64_t wide, Fetches& ahead) {
+inline void add_part_of_values(const uint32_t* weights, int64_t stride, int64_t num_groups, const char* const* values,
+                               int64_t at, const float* shrink, float* out, int64_t padded_dim, Fetches& ahead) {
     constexpr int VECTORS = COUNT * Word::NUMBERS;
     out += at * Word::NUMBERS;
     FloatPart sums[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
-        for (int c = 0; c < VECTORS; c++) sums[r][c] = load<FloatPart>(out + r * wide + c * PART_LANES) * shrink[r];
-    for (int64_t g = 0; g < num_words; g++) {
+        for (int c = 0; c < VECTORS; c++) sums[r][c] = load<FloatPart>(out + r * padded_dim + c * PART_LANES) * shrink[r];
+    for (int64_t g = 0; g < num_groups; g++) {
         ahead.fetch(VECTORS * PART_LANES / LANES);
         WordPart some[VECTORS];
         for (int c = 0; c < COUNT; c++)
@@ -48,19 +48,20 @@ inline void add_part_of_values(const uint32_t* weights, int64_t stride, int64_t 
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
-        for (int c = 0; c < VECTORS; c++) store(out + r * wide + c * PART_LANES, sums[r][c]);
+        for (int c = 0; c < VECTORS; c++) store(out + r * padded_dim + c * PART_LANES, sums[r][c]);
 }
 
-// out (ROWS, numbers) = out * shrink + weights (ROWS, num_words; a row every `stride`) by the values, each of so many words.
+// out (ROWS, numbers) = out * shrink + weights (ROWS, num_groups; a row every `stride`) by the values, each of num_words. A
+// word of weights meets a group: as many values as it has numbers.
 template <int ROWS>
-inline void add_values_of_few(const uint32_t* weights, int64_t stride, int64_t num_words, const char* const* values,
-                              int64_t words, const float* shrink, float* out, Fetches& ahead) {
+inline void add_values_of_few(const uint32_t* weights, int64_t stride, int64_t num_groups, const char* const* values,
+                              int64_t num_words, const float* shrink, float* out, Fetches& ahead) {
     constexpr int COUNT = VECTORS_AT_ONCE / Word::NUMBERS;
     int64_t at = 0;
-    for (; at + COUNT * PART_LANES <= words; at += COUNT * PART_LANES)
-        add_part_of_values<ROWS, COUNT>(weights, stride, num_words, values, at, shrink, out, words * Word::NUMBERS, ahead);
-    for (; at < words; at += PART_LANES)
-        add_part_of_values<ROWS, 1>(weights, stride, num_words, values, at, shrink, out, words * Word::NUMBERS, ahead);
+    for (; at + COUNT * PART_LANES <= num_words; at += COUNT * PART_LANES)
+        add_part_of_values<ROWS, COUNT>(weights, stride, num_groups, values, at, shrink, out, num_words * Word::NUMBERS, ahead);
+    for (; at < num_words; at += PART_LANES)
+        add_part_of_values<ROWS, 1>(weights, stride, num_groups, values, at, shrink, out, num_words * Word::NUMBERS, ahead);
 }
 
 }  // namespace

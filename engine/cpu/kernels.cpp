@@ -43,15 +43,15 @@ int64_t scratch_bytes(const Kind* call, const Step& step) {
     }
 }
 
-// What this thread will read first.
+// What this thread will read first, or most likely.
 Ahead ahead_of(const Kind* call, const Worker& me) {
     switch (*call) {
-        case MULTIPLY_BF16: return share_of(as<ProductCall>(call), Rows<Bf16>::panel_bytes(as<ProductCall>(call)), me);
-        case MULTIPLY_INT8: return share_of(as<ProductCall>(call), Rows<Int8>::panel_bytes(as<ProductCall>(call)), me);
+        case MULTIPLY_BF16: return panels_ahead(as<ProductCall>(call), Rows<Bf16>::panel_bytes(as<ProductCall>(call)), me);
+        case MULTIPLY_INT8: return panels_ahead(as<ProductCall>(call), Rows<Int8>::panel_bytes(as<ProductCall>(call)), me);
         case MULTIPLY_FEW_BITS:
             return with_format(as<ProductCall>(call).format, [&](auto format) {
                 const ProductCall& p = as<ProductCall>(call);
-                return share_of(p, few_bits_panel_bytes<decltype(format)>(p), me);
+                return panels_ahead(p, few_bits_panel_bytes<decltype(format)>(p), me);
             });
         default: return {};
     }

@@ -229,8 +229,9 @@ inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row
     }
 }
 
-// f(row, end of the rows, panel, end of the panels, end of those that come next) for this thread's part of the work: a share of the panels with all rows;
-// of many rows, block by block, whatever blocks the others leave: one that has lost its processor has fewer.
+// f(row, end of the rows, panel, end of the panels, end of those that come next) for this thread's part of the work: a
+// share of the panels with all rows; of many rows, block by block, whatever blocks the others leave: one that has lost
+// its processor has fewer.
 template <class F>
 inline void each_block(int64_t rows, int64_t panels, int64_t at_once, Worker& me, const F& f) {
     if (rows <= BLOCK_ROWS) {
@@ -240,15 +241,16 @@ inline void each_block(int64_t rows, int64_t panels, int64_t at_once, Worker& me
         }
         return;
     }
-    const int64_t stretches = (panels + at_once - 1) / at_once, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * stretches;
+    const int64_t across = (panels + at_once - 1) / at_once, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * across;
     for (int64_t i; (i = me.take()) < blocks;) {
-        const int64_t row = i / stretches * BLOCK_ROWS, panel = i % stretches * at_once;
+        const int64_t row = i / across * BLOCK_ROWS, panel = i % across * at_once;
         const int64_t last = std::min(panel + at_once, panels);
         f(row, std::min(row + BLOCK_ROWS, rows), panel, last, last);
     }
 }
 
-constexpr int64_t BYTES_AT_ONCE = 320 << 10;  // of panels that all rows of a block meet, one tile after the other: in the second cache
+// Of panels that all rows of a block meet, one tile after the other: in the second cache.
+constexpr int64_t BYTES_AT_ONCE = 320 << 10;
 
 template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
     const Rows<Weights> rows = prepared_rows<Rows<Weights>>(p, step.tokens, Rows<Weights>::panel_bytes(p), me);

@@ -26,7 +26,7 @@ struct Piece {
 };
 
 constexpr int64_t POSITIONS = 64, PIECE_ROWS = 256;  // of one piece at most: queries and outputs stay in the second cache
-constexpr int64_t FEW = 16;  // queries, for which keys and values take longer to come than to be used
+constexpr int64_t FEW_QUERIES = 16;  // for which keys and values take longer to come than to be used
 
 // Where there are enough of them, pieces with few queries have all heads: a block's keys and values lie beside each other.
 inline std::vector<Piece> cut(const AttentionCall& a, const Step& step) {
@@ -36,7 +36,7 @@ inline std::vector<Piece> cut(const AttentionCall& a, const Step& step) {
     for (int64_t s = 0, token = 0; s < step.sequences; token += step.query_lens[s++])
         for (int64_t q = 0, count; q < step.query_lens[s]; q += count) {
             count = std::min(positions, step.query_lens[s] - q);
-            const int64_t num_heads = count < FEW ? heads_of_few : 1;
+            const int64_t num_heads = count < FEW_QUERIES ? heads_of_few : 1;
             for (int64_t h = 0; h < kv_heads; h += num_heads)
                 pieces.push_back({s, h, num_heads, token + q, step.context_lens[s] - step.query_lens[s] + q, count});
         }

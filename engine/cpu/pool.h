@@ -15,9 +15,9 @@ struct PoolView {
     Coding coding;
     int64_t kv_heads, block_size, head_dim;
 
-    // Where a block's keys (kind 0) or values (kind 1) of one head begin, counted in rows of head_dim.
-    int64_t first_row(int64_t block, int64_t kind, int64_t head) const {
-        return ((block * 2 + kind) * kv_heads + head) * block_size;
+    // Where a block's keys (kv 0) or values (kv 1) of one head begin, counted in rows of head_dim.
+    int64_t first_row(int64_t block, int64_t kv, int64_t head) const {
+        return ((block * 2 + kv) * kv_heads + head) * block_size;
     }
     int64_t row_bytes() const { return head_dim * (coding == Coding::PLAIN ? sizeof(bf16) : 1); }
     const char* address(int64_t row) const { return static_cast<const char*>(codes) + row * row_bytes(); }

@@ -104,8 +104,9 @@ inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) 
 
 constexpr int BLOCK_ROWS = 96;  // of one walk over the panels: their inputs stay in the second cache
 
-// The panels of this thread.
-inline Ahead share_of(const ProductCall& p, int64_t panel_bytes, const Worker& me) {
+// What this thread reads first of the panels, and goes on with: its share of them. Of more than BLOCK_ROWS rows a guess,
+// where threads take blocks as they come (matrix.h): nobody knows before whose they will be.
+inline Ahead panels_ahead(const ProductCall& p, int64_t panel_bytes, const Worker& me) {
     const int64_t panels = round_up(p.outputs, LANES) / LANES;
     const char* start = static_cast<const char*>(p.panels);
     return {start + me.first(panels) * panel_bytes, start + me.end(panels) * panel_bytes};
@@ -121,7 +122,7 @@ template <class Rows> inline Rows prepared_rows(const ProductCall& p, int64_t co
     }
     const Rows rows(p, count, me.team.scratch);
     rows.prepare(p, me.first(count), me.end(count), me.desk.row);
-    me.wait(share_of(p, panel_bytes, me));
+    me.wait(panels_ahead(p, panel_bytes, me));
     return rows;
 }
 

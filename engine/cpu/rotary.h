@@ -56,10 +56,10 @@ inline void rotate(const RotaryCall& t, const Step& step, const Worker& me) {
             rotate_head(heads + h * dim, step.cos + token * dim / 2, step.sin + token * dim / 2, dim);
         }
         const int64_t block = step.slots[token] / t.pool.block_size, offset = step.slots[token] % t.pool.block_size;
-        for (int64_t kind = 0; kind < 2; kind++)
+        for (int64_t kv = 0; kv < 2; kv++)
             for (int64_t h = 0; h < kv_heads; h++) {
-                const bf16* head = heads + (t.q_heads + kind * kv_heads + h) * dim;
-                write_row(t.pool, t.pool.first_row(block, kind, h) + offset, head);
+                const bf16* head = heads + (t.q_heads + kv * kv_heads + h) * dim;
+                write_row(t.pool, t.pool.first_row(block, kv, h) + offset, head);
             }
     }
 }

@@ -133,7 +133,7 @@ class RotaryCall(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """attention.h"""
+    """pieces.h"""
 
     _fields_ = (
         ("kind", c_int32),

@@ -74,10 +74,10 @@ public:
 #endif
             return;
         }
-        for (int turns = 0; team.round.load(std::memory_order_acquire) == round; turns++) {
+        for (int looks = 0; team.round.load(std::memory_order_acquire) == round; looks++) {
             int64_t lines = 4;
             ahead.fetch(lines);
-            if (turns < PATIENCE) relax();
+            if (looks < PATIENCE) relax();
             else sleep(round);
         }
     }

@@ -1,6 +1,6 @@
 // Between a pool and the payload of a segment, one layer at a time; and the checksum of a payload.
 //
-// A payload's rows lie in the order (token, kind, head): keys, then values. Raw, they are the pool's own bytes, of whatever
+// A payload's rows lie in the order (token, kv, head): keys, then values. Raw, they are the pool's own bytes, of whatever
 // dtype; quantised, in 8 bits with a bf16 scale per row, out of and into a pool of bf16. On the calling thread alone: it is a
 // link's, and the others compute.
 #pragma once
@@ -32,10 +32,10 @@ template <class F> inline void for_each_row(const Wire& w, F f) {
         const int64_t block = w.slots[token] / w.pool.block_size, offset = w.slots[token] % w.pool.block_size;
         const int64_t most = std::min(w.pool.block_size - offset, w.tokens - token);
         for (count = 1; count < most && w.slots[token + count] == w.slots[token] + count;) count++;
-        for (int64_t kind = 0; kind < 2; kind++)
+        for (int64_t kv = 0; kv < 2; kv++)
             for (int64_t head = 0; head < w.heads; head++) {
-                const int64_t place = w.pool.first_row(block, kind, w.first_head + head) + offset;
-                for (int64_t i = 0; i < count; i++) f(((token + i) * 2 + kind) * w.heads + head, place + i);
+                const int64_t place = w.pool.first_row(block, kv, w.first_head + head) + offset;
+                for (int64_t i = 0; i < count; i++) f(((token + i) * 2 + kv) * w.heads + head, place + i);
             }
     }
 }

@@ -23,7 +23,7 @@ struct Word {
     // Whether the rows of a pool are words as they lie.
     static bool are_in(const PoolView& pool) { return pool.coding == Coding::PLAIN && pool.head_dim % (2 * LANES) == 0; }
 
-    // Another row of a pool without its scale, at `room`.
+    // A row of any other pool as words, at `room`: without its scale.
     static const char* of_row(const PoolView& pool, int64_t row, uint32_t* room) {
         const int64_t dim = pool.head_dim, start = row * dim;
         if (pool.coding == Coding::PLAIN) {

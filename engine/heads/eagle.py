@@ -55,8 +55,7 @@ class Eagle:
         self._pool = pool
 
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
-        decodes = len(batch.logits_rows) == batch.num_tokens
-        if self._can_wait and decodes and on_layer is None:
+        if self._can_wait and batch.wants_all_logits and on_layer is None:
             self._late.add(batch, side_by_side(taps, self.layers))
             if self._late.are_enough:
                 self.settle()

@@ -169,7 +169,9 @@ def _route(
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_L logits of ROWS tokens, over its share of the inputs; and what follows, where it is last."""
+    """One program: BLOCK_L logits of ROWS tokens, over its share of the inputs; and what follows, where it is last.
+
+    X, C: as in `choose` the experts of a group, and those that are chosen."""
     L: tl.constexpr = G * X + WEIGHS_SHARED
     tile = tl.program_id(2)
     t = tile * ROWS + tl.arange(0, ROWS)
@@ -251,7 +253,9 @@ def _sort(
     BLOCK_J: tl.constexpr,
 ) -> None:
     """What expert_tiles.py's kernel does, BLOCK_S experts at a time: each token has an expert once, or not at all, so
-    that a choice's rank among those of its expert is how many tokens before it have the expert."""
+    that a choice's rank among those of its expert is how many tokens before it have the expert.
+
+    X, C: all experts, and all that a token has, those of every token included."""
     t, s, m, j = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S), tl.arange(0, M), tl.arange(0, BLOCK_J)
     begin = 0
     for first in range(0, X, BLOCK_S):

@@ -46,9 +46,11 @@ class CompiledLayers:
         sin_T1F: Tensor,
         on_layer: Callable[[int], None] | None,
         taps: Taps | None = None,
+        *,
+        is_whole: bool,
     ) -> Tensor:
-        """From the embedded tokens to what leaves the last layer: (T, E), valid until the next step. Where nobody asks
-        for more, only of the positions whose logits are wanted: (R, E)."""
+        """From the embedded tokens to what leaves the last layer, valid until the next step: of all positions (T, E) if
+        it is to be whole, else of those whose logits are wanted (R, E)."""
         if len(x_TE) > len(self._x_CE):
             self._make_room(1 << (len(x_TE) - 1).bit_length())
         rows, begin = StepRows(batch, cos_T1F, sin_T1F), 0
@@ -64,8 +66,8 @@ class CompiledLayers:
                     self._program.run(rows.step, first=begin, end=end)
                     on_layer(layer)
                     begin = end
-        num_wanted = len(batch.logits_rows)
-        if taps is None and not len(batch.scored_rows) and num_wanted + _WORTH_LEAVING_OUT <= len(x_TE):
+        num_unwanted = batch.num_tokens - len(batch.logits_rows)
+        if taps is None and not is_whole and num_unwanted >= _WORTH_LEAVING_OUT:
             end = self._kv_calls[-1][1]
             if begin < end:
                 self._program.run(rows.step, first=begin, end=end)
@@ -73,7 +75,8 @@ class CompiledLayers:
         self._program.run(rows.step, first=begin)
         if taps is not None:
             taps.note(len(self._kv_calls), self._x_CE[: len(x_TE)])
-        return self._x_CE[: len(x_TE)]
+        x_TE = self._x_CE[: len(x_TE)]
+        return x_TE if is_whole or not num_unwanted else x_TE[torch.from_numpy(batch.logits_rows)]
 
     def _finish(self, rows: StepRows, batch: Batch) -> Tensor:
         """Behind the last layer's keys and values nobody needs the other positions."""

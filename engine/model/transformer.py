@@ -129,7 +129,7 @@ class Transformer:
         if taps is not None:
             taps.token_ids_T = token_ids_T
         cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
-        x = Residual(x_TE, adds_late=False)
+        x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
         if latent := self._config.latent:
             rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
@@ -138,7 +138,10 @@ class Transformer:
             is_shared = self._shares_heads and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
-                x_TE = compiled(x_TE, batch, cos_T1F, sin_T1F, on_layer, taps)
+                compute = partial(compiled, x_TE, batch, cos_T1F, sin_T1F, on_layer, taps)
+                if not is_scored:
+                    return self.logits(compute(is_whole=False))
+                x_TE = compute(is_whole=True)
             else:
                 rows = self._kernels, batch, pool, cos_T1F, sin_T1F
                 heads: Heads = SharedHeads(*rows, self._config.sliding_windows) if is_shared else CompiledHeads(*rows)
@@ -146,9 +149,9 @@ class Transformer:
         else:
             heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
             x_TE = _pass(self._layers, x, heads, on_layer, taps)
-        if len(batch.scored_rows):
+        if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
-        if len(x_TE) > len(batch.logits_rows):
+        if not batch.wants_all_logits:
             x_TE = x_TE[torch.from_numpy(batch.logits_rows).to(device)]
         return self.logits(x_TE)
 

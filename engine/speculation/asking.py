@@ -68,8 +68,8 @@ class Asking:
     pieces, none of which takes longer than a step.
 
     What asking costs, and how often it is right, is not known of who is never asked. So trials are made, of one row,
-    from a purse into which a small share of all steps' time goes: they cost no more than that, whatever they cost. The
-    first few of a method do not wait for it, and are owed."""
+    from a purse: they cost no more than goes into it, whatever they cost. The first few of a method do not wait for it,
+    and are owed."""
 
     def __init__(
         self,

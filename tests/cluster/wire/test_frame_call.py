@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -154,6 +155,15 @@ async def test_it_speaks_to_nobody_else_at_that_address() -> None:
     async with _serving(WorkerServicer(FrameHub()), proven(authority, rank("decode-1"))) as address:
         with pytest.raises(ReplicaLost, match=r"UNAVAILABLE.*match"):
             await _next(_call(address, proven(authority, _CALLER)))
+
+
+async def test_papers_that_cannot_be_shown() -> None:
+    identity = proven(Authority.create(DEPLOYMENT), _CALLER)
+    assert identity.papers
+    identity.renew(replace(identity.papers, key=b"no key"))
+    async with _serving(WorkerServicer(FrameHub()), in_clear(_CALLEE)) as address:
+        with pytest.raises(ReplicaLost, match="UNAVAILABLE: no connection"):
+            await _next(_call(address, identity))
 
 
 async def test_an_error_of_the_worker_is_the_same_here() -> None:
