@@ -75,11 +75,8 @@ class FrameCall:
                     ssl=tls,
                     server_hostname=peer.host if tls else None,
                 )
-        except (
-            OSError,
-            ValueError,
-            OverflowError,
-        ) as error:  # of TLS, too; or what a replica says of where it is makes no sense
+        # Of TLS and of papers, too; or what a replica says of where it is makes no sense.
+        except (OSError, ValueError, OverflowError) as error:
             self._connection.end(f"no connection to {address}: {error!r}")
 
     def _error(self) -> ClusterError | None:

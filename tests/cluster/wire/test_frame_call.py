@@ -351,7 +351,7 @@ async def test_an_address_that_is_none(address: str) -> None:
         await _next(_call(address))
 
 
-async def test_papers_that_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_papers_for_which_no_file_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> int:
         raise OSError(24, "Too many open files")
 
