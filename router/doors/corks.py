@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 _CORK = getattr(socket, "TCP_CORK", None)  # Linux
 _OWN_FILES = "/proc/self/fd"
 _LOOKED_AT = 64  # files in a turn, less than a millisecond
+_MAX_HELD = 1024  # sockets: the files that a process may open are there for those who connect
 _MAPPED = "::ffff:"  # an address of IPv4 at a socket of IPv6
 
 
@@ -40,6 +42,7 @@ class Corks:
         self._written: list[CorkedConnection] = []  # in this turn
         self._wanted: dict[str, CorkedConnection] = {}
         self._search: Iterator[None] | None = None
+        self._num_held = 0  # sockets of ours
 
     def listen(self, port: int) -> None:
         """Connections come to this port, too."""
@@ -61,6 +64,7 @@ class Corks:
             if connection.socket:
                 connection.socket.close()
                 connection.socket = None
+                self._num_held -= 1
 
     def writes(self, connection: CorkedConnection) -> None:
         """A message follows. After the first of a turn they are held back, until `release`."""
@@ -104,8 +108,9 @@ class Corks:
             if (found := socket_at(int(name))) is None:
                 continue
             connection = wanted.pop(_peer_of(found), None) if self._is_ours(found) else None
-            if connection and connection.num_calls:
+            if connection and connection.num_calls and self._num_held < _MAX_HELD:
                 connection.socket = found
+                self._num_held += 1
             else:
                 found.close()
         self._search = None
@@ -119,8 +124,11 @@ class Corks:
 
 
 def socket_at(descriptor: int) -> socket.socket | None:
-    """By a descriptor of our own, for that one may be closed at any time, and be another's then."""
+    """By a descriptor of our own, for that one may be closed at any time, and be another's then. Of other files none is
+    made: to close it would end locks that this process has on them (fcntl(2)), or wait for a disk far away."""
     try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
         own = os.dup(descriptor)
     except OSError:
         return None

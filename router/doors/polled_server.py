@@ -115,14 +115,13 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
 
     def begin(self, call: Any, operations: tuple[Any, ...], done: Callable[[Any], None]) -> None:
         """Begin these operations of a call; `done` is called with their event."""
+        self._look_soon()
         call.start_server_batch(operations, done)
         self._num_begun += 1
-        if not self._will_look:
-            self._will_look = True
-            self._loop.call_soon(self._look)
 
     def writes(self, connection: CorkedConnection) -> None:
         """A message of this connection is begun next; what this turn of the loop brings it leaves together."""
+        self._look_soon()
         self._corks.writes(connection)
 
     async def awaited(self, done: asyncio.Future[Any]) -> None:
@@ -134,6 +133,12 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
             await done
         finally:
             self._num_awaited -= 1
+
+    def _look_soon(self) -> None:
+        """First of all: whatever comes of what is begun, no message is held back for longer."""
+        if not self._will_look:
+            self._will_look = True
+            self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         """At what has ended until now."""

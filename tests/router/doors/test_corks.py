@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -211,3 +215,58 @@ def test_where_no_file_may_be_opened_nothing_is_held_back(pair: Pair, monkeypatc
     held = Corks()
     held.listen(pair.port)
     assert not _found(held, held.join(pair.peer))
+
+
+def test_locks_on_files_stay(tmp_path: Path) -> None:
+    """A process loses a lock with the first descriptor of that file that it closes (fcntl(2))."""
+    with open(tmp_path / "locked", "w") as locked:
+        fcntl.lockf(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert corks.socket_at(locked.fileno()) is None
+        asks = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        other = subprocess.run([sys.executable, "-c", asks, locked.name], stderr=subprocess.PIPE, timeout=_IN_TIME_S)
+    assert b"BlockingIOError" in other.stderr
+
+
+def test_no_more_sockets_are_held_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corks, "_MAX_HELD", 2)
+    with ExitStack() as pairs:
+        held = Corks()
+        connections = []
+        for _ in range(3):
+            pair = Pair("127.0.0.1", socket.AF_INET)
+            pairs.callback(pair.close)
+            held.listen(pair.port)
+            connections.append(held.join(pair.peer))
+        first, second, third = connections
+        assert _found(held, first) and _found(held, second) and not _found(held, third)
+        held.leave(first)
+        held.leave(third)
+        again = held.join(third.peer)
+        assert _found(held, again)
+        for connection in (second, again):
+            held.leave(connection)
+
+
+async def test_what_cannot_be_begun_holds_nothing_back(pair: Pair) -> None:
+    server = PolledServer([], [("grpc.so_reuseport", 0)])
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    server._corks.listen(pair.port)
+    connection = server._corks.join(pair.peer)
+    assert _found(server._corks, connection)
+    looked = asyncio.Event()
+
+    class FakeCall:
+        def start_server_batch(self, operations: Any, done: Any) -> None:
+            asyncio.get_running_loop().call_soon(looked.set)
+            raise ValueError("too many operations")
+
+    server.writes(connection)
+    server.writes(connection)
+    assert pair.is_corked
+    with pytest.raises(ValueError, match="too many"):
+        server.begin(FakeCall(), (), print)
+    await asyncio.wait_for(looked.wait(), _IN_TIME_S)
+    assert not pair.is_corked
+    server._corks.leave(connection)
+    await server.stop(None)
