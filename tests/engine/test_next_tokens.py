@@ -113,9 +113,10 @@ def test_who_is_paused_while_it_is_computed_again_goes_on() -> None:
     engine = decoding(2, runs_ahead=False)
     first, second = engine.decoding.running
     engine.decoding._preempt(second)
-    engine._config = replace(engine._config, max_batch_tokens=8)
+    engine._config = replace(engine._config, max_batch_tokens=3)
     while not second.blocks:
         engine.step()
+    assert second.num_missing > 1
     engine.pause(second)
     engine.resume(second)
     for _ in range(12):
