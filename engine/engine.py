@@ -328,6 +328,8 @@ class Engine(Generic[Logits]):
 
     def resume(self, sequence: Sequence) -> None:
         """It decodes from now on; without blocks, it first computes its KV again."""
+        if sequence.num_missing > 1:  # it was paused while it was computed again
+            sequence.release(self.blocks)
         self.decoding.start(sequence)
 
     def _finish(self, prompt: Prompt, chosen: list[Chosen], result: StepResult) -> None:

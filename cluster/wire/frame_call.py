@@ -52,9 +52,9 @@ class FrameCall:
         if (message := await self._connection.message()) is not None:
             try:
                 return pb.Frame.FromString(message)
-            except DecodeError as error:
-                self._connection.end(f"it sent what is no frame: {error}")
-                raise self._made(grpc.StatusCode.UNAVAILABLE, self._connection.lost, ()) from error
+            except DecodeError as unread:
+                self._connection.end(f"it sent what is no frame: {unread}")
+                raise self._made(grpc.StatusCode.UNAVAILABLE, self._connection.lost, ()) from unread
         if (error := self._error()) is None:
             raise StopAsyncIteration
         raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -105,3 +106,21 @@ def test_news_are_told_of_the_row_that_has_them(runs_ahead: bool) -> None:
     assert engine.blocks.match(last.hashes()) == 1, "the last token of its second block is not computed"
     engine.step()
     assert engine.blocks.match(last.hashes()) == 2
+
+
+def test_who_is_paused_while_it_is_computed_again_goes_on() -> None:
+    """It has blocks then, and lacks the KV of more than its last token."""
+    engine = decoding(2, runs_ahead=False)
+    first, second = engine.decoding.running
+    engine.decoding._preempt(second)
+    engine._config = replace(engine._config, max_batch_tokens=3)
+    while not second.blocks:
+        engine.step()
+    assert second.num_missing > 1
+    engine.pause(second)
+    engine.resume(second)
+    for _ in range(12):
+        engine.step()
+    assert set(engine.decoding.running) == {first, second}
+    assert second.num_missing == 1
+    engine.blocks.check_integrity()
