@@ -191,7 +191,7 @@ class Engine(Generic[Logits]):
                 continue
             token_id, logprob = choice
             tokens.append(token_id)
-            if len(tokens) >= sequence.last_token or token_id in sequence.stops:
+            if len(tokens) >= sequence.ends_at or token_id in sequence.stops:
                 reason = sequence.finish_reason()
             sampled.append((sequence, SampledToken(token_id, logprob, reason)))
             if reason:

@@ -25,7 +25,7 @@ class DecodingRows:
         self.readers = [row for row in self.sampling_rows if row.may_read_tokens]
         self.numbers_R = np.arange(len(self.sequences))
         self.ones_R = np.ones(len(self.sequences), dtype=np.int64)
-        self.lasts_R = np.array([one.last_token for one in self.sequences], dtype=np.int64)
+        self.limits_R = np.array([one.ends_at for one in self.sequences], dtype=np.int64)
         self.block_size = self.sequences[0].block_size if self.sequences else 1
 
 
@@ -44,7 +44,7 @@ class NextTokens:
     @property
     def may_be_over(self) -> bool:
         """One of them ends with the token that is coming."""
-        return bool(np.count_nonzero(self.ends_R >= self.rows.lasts_R))
+        return bool(np.count_nonzero(self.ends_R >= self.rows.limits_R))
 
     def token_ids(self) -> Ints:
         """(R,) 0 for one that is coming."""

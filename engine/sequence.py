@@ -60,8 +60,8 @@ class Sequence:
         self.num_computed = 0
         self.blocks: list[int] = []
         self.max_context = max_context
-        # It ends with so many at the latest.
-        self.last_token = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
+        # With so many tokens it ends at the latest.
+        self.ends_at = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
         self.drafts: DraftTally | None = None  # since somebody took it; None where nothing is drafted
         self.stops = frozenset(request.sampling.stop_token_ids)
         self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
@@ -98,7 +98,7 @@ class Sequence:
     @property
     def ends_with_next(self) -> bool:
         """Whatever its next token is."""
-        return len(self.tokens) + 1 >= self.last_token
+        return len(self.tokens) + 1 >= self.ends_at
 
     def num_reusable(self, num_tokens: int) -> int:
         """How many leading tokens need not be computed here where so many are held: full blocks, and not the last

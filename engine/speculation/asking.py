@@ -187,7 +187,7 @@ class Asking:
     def _steps_to_come(self, sequence: Sequence, promised: Seq[float]) -> float:
         """An answer takes as long as others did, and one that is longer already as long again."""
         left = max(self._mean_answer - sequence.num_generated, float(sequence.num_generated), 1.0)
-        return max(1.0, min(left, sequence.last_token - len(sequence.tokens)) / (1.0 + sum(promised)))
+        return max(1.0, min(left, sequence.ends_at - len(sequence.tokens)) / (1.0 + sum(promised)))
 
     def _trial(
         self, rows: Seq[Sequence], most: Seq[int], behind: Mapping[str, Seq[int | None]], price: StepPrice

@@ -9,8 +9,8 @@ _MOST_STEPS = 64.0  # whose time lies in it: what long idling has saved is not s
 class Purse:
     """Owned by the step thread. Of each step for which somebody looks what to draft, a small share of its time goes in,
     and trials are paid from it, also those that could not wait for it: these are owed, and nothing else is tried until
-    they are paid. So trials take no more than that share of the time; beside it only what is owed, and what the last
-    one took longer than was expected.
+    they are paid. So trials take no more than that share of the time, beside what is owed, and what the last one took
+    longer than was expected.
 
     Seconds, or whatever a step's price is in."""
 

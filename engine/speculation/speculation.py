@@ -189,7 +189,7 @@ class Speculation:
 
     def _most(self, row: Sequence) -> int:
         """Tokens that may be drafted for a row: the step chooses one more, and it gets none beyond its end."""
-        return max(0, min(self._max_tokens, row.most_tokens - len(row.tokens), row.last_token - len(row.tokens) - 1))
+        return max(0, min(self._max_tokens, row.most_tokens - len(row.tokens), row.ends_at - len(row.tokens) - 1))
 
     def _look_up(self, rows: Seq[Sequence]) -> None:
         """See to it that there are guesses of the tokens that sequences have now, by those who look up."""

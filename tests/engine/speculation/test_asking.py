@@ -39,7 +39,7 @@ def _wrong(tokens: Seq[int], max_tokens: int) -> list[int]:
 
 def _row(tokens: Seq[int]) -> Sequence:
     row = sequence_of(tokens)
-    row.last_token = 100_000
+    row.ends_at = 100_000
     return row
 
 

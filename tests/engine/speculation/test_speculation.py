@@ -45,7 +45,7 @@ class Replica:
         self.blocks = BlockManager(_BLOCKS * num_rows)
         self.rows = [sequence_of([number], num_prompt_tokens=1) for number in range(num_rows)]
         for row in self.rows:
-            row.last_token = max_tokens
+            row.ends_at = max_tokens
         self._speculation = speculation
 
     def step(self, price: StepPrice, *, room: int = 64) -> dict[Sequence, Draft]:
