@@ -22,15 +22,22 @@ bench.command()(router)
 bench.command()(speculation)
 
 _MESSAGES = "64,256,1024,4096,16384,65536"
+_SLOW_WITHOUT_KERNELS = (
+    "torch alone computes, a few times slower than this project's kernels: they need --dtype bfloat16 and a C++ "
+    "compiler (Debian: apt-get install g++)"
+)
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
+_Batch = Annotated[str, typer.Option(metavar="N[,N…]", help="Sequences that decode at a time.")]
+_Context = Annotated[str, typer.Option(metavar="N[,N…]", help="Tokens that each of these has.")]
+_Prefill = Annotated[str, typer.Option(metavar="N[,N…]", help="Tokens of a prompt, alone.")]
 
 
 @bench.command()
 def engine(
     model: options.Model = options.DEFAULT_MODEL,
-    batch: _Counts = "1,8,32",
-    context: _Counts = "128",
-    prefill: _Counts = "512,2048",
+    batch: _Batch = "1,8,32",
+    context: _Context = "128",
+    prefill: _Prefill = "512,2048",
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
     dtype: options.ModelDType = options.DEFAULT_DTYPE,
     weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
@@ -44,6 +51,17 @@ def engine(
     """Tokens per second of the engine on this machine's processors, beside the memory bandwidth that bounds it.
 
     Random token ids, greedy, 128 steps after prompts of --context tokens; prompts of --prefill tokens; best of three.
+    Whatever else runs on the machine makes all of it slower.
+
+    A decode step's share of the bandwidth is what reading every weight once would take, over what the step took: near 1
+    it could not be quicker. Many rows at a time compute more than they read, so their share is small.
+
+    `chosen` says, for each shape of product and for attention, what one thread took in each way that there is when this
+    machine was first met, and the way that prompts of so many rows go: our kernels, unless another is 1.3 times as
+    quick.
+
+    --host has a forward pass that takes no time. What it says is how long a step's rows take to be chosen, laid out and
+    booked: all of it, then what of that lies on the way where steps run ahead, as on a GPU.
     """
     from cluster.model.source import resolve
     from engine.config import device_for
@@ -143,6 +161,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
     what = ", ".join(str(result[key]) for key in ("model", "dtype", "weights", "instructions"))
     return [
         f"{what}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
+        *([_SLOW_WITHOUT_KERNELS] if result["computed_by"] == "torch" else ()),
         *(
             f"decode   batch {row['batch']:4}, context {row['context']:6}: {row['tokens_per_s']:9.1f} tokens/s, "
             f"{row['step_ms']:8.3f} ms a step{_share(row)}{_plain(row)}"

@@ -12,16 +12,18 @@ import typer
 from cluster.cli.model_options import DEFAULT_MODEL, Model
 from cluster.words.errors import SpecError
 
+_MOST_OF_IT = 0.9  # of what was to come
+
 
 def router(
     model: Model = DEFAULT_MODEL,
     streams: Annotated[str, typer.Option(metavar="N[,N…]", help="Answers at a time; 0: none.")] = "1000,5000",
     rate: Annotated[float, typer.Option(min=1.0, help="Tokens a second of all these.")] = 10_000.0,
     seconds: Annotated[float, typer.Option(min=1.0, help="That they are looked at.")] = 10.0,
-    requests: Annotated[int, typer.Option(min=1)] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Of which the costs are measured.")] = 64,
     tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 64,
-    at_once: Annotated[int, typer.Option(min=1)] = 16,
-    step_ms: Annotated[float, typer.Option(min=0.1, help="Of the replicas, while few ask.")] = 20.0,
+    at_once: Annotated[int, typer.Option(min=1, help="Of these requests.")] = 16,
+    step_ms: Annotated[float, typer.Option(min=0.1, help="Of the replicas' steps, while few ask.")] = 20.0,
     prompt: Annotated[int, typer.Option(min=0, help="Tokens of a long prompt; 0: none.")] = 100_000,
     rounds: Annotated[int, typer.Option(min=1, help="The best counts.")] = 3,
     trace_ratio: Annotated[
@@ -32,7 +34,12 @@ def router(
 ) -> None:
     """What one router carries over HTTP and gRPC, by the time of its processor: requests, tokens, many streams.
 
-    Between a load and replicas that speak the real protocol and compute nothing, each in a process of its own.
+    Between a load and replicas that speak the real protocol and compute nothing, each in a process of its own: three
+    processes, which want a processor each. The time of the router's processor says much the same on a busy machine; how
+    late tokens are does not, nor what of --rate came: a line says so where much of it did not.
+
+    A token is late by what lies between it and the one before, beyond a replica's step; what the replica itself was
+    late with stands beside it, and is not the router's.
     """
     from cluster.model.source import resolve
     from router.bench.run import RouterLoad, bench_router
@@ -50,7 +57,7 @@ def router(
         trace_ratio=trace_ratio,
     )
     result = bench_router(resolve(model), load, profile=profile)
-    print(json.dumps(result) if as_json else "\n".join(_lines(result)))
+    print(json.dumps(result) if as_json else "\n".join(lines(result, rate=rate)))
 
 
 def _counts(streams: str) -> list[int]:
@@ -60,7 +67,8 @@ def _counts(streams: str) -> list[int]:
     return [int(part) for part in parts if int(part)]
 
 
-def _lines(result: dict[str, Any]) -> Iterator[str]:
+def lines(result: dict[str, Any], *, rate: float) -> Iterator[str]:
+    """rate: tokens a second that all streams were to get. What did not come tells of the machine, and is said."""
     for door, costs in result["costs"].items():
         yield (
             f"{door}: {costs['request_ms']:.2f} ms of processor a request, {costs['token_ms']:.4f} a token; one core "
@@ -85,3 +93,8 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
             f"    a token later than its worker's pace: {beyond['p50']:.1f} ms at the median, {beyond['p99']:.1f} P99, "
             f"{beyond['max']:.1f} at most; the worker itself {row['worker_late_ms']:.1f}"
         )
+        if row["tokens_per_s"] < _MOST_OF_IT * rate:
+            yield (
+                f"    only {row['tokens_per_s']} of {rate:.0f} tokens/s came: the machine, or the router, was too busy "
+                "for what these two lines are about"
+            )

@@ -36,6 +36,7 @@ from cluster.words.errors import SpecError
 from cluster.words.request import Sampling, SequenceRequest
 from engine.config import EngineConfig, device_for
 from engine.cpu.huge_pages import advise
+from engine.cpu.library import open_kernels
 from engine.cpu.processor import instruction_sets
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -100,8 +101,15 @@ def bench_engine(
         "pool_dtype": runner.layout.dtype,
         "threads": torch.get_num_threads(),
         "instructions": " ".join(instruction_sets()),
+        "computed_by": _computed_by(runner),
         "ways": runner.ways,
     }
+
+
+def _computed_by(runner: ModelRunner) -> str:
+    """ "torch": on a processor for which there are no kernels; slower, which nobody guesses from the figures."""
+    has_kernels = runner.device.type != "cpu" or open_kernels(dtype=runner.dtype, device=runner.device) is not None
+    return "kernels" if has_kernels else "torch"
 
 
 class BandwidthReader:

@@ -31,12 +31,25 @@ def test_it_prints_what_it_measured(
         "dtype": "float32",
         "weights": "as_stored",
     }
+    assert result["computed_by"] == "torch"
     assert [(row["batch"], row["context"]) for row in result["decode"]] == [(1, 20), (3, 20)]
     for row in result["decode"]:
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3, rel=0.05)
         assert row["bandwidth_share"] > 0
     assert [row["tokens"] for row in result["prefill"]] == [33] and result["prefill"][0]["tokens_per_s"] > 0
     assert result["bandwidth_gb_s"] > 0 and result["threads"] >= 1
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_it_says_so_where_there_are_no_kernels(
+    has_kernels: bool, tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "resolve", lambda source: tiny_model("llama")[0])
+    monkeypatch.setattr(bench, "_NUM_STEPS", 2)
+    monkeypatch.setattr(bench, "open_kernels", lambda **_: object() if has_kernels else None)
+    options = ["--batch", "1", "--context", "5", "--prefill", "9", "--dtype", "float32"]
+    assert run(["bench", "engine", *options]) == 0
+    assert ("a C++ compiler" in capsys.readouterr().out) != has_kernels
 
 
 def test_it_runs_without_the_command_line(
