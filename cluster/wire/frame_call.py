@@ -33,8 +33,11 @@ class FrameCall:
     """Implements router.serving.worker.WorkerCall. Connects at once, to `peer` and to nobody else who may be at
     `address`: by mutual TLS where `identity` has papers, with those of now."""
 
-    def __init__(self, address: str, *, peer: ProcessName, identity: Identity) -> None:
+    def __init__(
+        self, address: str, *, peer: ProcessName, identity: Identity, connects_within_s: float = _CONNECTS_WITHIN_S
+    ) -> None:
         self._replica = peer.replica
+        self._connects_within_s = connects_within_s
         self._connection = FrameConnection(
             _METHOD,
             pb.FramesRequest(router=identity.name.router).SerializeToString(),
@@ -67,7 +70,7 @@ class FrameCall:
         host, _, port = address.rpartition(":")
         try:
             tls = client_context(identity.papers) if identity.papers else None
-            async with asyncio.timeout(_CONNECTS_WITHIN_S):
+            async with asyncio.timeout(self._connects_within_s):
                 await asyncio.get_running_loop().create_connection(
                     lambda: self._connection,
                     host.strip("[]"),

@@ -36,7 +36,8 @@ class CorkedConnection:
 class Corks:
     """Belongs to the event loop. Holds no socket of a connection that has no call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_held: int = _MAX_HELD) -> None:
+        self._max_held = max_held
         self._ports: set[int] = set()
         self._connections: dict[str, CorkedConnection] = {}
         self._written: list[CorkedConnection] = []  # in this turn
@@ -108,7 +109,7 @@ class Corks:
             if (found := socket_at(int(name))) is None:
                 continue
             connection = wanted.pop(_peer_of(found), None) if self._is_ours(found) else None
-            if connection and connection.num_calls and self._num_held < _MAX_HELD:
+            if connection and connection.num_calls and self._num_held < self._max_held:
                 connection.socket = found
                 self._num_held += 1
             else:

@@ -61,7 +61,7 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
         self._arrivals = cygrpc.CompletionQueue()
         self._server.register_completion_queue(self._arrivals)
         self._queue = cygrpc.CompletionQueue()  # of calls
-        self._corks = Corks()
+        self.corks = Corks()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_begun = 0  # whose end has not been seen
         self._num_awaited = 0  # of these
@@ -122,7 +122,7 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
     def writes(self, connection: CorkedConnection) -> None:
         """A message of this connection is begun next; what this turn of the loop brings it leaves together."""
         self._look_soon()
-        self._corks.writes(connection)
+        self.corks.writes(connection)
 
     async def awaited(self, done: asyncio.Future[Any]) -> None:
         """Wait for what a `done` sets."""
@@ -143,7 +143,7 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
     def _look(self) -> None:
         """At what has ended until now."""
         self._will_look = False
-        self._corks.release()
+        self.corks.release()
         while (event := self._queue.poll(_AT_ONCE)).tag:
             self._num_begun -= 1
             event.tag(event)
@@ -178,7 +178,7 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
 
     async def _serve(self, event: Any) -> None:
         details = _Details(event.call_details.method.decode(), event.invocation_metadata)
-        connection = self._corks.join(event.call.peer().decode())
+        connection = self.corks.join(event.call.peer().decode())
         call = PolledCall(self, event.call, connection, details.invocation_metadata, event.call_details.deadline)
         call.follow(asyncio.current_task())
         try:
@@ -197,7 +197,7 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
             with suppress(aio.AbortError):
                 await call.abort(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
         finally:
-            self._corks.leave(connection)
+            self.corks.leave(connection)
 
     async def _find(self, details: _Details) -> grpc.RpcMethodHandler | None:
         if handler := self._methods.get(details.method):
@@ -207,7 +207,7 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
     def _bound(self, address: str, port: int) -> int:
         if not port:
             raise RuntimeError(f"failed to bind to {address}")
-        self._corks.listen(port)
+        self.corks.listen(port)
         return port
 
 

@@ -18,7 +18,7 @@ from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
 from tests.rank_in_process import Fault
-from tests.waiting import WITHIN_S
+from tests.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _RULES = TokenRules(logit_bias=((5, 2.0),), bad_words=((5, 5), (7,)))
@@ -178,4 +178,5 @@ async def test_a_request_that_kills_every_replica_is_given_up(checkpoint: Checkp
         # Although each attempt brings the prefill replica's token. It may tell us of a broken link first.
         with pytest.raises((ReplicaLost, LinkClosed)):
             await cluster.generate(_PROMPTS[0], _GREEDY)
-        assert sum(replica.has_been_hit for replica in cluster.pools[Role.DECODE]) == 5
+        # A process closes its sockets before it counts as dead.
+        await becomes(lambda: sum(replica.has_been_hit for replica in cluster.pools[Role.DECODE]) == 5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -35,9 +34,9 @@ class FakeRunner:
         return torch.tensor([[1.0, 0.0]]).repeat(len(step.batch.logits_rows), 1) if step else None
 
 
-def engine_of(sequences: list[Sequence], *, runs_ahead: bool) -> Engine[Tensor]:
+def engine_of(sequences: list[Sequence], *, runs_ahead: bool, max_batch_tokens: int | None = None) -> Engine[Tensor]:
     count = len(sequences)
-    limits = SchedulerConfig(max_batch_tokens=count * _LENGTH, max_running=count, max_waiting=count)
+    limits = SchedulerConfig(max_batch_tokens=max_batch_tokens or count * _LENGTH, max_running=count, max_waiting=count)
     blocks = BlockManager(count * 8)
     engine = Engine(FakeRunner(), sample, blocks, limits, block_size=_BLOCK, pace=Pace(), runs_ahead=runs_ahead)
     for sequence in sequences:
@@ -110,10 +109,12 @@ def test_news_are_told_of_the_row_that_has_them(runs_ahead: bool) -> None:
 
 def test_who_is_paused_while_it_is_computed_again_goes_on() -> None:
     """It has blocks then, and lacks the KV of more than its last token."""
-    engine = decoding(2, runs_ahead=False)
-    first, second = engine.decoding.running
-    engine.decoding._preempt(second)
-    engine._config = replace(engine._config, max_batch_tokens=3)
+    first, second = (sequence_of(id, _LENGTH) for id in ("first", "second"))
+    engine = engine_of([first, second], runs_ahead=False, max_batch_tokens=3)
+    while len(engine.decoding.running) < 2:
+        engine.step()
+    engine.decoding.give_way(1)
+    assert list(engine.decoding.running) == [first]
     while not second.blocks:
         engine.step()
     assert second.num_missing > 1

@@ -18,7 +18,6 @@ from grpc import aio
 from cluster.identity.authority import Authority
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire import frame_call
 from cluster.wire.call_errors import abort_with
 from cluster.wire.channel import listen, make_server
 from cluster.wire.frame_call import FrameCall
@@ -104,8 +103,8 @@ async def _next(frames: FrameCall) -> pb.Frame:
     return await asyncio.wait_for(anext(frames), _S)
 
 
-def _call(address: str, identity: Identity | None = None) -> FrameCall:
-    return FrameCall(address, peer=_CALLEE, identity=identity or in_clear(_CALLER))
+def _call(address: str, identity: Identity | None = None, **options: Any) -> FrameCall:
+    return FrameCall(address, peer=_CALLEE, identity=identity or in_clear(_CALLER), **options)
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -363,17 +362,16 @@ async def test_papers_for_which_no_file_is_left(monkeypatch: pytest.MonkeyPatch)
 
 
 @on_both_loops
-async def test_who_never_shows_papers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_never_shows_papers_is_given_up() -> None:
     async with _saying(b"") as (address, heard):
         identity = proven(Authority.create(DEPLOYMENT), _CALLER)
         frames = _call(address, identity)
         assert await asyncio.wait_for(heard.read(1), _S)
         frames.cancel()
         await asyncio.wait_for(heard.read(), _S)  # its end
-    monkeypatch.setattr(frame_call, "_CONNECTS_WITHIN_S", 0.05)
     async with _saying(b"") as (address, heard):
         with pytest.raises(ReplicaLost, match=r"UNAVAILABLE: no connection.*TimeoutError"):
-            await _next(_call(address, identity))
+            await _next(_call(address, identity, connects_within_s=0.05))
         await asyncio.wait_for(heard.read(), _S)
 
 

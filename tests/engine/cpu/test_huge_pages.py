@@ -5,11 +5,11 @@ from __future__ import annotations
 import mmap
 import resource
 
+import pytest
 import torch
 from torch import Tensor
 
 from engine.cpu.huge_pages import HugePages, populate
-from engine.kv.pool import lazy_zeros
 
 
 def test_copies_hold_their_numbers_and_begin_at_a_line() -> None:
@@ -35,10 +35,13 @@ def test_a_populated_tensor_is_mapped_and_keeps_its_numbers() -> None:
         tensor[:: mmap.PAGESIZE] += 1
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
-    untouched, populated = (lazy_zeros((40 << 20,), torch.uint8) for _ in range(2))
+    # Not from malloc: what it has had before is mapped already.
+    untouched, populated = (torch.frombuffer(mmap.mmap(-1, 40 << 20), dtype=torch.uint8) for _ in range(2))
     populated[5 << 20] = 7
     populate([populated, torch.empty(0), torch.ones(3)])
-    assert num_faults(untouched) >= 20, "of as many pages of 2 MiB, or of 10,240 small ones"
+    if not (expected := num_faults(untouched)):
+        pytest.skip("this kernel counts no faults")
+    assert expected >= 20, "of as many pages of 2 MiB, or of 10,240 small ones"
     assert num_faults(populated) < 10
     assert populated[5 << 20] == 8
     assert int(populated.sum()) == (40 << 20) // mmap.PAGESIZE + 7

@@ -227,10 +227,9 @@ def test_locks_on_files_stay(tmp_path: Path) -> None:
     assert b"BlockingIOError" in other.stderr
 
 
-def test_no_more_sockets_are_held_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corks, "_MAX_HELD", 2)
+def test_no_more_sockets_are_held_than_so_many() -> None:
     with ExitStack() as pairs:
-        held = Corks()
+        held = Corks(max_held=2)
         connections = []
         for _ in range(3):
             pair = Pair("127.0.0.1", socket.AF_INET)
@@ -251,9 +250,9 @@ async def test_what_cannot_be_begun_holds_nothing_back(pair: Pair) -> None:
     server = PolledServer([], [("grpc.so_reuseport", 0)])
     server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    server._corks.listen(pair.port)
-    connection = server._corks.join(pair.peer)
-    assert _found(server._corks, connection)
+    server.corks.listen(pair.port)
+    connection = server.corks.join(pair.peer)
+    assert _found(server.corks, connection)
     looked = asyncio.Event()
 
     class FakeCall:
@@ -268,5 +267,5 @@ async def test_what_cannot_be_begun_holds_nothing_back(pair: Pair) -> None:
         server.begin(FakeCall(), (), print)
     await asyncio.wait_for(looked.wait(), _IN_TIME_S)
     assert not pair.is_corked
-    server._corks.leave(connection)
+    server.corks.leave(connection)
     await server.stop(None)
