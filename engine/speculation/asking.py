@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from engine.sequence import Sequence
 from engine.speculation.ask_plan import Offer, Plan, plan_ask
@@ -20,7 +21,7 @@ from engine.speculation.purse import Purse
 _T = TypeVar("_T")
 
 _TRY_EVERY = 64  # looks after which nobody was asked
-_NUM_FIRST = 4  # trials that follow each other as soon as they can be paid
+_NUM_FIRST = 16  # trials that follow each other as soon as they can be paid
 _REST_AFTER = 256  # looks in which it was not worth asking
 _TRY_WITHIN = 16  # tokens of an answer: a method that rests may know no more of it
 _FIRST_TRIED, _MOST_TRIED = 2, 4  # tokens at most
@@ -39,6 +40,7 @@ class _Method:
     num_asked: int = 0  # times
     num_looks: int = 0  # since then
     num_in_vain: int = 0  # looks since it was worth it
+    num_tried: WeakKeyDictionary[Sequence, int] = field(default_factory=WeakKeyDictionary)
     rests: bool = False
 
     def price(self, step: StepPrice) -> AskPrice:
@@ -133,6 +135,8 @@ class Asking:
         if asked := [rows[row] for row in ask.plan.rows if row not in late]:
             self._ask(method, ask.plan, asked)
         if ask.is_trial:
+            for row in ask.plan.rows:
+                method.num_tried[rows[row]] = method.num_tried.get(rows[row], 0) + 1
             self._purse.pay(self._spent_s - spent_s)
 
     def looked(self) -> None:
@@ -201,7 +205,8 @@ class Asking:
     def _trial(
         self, rows: Seq[Sequence], most: Seq[int], behind: Mapping[str, Seq[int | None]], price: StepPrice
     ) -> Plan | None:
-        """Of who has waited for longest, and the row for which it has least to do."""
+        """Of who has waited for longest; a row for which it was tried the fewest times, and of those the one for which
+        it has least to do."""
         due = [name for name, one in self._methods.items() if one.num_asked < _NUM_FIRST or one.num_looks >= _TRY_EVERY]
         if not due:
             return None
@@ -210,20 +215,19 @@ class Asking:
         # Not always the first token, which may be likelier than others.
         least = method.num_asked * 5 % _TRY_WITHIN if method.rests else 0
         near = [
-            (num_behind, row)
+            (method.num_tried.get(sequence, 0), num_behind, row)
             for row, sequence in enumerate(rows)
             if most[row] > 0
             and sequence.num_generated >= least
             and self._guesses.is_missing(name, sequence)
             and (num_behind := behind[name][row]) is not None
         ]
-        if not near:
-            return None
-        num_behind, row = min(near)
-        is_first = method.num_asked < _NUM_FIRST
-        depth = min(1 + method.num_asked % (_FIRST_TRIED if is_first else _MOST_TRIED), most[row])
-        cost_s = method.price(price).seconds(depth, num_behind + depth - 1)
-        return Plan(name, depth, [row]) if self._purse.can_pay(cost_s) else None
+        most_tried = _FIRST_TRIED if method.num_asked < _NUM_FIRST else _MOST_TRIED
+        for _, num_behind, row in sorted(near):
+            depth = min(1 + method.num_asked % most_tried, most[row])
+            if self._purse.can_pay(method.price(price).seconds(depth, num_behind + depth - 1)):
+                return Plan(name, depth, [row])
+        return None
 
     def _in_pieces(self, plan: Plan, behind: Seq[int | None], price: StepPrice, *, is_trial: bool) -> Ask:
         """Of all that is missing no more than what takes as long as a step, those first that lack least."""

@@ -143,7 +143,7 @@ class SeldomChecked(Checked):
 
 class RestingChecked(Checked):
     """Heads rest in two of three stretches; of those of whom they know something, they are asked in one step of
-    seven. Drafts are hardly ever right."""
+    seven, or of 49. Drafts are hardly ever right."""
 
     num_looks = 0
     num_unknown = 0
@@ -156,7 +156,8 @@ class RestingChecked(Checked):
         known = [one for one in sequences if self._heads.num_behind(one) is not None]
         self.num_unknown += len(found) - len(known)
         if self.num_looks % 7 == 0:
-            found |= zip(known, super().propose(known, max_tokens), strict=True)
+            asked = [one for one in known if one.request.num_prompt_tokens % 2 or self.num_looks % 49 == 0]
+            found |= zip(asked, super().propose(asked, max_tokens), strict=True)
         return list(found.values())
 
 

@@ -228,7 +228,7 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
     tried.clear()
     replica.steps(6000)
     assert proposer.rests and len(tried) > 10
-    assert max(tried) < 32 and len(set(tried)) > 3, "not always the first token"
+    assert max(tried) < 32 and len(set(tried)) > 2, "not always the first token"
     is_right[0] = True
     replica.steps(1000)
     assert not proposer.rests and replica.steps(100) > 1.5
