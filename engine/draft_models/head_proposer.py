@@ -25,8 +25,8 @@ class AskedHeads(Protocol):
 
 
 class HeadProposer:
-    """Implements Computing. What heads need of a sequence its steps have left, or what came with its KV: at most some
-    tokens of it wait. Tokens are drawn as the sequence's own will be."""
+    """Implements Computing. What heads need of a sequence, its steps have left, or what came with its KV: there is
+    something to be caught up with only while they rest. Tokens are drawn as the sequence's own will be."""
 
     def __init__(self, heads: AskedHeads, drawn: DrawnTokens | None = None, *, by_place: bool = False) -> None:
         """drawn: None, with what it will learn itself. by_place: what the heads say of a place does not depend on the

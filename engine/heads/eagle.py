@@ -100,7 +100,9 @@ class Eagle:
         return self.features.knows(rows, self._late.has)
 
     def num_behind(self, row: HeadRow) -> int | None:
-        return len(self._late.up_to(*self.features.slots_before([row]))) if self.knows([row]) else None
+        if not self.knows([row]):
+            return None
+        return len(self._late.up_to(*self.features.slots_before([row]))) if self._rests else 0
 
     def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None) -> None:
         slots = [slot for before in self.features.slots_before(rows) for slot in self._late.up_to(before)[:max_tokens]]

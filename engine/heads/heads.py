@@ -82,7 +82,7 @@ class DraftHeads(Protocol):
         ...
 
     def num_behind(self, row: HeadRow, /) -> int | None:
-        """Tokens of it that are to be put into the pool before they can say what follows; None: they know nothing."""
+        """Tokens of it that are put into the pool only because somebody asks what follows; None: they know nothing."""
         ...
 
     def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
