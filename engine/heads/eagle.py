@@ -73,6 +73,7 @@ class Eagle:
             befores = [befores[i] for i in (np.cumsum(batch.query_lens) - batch.query_lens).tolist()]
         if not all(map(self._is_over, befores)):
             return False
+        self._late.forget(slots)
         self.features.pass_over(slots)
         return True
 

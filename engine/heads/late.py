@@ -122,6 +122,11 @@ class LateEntries:
             hidden_NW=torch.cat(steps)[rows],
         )
 
+    def forget(self, slots: Iterable[int]) -> None:
+        """What waits of them, perhaps nothing, is of whoever had these before."""
+        for slot in slots:
+            self._late.pop(slot, None)
+
     def drop(self) -> list[int]:
         """All that wait, never to be computed: their slots."""
         slots = list(self._late)

@@ -172,3 +172,16 @@ def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case
     assert case.guess(case.row(0, 40)) == case.expected(0, 40)
     features = case.heads.features.of(_TABLES[0], 40)
     assert any(features)
+
+
+def test_what_waits_of_blocks_that_are_somebody_elses_now_is_not_taken_for_theirs(case: Case) -> None:
+    case.prompt(1)
+    case.runner.rest(True)
+    case.steps(13, 64, [1])
+    case.prompt(0)
+    case.steps(13, 22, [0])
+    assert case.heads.num_behind(case.row(0, 22)) == 9
+    grown = [*_TABLES[1][:8], _TABLES[0][2]]  # a block whose first tokens wait
+    for at in (64, 65, 66):
+        case.runner.forward(Batch.of([Row(case.tokens[1][at : at + 1], at, grown, num_logits=1)], block_size=_SIZE))
+        assert case.heads.num_behind(case.row(1, at + 1, grown)) is None
