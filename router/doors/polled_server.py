@@ -119,10 +119,15 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
         call.start_server_batch(operations, done)
         self._num_begun += 1
 
-    def writes(self, connection: CorkedConnection) -> None:
-        """A message of this connection is begun next; what this turn of the loop brings it leaves together."""
-        self._look_soon()
+    def write(
+        self, connection: CorkedConnection, call: Any, operations: tuple[Any, ...], done: Callable[[Any], None]
+    ) -> None:
+        """Begin operations that write a message; what this turn of the loop brings a connection leaves together."""
+        if not self._will_look:
+            self._look_soon()
         self.corks.writes(connection)
+        call.start_server_batch(operations, done)
+        self._num_begun += 1
 
     async def awaited(self, done: asyncio.Future[Any]) -> None:
         """Wait for what a `done` sets."""
