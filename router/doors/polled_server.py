@@ -182,7 +182,7 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, event: Any) -> None:
-        details = _Details(event.call_details.method.decode(), event.invocation_metadata)
+        details = _Details(event.call_details.method.decode(errors="replace"), event.invocation_metadata)
         connection = self.corks.join(event.call.peer().decode())
         call = PolledCall(self, event.call, connection, details.invocation_metadata, event.call_details.deadline)
         call.follow(asyncio.current_task())
