@@ -100,7 +100,8 @@ def main(
 
 
 def _in_rounds(ours: list[dict[str, Any]], others: list[dict[str, Any]], kind: str) -> float:
-    return round(statistics.median(own[kind] / other[kind] for own, other in zip(ours, others, strict=True)), 2)
+    ratios: list[float] = [own[kind] / other[kind] for own, other in zip(ours, others, strict=True)]
+    return round(statistics.median(ratios), 2)
 
 
 def requantise(source: Path, path: Path, kind: GGMLQuantizationType) -> Path:
