@@ -155,7 +155,7 @@ def _our_sides(
 def _vllm_side(
     python: Path, model: Path, options: Mapping[str, Any], environment: Mapping[str, str], max_tokens: int
 ) -> Iterator[Ask]:
-    """Its processes are a session of their own, of which none is left."""
+    """Its processes are a group of their own, of which none is left."""
     with TemporaryDirectory() as directory:
         program = Path(directory) / "side.py"
         program.write_text(_VLLM)  # a file: vLLM starts its engine by `spawn`, which imports it again
@@ -165,7 +165,7 @@ def _vllm_side(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            process_group=0,  # of the same session: what the kernel gives this one, it gives both sides
         )
 
         def send(number: signal.Signals) -> None:
