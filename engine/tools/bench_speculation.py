@@ -58,14 +58,14 @@ Places = Counter[tuple[bool, int]]  # tokens: whether in a branch, and where in 
 
 
 @dataclass
-class Answers:
+class _Answers:
     seconds: float
     num_steps: int
     tokens: list[list[int]]
     drafted: Places = field(default_factory=Counter)
     accepted: Places = field(default_factory=Counter)
 
-    def add(self, other: Answers) -> None:
+    def add(self, other: _Answers) -> None:
         """Those of other prompts, which came after."""
         self.seconds += other.seconds
         self.num_steps += other.num_steps
@@ -104,7 +104,7 @@ def bench_speculation(
     longest = max(len(prompt) for kind in prompts.values() for prompt in kind) + max_tokens
     num_blocks = max(batches) * (-(-longest // _BLOCK_SIZE) + 1)
     config = EngineConfig(model_dir=model_dir, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
-    parts = Parts(
+    parts = MethodParts(
         config,
         drafts,
         clock=time.thread_time if cpu_time else time.perf_counter,
@@ -112,12 +112,12 @@ def bench_speculation(
         draft_tokens=draft_tokens,
     )
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=1, stop_token_ids=tuple(stop_token_ids))
-    replicas = {method: Replica(method, parts, cpu_time=cpu_time) for method in methods}
+    replicas = {method: MethodReplica(method, parts, cpu_time=cpu_time) for method in methods}
     rows = []
     for kind, asked in prompts.items():
         known = _earlier(asked, sampling, replicas["off"], answered, parts.clock)
         for batch in batches:
-            found: dict[str, list[Answers]] = {method: [] for method in methods}
+            found: dict[str, list[_Answers]] = {method: [] for method in methods}
             for number in range(tries):
                 first = number % len(methods)
                 for method in (*methods[first:], *methods[:first]):
@@ -132,7 +132,7 @@ def bench_speculation(
     return how | {"temperature": temperature, "rows": rows}
 
 
-class Parts:
+class MethodParts:
     """What methods are made of."""
 
     def __init__(
@@ -176,10 +176,10 @@ class Parts:
         return {"draft": DraftModel.open(own, vocab_size=runner.config.vocab_size, num_tokens=num_tokens)}
 
 
-class Replica:
+class MethodReplica:
     """What a method has learnt."""
 
-    def __init__(self, method: str, parts: Parts, *, cpu_time: bool) -> None:
+    def __init__(self, method: str, parts: MethodParts, *, cpu_time: bool) -> None:
         may_branch, method = not method.endswith(LINEAR), method.removesuffix(LINEAR)
         self.pace = None if parts.every_step else Pace(_CpuMark if cpu_time else HostMark)
         self.corpus = Corpus()
@@ -222,7 +222,7 @@ class _CpuMark:
         return self._at - earlier._at
 
 
-def _rows(kind: str, batch: int, found: Mapping[str, Seq[Answers]]) -> list[dict[str, Any]]:
+def _rows(kind: str, batch: int, found: Mapping[str, Seq[_Answers]]) -> list[dict[str, Any]]:
     plain = found["off"]
     return [
         {
@@ -243,14 +243,14 @@ def _rows(kind: str, batch: int, found: Mapping[str, Seq[Answers]]) -> list[dict
     ]
 
 
-def _by_place(answers: Answers, *, in_branches: bool) -> list[tuple[int, int]]:
+def _by_place(answers: _Answers, *, in_branches: bool) -> list[tuple[int, int]]:
     """Drafted, and accepted."""
     drafted, accepted = answers.drafted, answers.accepted
     num_places = 1 + max((place for is_in_branch, place in drafted if is_in_branch == in_branches), default=-1)
     return [(drafted[in_branches, place], accepted[in_branches, place]) for place in range(num_places)]
 
 
-def _best(answers: Seq[Answers]) -> float:
+def _best(answers: Seq[_Answers]) -> float:
     return min(one.seconds for one in answers)
 
 
@@ -258,7 +258,7 @@ Known = Mapping[tuple[int, ...], Seq[Seq[int]]]  # earlier answers, by prompt
 
 
 def _earlier(
-    prompts: Seq[Seq[int]], sampling: Sampling, replica: Replica, count: int, clock: Callable[[], float]
+    prompts: Seq[Seq[int]], sampling: Sampling, replica: MethodReplica, count: int, clock: Callable[[], float]
 ) -> Known:
     found: dict[tuple[int, ...], list[list[int]]] = {tuple(prompt): [] for prompt in prompts}
     for prompt in prompts:
@@ -268,8 +268,8 @@ def _earlier(
 
 
 def answer(
-    prompts: Seq[Seq[int]], sampling: Sampling, replica: Replica, clock: Callable[[], float], known: Known
-) -> Answers:
+    prompts: Seq[Seq[int]], sampling: Sampling, replica: MethodReplica, clock: Callable[[], float], known: Known
+) -> _Answers:
     """Of these prompts together. The seconds begin where each has its first token."""
     replica.corpus.forget()
     replica.num_rounds += 1
@@ -294,7 +294,7 @@ def answer(
     num_steps, begin = 0, clock()
     while engine.step().did_work:
         num_steps += 1
-    answers = Answers(clock() - begin, num_steps, [one.tokens[one.request.num_prompt_tokens :] for one in sequences])
+    answers = _Answers(clock() - begin, num_steps, [one.tokens[one.request.num_prompt_tokens :] for one in sequences])
     answers.drafted, answers.accepted = (now - then for now, then in zip(replica.count(), before, strict=True))
     return answers
 

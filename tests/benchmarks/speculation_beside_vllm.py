@@ -42,7 +42,7 @@ from cluster.cli.speculation_bench import encode_prompts
 from cluster.model.source import resolve
 from cluster.words.request import Sampling
 from engine.config import EngineConfig
-from engine.tools.bench_speculation import Parts, Replica, answer, prompt_texts
+from engine.tools.bench_speculation import MethodParts, MethodReplica, answer, prompt_texts
 from tests.benchmarks.beside_vllm import export, vllm_environment
 
 _SIDE_S = 1800.0
@@ -116,8 +116,9 @@ def main(
     with ExitStack() as stack:
         theirs: dict[str, Ask] = {}
         config = json.loads(vllm)
-        for name, more in (("off", {}), (config["method"], {"speculative_config": config})):
-            options = {"enforce_eager": eager} | more
+        engines: dict[str, dict[str, Any]] = {"off": {}, config["method"]: {"speculative_config": config}}
+        for name, more in engines.items():
+            options = {"enforce_eager": eager, **more}
             theirs[name] = stack.enter_context(_vllm_side(vllm_python, model, options, environment, max_tokens))
         sides = {"ours": _our_sides(model, prompts, ["off", *method.split(",")], max(batches), max_tokens)}
         sides["vllm"] = theirs
@@ -138,17 +139,17 @@ def _our_sides(
     longest = max(len(ids) for asked in prompts.values() for ids in asked) + max_tokens
     num_blocks = most * (-(-longest // _BLOCK_SIZE) + 1)
     config = EngineConfig(model_dir=model, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
-    parts = Parts(config, None, clock=time.perf_counter, every_step=False, draft_tokens=16)
+    parts = MethodParts(config, None, clock=time.perf_counter, every_step=False, draft_tokens=16)
     sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
 
-    def side(replica: Replica) -> Ask:
+    def side(replica: MethodReplica) -> Ask:
         def ask(asked: Seq[Seq[int]]) -> Turn:
             found = answer(asked, sampling, replica, parts.clock, {})
             return Turn((sum(map(len, found.tokens)) - len(asked)) / found.seconds, found.tokens)
 
         return ask
 
-    return {method: side(Replica(method, parts, cpu_time=False)) for method in methods}
+    return {method: side(MethodReplica(method, parts, cpu_time=False)) for method in methods}
 
 
 @contextmanager
