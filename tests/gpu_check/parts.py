@@ -114,7 +114,7 @@ def _sanitizer(rehearses: bool) -> Part:
     return Part(
         name="memory errors of kernels",
         command=[found or "", "--error-exitcode", "86", *_pytest("tests/engine/kernels"), "-m", "gpu", "-k", _SMALL],
-        timeout_s=120,
+        timeout_s=150,
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         is_tests=True,
         hindrance="" if found and not rehearses else "no compute-sanitizer on the PATH, or no GPU",
