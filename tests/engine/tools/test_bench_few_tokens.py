@@ -1,4 +1,4 @@
-"""What is measured of short kernels on a GPU is done here by their references: nothing is given what it does not take."""
+"""What is measured of short kernels on a GPU, done by their references: nothing is given what it does not take."""
 
 from __future__ import annotations
 
