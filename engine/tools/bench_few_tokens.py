@@ -28,8 +28,8 @@ def few_tokens(device: torch.device) -> list[Case]:
     norm = torch.ones(latent, device=device, dtype=torch.bfloat16)
     for num_tokens in _TOKENS:
         x = torch.randn(num_tokens, 2048, device=device, dtype=torch.bfloat16)
-        run = partial(route, x, weight, None, new_counters(device), rule, is_exact=False)
-        cases.append((f"route {num_tokens}", run, weight.nbytes, "bytes"))
+        choose = partial(route, x, weight, None, new_counters(device), rule, is_exact=False)
+        cases.append((f"route {num_tokens}", choose, weight.nbytes, "bytes"))
         row = torch.randn(num_tokens, latent + rope, device=device, dtype=torch.bfloat16)
         cos, sin = torch.randn(2, num_tokens, 1, rope // 2, device=device, dtype=torch.bfloat16)
         slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
@@ -37,7 +37,7 @@ def few_tokens(device: torch.device) -> list[Case]:
             q = torch.randn(num_tokens, num_heads, nope + rope, device=device, dtype=torch.bfloat16)
             key = torch.randn(num_heads, nope, latent, device=device, dtype=torch.bfloat16)
             stored = (q, row, norm, 1e-6, cos, sin, pool, None, slots, key)
-            run = partial(absorb_queries, *stored, is_interleaved=True)
+            absorb = partial(absorb_queries, *stored, is_interleaved=True)
             num_bytes = key.nbytes + q.nbytes + q.nbytes * (latent + rope) // (nope + rope)
-            cases.append((f"absorb_queries {num_heads} heads {num_tokens}", run, num_bytes, "bytes"))
+            cases.append((f"absorb_queries {num_heads} heads {num_tokens}", absorb, num_bytes, "bytes"))
     return cases
