@@ -35,7 +35,8 @@ test-repeat: $(VENV)/installed-for-tests
 test-slow: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
 
-# With `make gpu-check VENV= BIN=/usr/bin`, by a Python that is there: it needs torch, triton, numpy, grpcio and pytest.
+# With `make gpu-check VENV= BIN=/usr/bin`, by a Python that is there: it needs torch, triton, numpy, grpcio, pytest and
+# hypothesis.
 gpu-check: $(if $(VENV),$(VENV)/installed-for-tests)
 	$(BIN)/python3 -m tests.gpu_check $(CHECK)
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.gpu_check import check
-from tests.gpu_check.parts import Part
+from tests.gpu_check.kernels import least_ratio
+from tests.gpu_check.parts import Part, parts
 from tests.gpu_check.rows import Row
 
 _ROOT = Path(__file__).parents[1]
@@ -21,23 +22,42 @@ def _rehearsed(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.gpu_check", "--rehearse", "-o", str(tmp_path), *words]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stdout + done.stderr
-    parts: list[dict[str, Any]] = json.loads((tmp_path / "report.json").read_text())
-    assert all(part["rows"] for part in parts)
-    assert (tmp_path / "report.md").read_text().count("## ") == len(parts)
-    return parts
+    found: list[dict[str, Any]] = json.loads((tmp_path / "report.json").read_text())
+    assert all(part["rows"] for part in found)
+    assert (tmp_path / "report.md").read_text().count("## ") == len(found)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_it_is_rehearsed(tmp_path: Path) -> None:
-    parts = _rehearsed(tmp_path, "versions", "recorded", "memory errors", "device", "llama-8b", "host")
-    rows = {row["name"]: row for part in parts for row in part["rows"]}
-    assert len(parts) == 6 and "passed" in rows["tests"]["value"] and rows["decode 2 x 32"]["value"] > 0
+    found = _rehearsed(tmp_path, "versions", "recorded", "memory errors", "device", "llama-8b", "host's")
+    rows = {row["name"]: row for part in found for row in part["rows"]}
+    assert len(found) == 6 and "passed" in rows["tests"]["value"] and rows["decode 2 x 32"]["value"] > 0
 
 
 @pytest.mark.slow
 def test_every_part_is_rehearsed(tmp_path: Path) -> None:
-    assert len(_rehearsed(tmp_path)) == 12
+    assert len(_rehearsed(tmp_path)) == len([*parts(rehearses=True)])
+
+
+def test_every_test_of_a_gpu_is_in_some_part() -> None:
+    places = [
+        (_ROOT / word).resolve()
+        for part in parts(rehearses=False)
+        for word in part.command
+        if word.startswith("tests/") and part.is_tests
+    ]
+    assert all(place.exists() for place in places)
+    of_a_gpu = [path for path in (_ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    of_a_gpu = [path for path in of_a_gpu if path.name not in ("test_gpu_suite.py", Path(__file__).name)]
+    left_out = [path for path in of_a_gpu if not any(path.is_relative_to(place) for place in places)]
+    assert len(of_a_gpu) > 10 and not left_out
+
+
+def test_only_few_rows_must_be_quicker_than_in_bf16() -> None:
+    assert least_ratio("product fp8 qkv 64") == least_ratio("coded_experts fp8 decode") == 1.6
+    assert least_ratio("product fp8 qkv 2048") is None and least_ratio("coded_experts fp8 prefill") is None
 
 
 def _program(tmp_path: Path, text: str, **more: Any) -> list[Row]:

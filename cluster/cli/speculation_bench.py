@@ -63,7 +63,7 @@ def speculation(
     if not set(methods) <= set(_METHODS):
         raise SpecError(f"--method takes some of {', '.join(_METHODS)}")
     drafts = _drafts(methods, draft_model, model, directory)
-    asked, ends = _encode(directory, {name: texts[name] for name in kinds}, count=max(batches))
+    asked, ends = encode_prompts(directory, {name: texts[name] for name in kinds}, count=max(batches))
     if prompts:
         asked = {"prompts": _read(prompts, directory)[:most_prompts]}
     result = bench_speculation(
@@ -119,7 +119,9 @@ def _read(path: Path, model_dir: Path) -> list[list[int]]:
     return [list(one.tokens[: one.num_prompt]) for one in read_conversations(path, ModelWords(model_dir), "--prompts")]
 
 
-def _encode(directory: Path, texts: dict[str, str], *, count: int) -> tuple[dict[str, list[list[int]]], list[int]]:
+def encode_prompts(
+    directory: Path, texts: dict[str, str], *, count: int
+) -> tuple[dict[str, list[list[int]]], list[int]]:
     """So many prompts of each text, which differ in their first line, in ChatML where the model has its marks; and the
     tokens that end an answer."""
     from tokenizers import Tokenizer

@@ -273,6 +273,7 @@ class RankBody(Generic[W]):
             guard=LinkGuard(setup.launch.credentials.key(Purpose.LINKS), is_encrypted=setup.spec.kv.encrypt),
             probe=setup.probe,
         )
+        config.codec.warm_up(runner.device)
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)
         self._sender = Sender(config, loop=setup.host.loop, on_shipped=heard)
         if estate:

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.01
 _VITAL = "presence"  # the task without which a replica is none
+# How old what routers know of a replica may be while the same requests live on it. To tell it with each token takes 0.2
+# ms between two steps, and something of each router, too.
+_STATUS_S = 0.05
 _IDLE_S = 0.5  # how often an idle engine gives a sign of life to its other ranks
 
 
@@ -81,6 +84,7 @@ class ReplicaService:
         self._answers_task: Future[None] | None = None
         self._tasks = Supervisor(died=self._task_died)
         self._status = pb.Status(replica=replica)
+        self._status_due = 0.0  # by time.monotonic
         self._num_requests = 0  # after the last step
         self._is_counted = False  # they are all that there will ever be
         self.is_draining = False
@@ -202,7 +206,8 @@ class ReplicaService:
 
     def _step(self) -> bool:
         did_work = self._worker.step()
-        self._publish()
+        is_as_told = did_work and self._num_requests == self._worker.num_requests
+        self._publish(has_status=not is_as_told or time.monotonic() >= self._status_due)
         return did_work
 
     def _idle(self) -> None:
@@ -213,16 +218,21 @@ class ReplicaService:
         self._publish()
         self._is_counted = True
 
-    def _publish(self) -> None:
+    def _publish(self, *, has_status: bool = True) -> None:
         """Everything that is new since the last step goes to the event loop in one call."""
-        status = self._worker.status()
-        status.replica = self._replica
-        status.draining = self.is_draining
-        self._num_requests = self._worker.num_requests
+        status = self._new_status() if has_status else self._status
         tokens, changes = self._worker.take_tokens(), self._worker.replica.take_changes()
         if tokens or changes or status != self._status:
             self._status = status
             self._host.post(self._tell, tokens, status, changes)
+
+    def _new_status(self) -> pb.Status:
+        self._num_requests = self._worker.num_requests
+        self._status_due = time.monotonic() + _STATUS_S
+        status = self._worker.status()
+        status.replica = self._replica
+        status.draining = self.is_draining
+        return status
 
     def _tell(self, tokens: Mapping[str, Any], status: pb.Status, changes: Mapping[bytes, Tier | None]) -> None:
         if self.is_draining and not status.draining:  # it was said on the step thread before that

@@ -49,9 +49,13 @@ class Kernel(Protocol):
         ...
 
 
-def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) -> Kernel:
-    """triton.jit, where kernels can be launched. do_not_specialize: numbers whose value is not worth compiling for."""
-    return cast(Kernel, triton.jit(function, do_not_specialize=do_not_specialize) if _CAN_LAUNCH else function)
+def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = (), anywhere: Sequence[str] = ()) -> Kernel:
+    """triton.jit, where kernels can be launched. do_not_specialize: numbers whose value is not worth compiling for.
+    anywhere: pointers for which it is not worth either that they are multiples of 16."""
+    if not _CAN_LAUNCH:
+        return cast(Kernel, function)
+    options = {"do_not_specialize": do_not_specialize, "do_not_specialize_on_alignment": anywhere}
+    return cast(Kernel, triton.jit(function, **options))
 
 
 def is_interpreted() -> bool:

@@ -137,7 +137,7 @@ def _rows(
     return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
 
 
-@partial(jit, do_not_specialize=["num_tokens"])
+@partial(jit, do_not_specialize=["num_tokens"], anywhere=["slots"])
 def _pack_kv(
     pool: tl.tensor,
     slots: tl.tensor,
@@ -164,7 +164,7 @@ def _pack_kv(
         tl.store(codes + in_payload, x, mask=mask)
 
 
-@partial(jit, do_not_specialize=["num_tokens"])
+@partial(jit, do_not_specialize=["num_tokens"], anywhere=["slots"])
 def _unpack_kv(
     codes: tl.tensor,
     scales: tl.tensor,

@@ -22,7 +22,7 @@ def launch_word_sum(payload: Tensor) -> Tensor:
     return total
 
 
-@partial(jit, do_not_specialize=["num_words", "num_tail"])
+@partial(jit, do_not_specialize=["num_words", "num_tail"], anywhere=["tail"])
 def _word_sum(
     words: tl.tensor, tail: tl.tensor, total: tl.tensor, num_words: tl.tensor, num_tail: tl.tensor, BLOCK: tl.constexpr
 ) -> None:

@@ -33,6 +33,7 @@ from engine.kernels.splits import Splits
 from engine.kernels.tiles import QueryTiles
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
+from engine.tools.bench_few_tokens import Case, few_tokens
 from engine.tools.bench_products import bench_products
 
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
@@ -49,8 +50,7 @@ _TRIES = 20
 _HEAD_START_CYCLES = 2_000_000  # a millisecond: longer than the host takes to launch anything here
 _EIGHT_BITS = {name: DTYPES[dtype] for name, dtype in EIGHT_BITS.items()}
 
-_Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
-Group = Callable[[torch.device], list[_Case]]
+Group = Callable[[torch.device], list[Case]]
 Seconds = Callable[[Callable[[], object]], float]  # of one run, on the device
 
 
@@ -136,7 +136,7 @@ def _pool(num_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Te
     return (kv, None) if dtype == kv.dtype else quantize_rows(kv, dtype)
 
 
-def copies(device: torch.device) -> list[_Case]:
+def copies(device: torch.device) -> list[Case]:
     k, v = torch.randn(2, _TOKENS, _K, _D, device=device, dtype=torch.bfloat16)
     slots = torch.randperm(_TOKENS // _S, device=device).repeat_interleave(_S) * _S
     slots += torch.arange(_S, device=device).repeat(_TOKENS // _S)  # blocks in no order, each of them whole
@@ -145,7 +145,7 @@ def copies(device: torch.device) -> list[_Case]:
     numbers = _TOKENS * 2 * _K * _D
     wide, narrow = 2 * numbers, numbers + numbers // _D * 2
     every = slice(0, _K)
-    cases: list[_Case] = [
+    cases: list[Case] = [
         ("write_kv bf16", partial(write_kv, bf16, None, slots, k, v), 2 * wide, "bytes"),
         ("pack raw", partial(pack_kv, bf16, slots, every, raw, None), 2 * wide, "bytes"),
         ("unpack raw", partial(unpack_kv, raw, None, bf16, slots, every), 2 * wide, "bytes"),
@@ -160,7 +160,7 @@ def copies(device: torch.device) -> list[_Case]:
     return cases
 
 
-def elementwise(device: torch.device) -> list[_Case]:
+def elementwise(device: torch.device) -> list[Case]:
     hidden, features = _H * _D, 14336
     x, update = torch.randn(2, _TOKENS, hidden, device=device, dtype=torch.bfloat16)
     weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
@@ -174,8 +174,8 @@ def elementwise(device: torch.device) -> list[_Case]:
     ]
 
 
-def attention(device: torch.device) -> list[_Case]:
-    cases: list[_Case] = []
+def attention(device: torch.device) -> list[Case]:
+    cases: list[Case] = []
     for kind, dtype in ({"bf16": torch.bfloat16} | _EIGHT_BITS).items():
         codes, scales = _pool(_ROWS * _CONTEXT, device, dtype)
         q = torch.randn(max(_ROWS, _PROMPT), _H, _D, device=device, dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ def attention(device: torch.device) -> list[_Case]:
     return cases
 
 
-def latent(device: torch.device) -> list[_Case]:
+def latent(device: torch.device) -> list[Case]:
     """A prompt of DeepSeek-V2-Lite's heads, whose keys and values are expanded already; and rows of one query, which
     wait for the latents where heads are few (Lite's 16), and for products where they are many (V3's 128)."""
     heads, nope, rope, value, latent = 16, 128, 64, 128, 512
@@ -215,7 +215,7 @@ def latent(device: torch.device) -> list[_Case]:
         out_THW=torch.empty_like(v),
     )
     flops = 2 * heads * (nope + rope + value) * _PROMPT * (_PROMPT + 1) / 2
-    cases: list[_Case] = [("latent_prefill bf16", run, flops, "flops")]
+    cases: list[Case] = [("latent_prefill bf16", run, flops, "flops")]
     pool = torch.randn(_ROWS * _CONTEXT // _S, 1, 1, _S, latent + rope, device=device, dtype=torch.bfloat16)
     tables = torch.randperm(len(pool), device=device).int().view(_ROWS, -1)
     contexts = torch.full((_ROWS,), _CONTEXT, dtype=torch.int32, device=device)
@@ -239,12 +239,12 @@ def latent(device: torch.device) -> list[_Case]:
     return cases
 
 
-def experts(device: torch.device) -> list[_Case]:
+def experts(device: torch.device) -> list[Case]:
     """Qwen3 30B-A3B's layer: few tokens wait for the weights, many for the products."""
     num_experts, per_token, hidden, features = 128, 8, 2048, 768
     shapes = (num_experts, 2 * features, hidden), (num_experts, hidden, features)
     gate_up, down = (torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5 for shape in shapes)
-    cases: list[_Case] = []
+    cases: list[Case] = []
     for name, num_tokens in (("decode", _ROWS), ("prefill", _PROMPT)):
         x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
         chosen = torch.rand(num_tokens, num_experts, device=device).topk(per_token, dim=-1).indices
@@ -311,7 +311,7 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
     )
 
 
-GROUPS: Sequence[Group] = (copies, elementwise, attention, latent, experts)
+GROUPS: Sequence[Group] = (copies, elementwise, attention, latent, experts, few_tokens)
 
 if __name__ == "__main__":
     print(json.dumps(bench_kernels()))

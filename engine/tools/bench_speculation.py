@@ -104,7 +104,7 @@ def bench_speculation(
     longest = max(len(prompt) for kind in prompts.values() for prompt in kind) + max_tokens
     num_blocks = max(batches) * (-(-longest // _BLOCK_SIZE) + 1)
     config = EngineConfig(model_dir=model_dir, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
-    parts = _Parts(
+    parts = MethodParts(
         config,
         drafts,
         clock=time.thread_time if cpu_time else time.perf_counter,
@@ -112,7 +112,7 @@ def bench_speculation(
         draft_tokens=draft_tokens,
     )
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=1, stop_token_ids=tuple(stop_token_ids))
-    replicas = {method: _Replica(method, parts, cpu_time=cpu_time) for method in methods}
+    replicas = {method: MethodReplica(method, parts, cpu_time=cpu_time) for method in methods}
     rows = []
     for kind, asked in prompts.items():
         known = _earlier(asked, sampling, replicas["off"], answered, parts.clock)
@@ -122,7 +122,7 @@ def bench_speculation(
                 first = number % len(methods)
                 for method in (*methods[first:], *methods[:first]):
                     groups = [asked[i : i + batch] for i in range(0, len(asked), batch)] if in_turn else [asked[:batch]]
-                    answers = [_answer(group, sampling, replicas[method], parts.clock, known) for group in groups]
+                    answers = [answer(group, sampling, replicas[method], parts.clock, known) for group in groups]
                     for other in answers[1:]:
                         answers[0].add(other)
                     found[method].append(answers[0])
@@ -132,7 +132,7 @@ def bench_speculation(
     return how | {"temperature": temperature, "rows": rows}
 
 
-class _Parts:
+class MethodParts:
     """What methods are made of."""
 
     def __init__(
@@ -176,10 +176,10 @@ class _Parts:
         return {"draft": DraftModel.open(own, vocab_size=runner.config.vocab_size, num_tokens=num_tokens)}
 
 
-class _Replica:
+class MethodReplica:
     """What a method has learnt."""
 
-    def __init__(self, method: str, parts: _Parts, *, cpu_time: bool) -> None:
+    def __init__(self, method: str, parts: MethodParts, *, cpu_time: bool) -> None:
         may_branch, method = not method.endswith(LINEAR), method.removesuffix(LINEAR)
         self.pace = None if parts.every_step else Pace(_CpuMark if cpu_time else HostMark)
         self.corpus = Corpus()
@@ -258,18 +258,19 @@ Known = Mapping[tuple[int, ...], Seq[Seq[int]]]  # earlier answers, by prompt
 
 
 def _earlier(
-    prompts: Seq[Seq[int]], sampling: Sampling, replica: _Replica, count: int, clock: Callable[[], float]
+    prompts: Seq[Seq[int]], sampling: Sampling, replica: MethodReplica, count: int, clock: Callable[[], float]
 ) -> Known:
     found: dict[tuple[int, ...], list[list[int]]] = {tuple(prompt): [] for prompt in prompts}
     for prompt in prompts:
         for number in range(count):
-            found[tuple(prompt)] += _answer([prompt], replace(sampling, seed=2 + number), replica, clock, {}).tokens
+            found[tuple(prompt)] += answer([prompt], replace(sampling, seed=2 + number), replica, clock, {}).tokens
     return found
 
 
-def _answer(
-    prompts: Seq[Seq[int]], sampling: Sampling, replica: _Replica, clock: Callable[[], float], known: Known
+def answer(
+    prompts: Seq[Seq[int]], sampling: Sampling, replica: MethodReplica, clock: Callable[[], float], known: Known
 ) -> _Answers:
+    """Of these prompts together. The seconds begin where each has its first token."""
     replica.corpus.forget()
     replica.num_rounds += 1
     runner, pace, speculation = replica.runner, replica.pace, replica.speculation
@@ -280,8 +281,8 @@ def _answer(
     running: list[Sequence] = []
     for number, tokens in enumerate(prompts):  # each alone
         sequence = _sequence(runner, f"{replica.num_rounds} {number}", tokens, sampling)
-        for answer in known.get(tuple(tokens), ()):
-            replica.corpus.add(Answer(Scope.of(sequence.request), tuple(answer)), is_ours=False)
+        for earlier in known.get(tuple(tokens), ()):
+            replica.corpus.add(Answer(Scope.of(sequence.request), tuple(earlier)), is_ours=False)
         engine.add(Prompt(sequence))
         while sequence not in engine.decoding.running and engine.step().did_work:
             pass

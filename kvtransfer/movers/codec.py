@@ -26,6 +26,7 @@ from engine import streams
 from engine.cpu.library import open_copies
 from engine.kernels.eight_bits import MOST
 from engine.kernels.wire import pack_kv, unpack_kv
+from engine.kernels.word_sum import launch_word_sum
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.protocol.segment import Segment
@@ -70,6 +71,28 @@ class Codec:
         if num_bytes := self._num_feature_bytes(segment):
             features_NF = payload[-num_bytes:].view(-1, self._layout.feature_bytes)
             pool.features.index_copy_(0, self._full_blocks(segment, slots_T), features_NF)
+
+    def warm_up(self, device: torch.device) -> None:
+        """On a GPU: compile now what packs, sums up and unpacks all heads of a rank, so that no handoff waits for it.
+        Over a pool of its own."""
+        if device.type != "cuda":
+            return
+        layout = self._layout
+        pool, num_layers = KVPool(layout, num_blocks=1, device=device), min(2, layout.num_layers)
+        for num_tokens in (layout.block_size, 1):  # behind one token, a layer's scales begin at no multiple of 16 bytes
+            segment = Segment(
+                first_layer=layout.num_layers - num_layers,
+                num_layers=num_layers,
+                first_token=0,
+                num_tokens=num_tokens,
+                first_head=0,
+                num_heads=layout.heads_per_rank,
+            )
+            slots_T = slots_of(pool, [0], 0, num_tokens)
+            payload = torch.empty(self.num_bytes(segment), dtype=torch.uint8, device=device)
+            self.pack(pool, segment, slots_T, payload)
+            launch_word_sum(payload)
+            self.unpack(payload, pool, segment, slots_T)
 
     @property
     def _row_dim(self) -> int:

@@ -23,6 +23,7 @@ from cluster.words.process_name import ProcessName
 ROUTER = "router-0"
 NUM_BLOCKS = 1 << 20
 _FIRST, _NUM_IDS = 65, 26  # the ids that it says, one after the other
+_STATUS_S = 0.05  # as cluster.worker.replica_service
 
 
 class PacedWorker(rpc.DecodeWorkerServicer):
@@ -35,7 +36,9 @@ class PacedWorker(rpc.DecodeWorkerServicer):
         self._hub = hub
         self._left: dict[int, tuple[int, int, asyncio.Event]] = {}  # stream: tokens to come, the last token, its end
         self._stepping = asyncio.ensure_future(self._step_for_ever())
-        hub.publish({}, pb.Status(replica=replica, blocks_total=NUM_BLOCKS, blocks_free=NUM_BLOCKS))
+        self._told = pb.Status(replica=replica, blocks_total=NUM_BLOCKS, blocks_free=NUM_BLOCKS)
+        self._told_at = 0.0
+        hub.publish({}, self._told)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]
@@ -55,7 +58,21 @@ class PacedWorker(rpc.DecodeWorkerServicer):
             await asyncio.sleep(due - loop.time())
             self.latest_s = max(self.latest_s, loop.time() - due)
             if self._left:
-                self._hub.publish({ROUTER: [self._next(stream) for stream in list(self._left)]})
+                tokens = {ROUTER: [self._next(stream) for stream in list(self._left)]}
+                self._hub.publish(tokens, self._status(loop.time()))
+
+    def _status(self, now: float) -> pb.Status | None:
+        """Nothing where it has been told lately, as a replica does."""
+        running = len(self._left)
+        if running == self._told.running and now < self._told_at + _STATUS_S:
+            return None
+        told, self._told_at = pb.Status(), now
+        told.CopyFrom(self._told)
+        told.running, told.decode_step_s = running, self.step_s
+        told.totals.generated_tokens = self.num_tokens
+        told.timing.base_s, told.timing.token_s = self.step_s, self.step_s / 1000
+        self._told = told
+        return told
 
     def _next(self, stream: int) -> pb.StreamTokens:
         left, last, ended = self._left[stream]

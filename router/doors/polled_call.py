@@ -26,7 +26,9 @@ _Metadata = Sequence[tuple[str, str | bytes]]
 class _Server(Protocol):
     """Who begins operations of gRPC's core, and waits for them."""
 
-    def writes(self, connection: CorkedConnection) -> None: ...
+    def write(
+        self, connection: CorkedConnection, call: Any, operations: tuple[Any, ...], done: Callable[[Any], None]
+    ) -> None: ...
 
     def begin(self, call: Any, operations: tuple[Any, ...], done: Callable[[Any], None]) -> None: ...
 
@@ -122,8 +124,7 @@ class PolledCall:
         operation = cygrpc.SendMessageOperation(self._serialize(message) if self._serialize else message, _NO_FLAGS)
         self._is_sending = True
         operations = (operation,) if self._has_begun else (*self._beginning(), operation)
-        self._server.writes(self._connection)
-        self._server.begin(self._call, operations, self._sent)
+        self._server.write(self._connection, self._call, operations, self._sent)
 
     def _sent(self, event: Any) -> None:
         self._is_sending = False

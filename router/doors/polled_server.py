@@ -119,10 +119,15 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
         call.start_server_batch(operations, done)
         self._num_begun += 1
 
-    def writes(self, connection: CorkedConnection) -> None:
-        """A message of this connection is begun next; what this turn of the loop brings it leaves together."""
-        self._look_soon()
+    def write(
+        self, connection: CorkedConnection, call: Any, operations: tuple[Any, ...], done: Callable[[Any], None]
+    ) -> None:
+        """Begin operations that write a message; what this turn of the loop brings a connection leaves together."""
+        if not self._will_look:
+            self._look_soon()
         self.corks.writes(connection)
+        call.start_server_batch(operations, done)
+        self._num_begun += 1
 
     async def awaited(self, done: asyncio.Future[Any]) -> None:
         """Wait for what a `done` sets."""
@@ -177,7 +182,7 @@ class PolledServer(aio.Server):  # type: ignore[misc]  # gRPC's reflection takes
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, event: Any) -> None:
-        details = _Details(event.call_details.method.decode(), event.invocation_metadata)
+        details = _Details(event.call_details.method.decode(errors="replace"), event.invocation_metadata)
         connection = self.corks.join(event.call.peer().decode())
         call = PolledCall(self, event.call, connection, details.invocation_metadata, event.call_details.deadline)
         call.follow(asyncio.current_task())

@@ -13,7 +13,7 @@ _TOGETHER = 64  # some 1 ms of work for a door
 
 class Outbox:
     """What has come while nobody took is taken together: by a client that is behind, or a busy router. Belongs to the
-    event loop; one takes."""
+    event loop; one iterates over it."""
 
     def __init__(self) -> None:
         self.num_waiting = 0  # tokens
@@ -31,8 +31,8 @@ class Outbox:
         self._bundles[-1].setdefault(choice, []).append(token)
         self._num_in_last += 1
         self.num_waiting += 1
-        if self._waking:
-            self._wake()
+        if (waking := self._waking) and not waking.done():
+            waking.set_result(None)
 
     def end(self, error: ClusterError | None = None) -> None:
         """No more come. The first word counts."""
@@ -41,9 +41,12 @@ class Outbox:
             self._errors = [error] if error else []
             self._wake()
 
-    async def take(self) -> dict[int, list[SampledToken]]:
-        """By choice, at least one token; none is the end. Raises the error with which it ended, after the last token.
-        Where much waits, other requests have their turn before it is given."""
+    def __aiter__(self) -> Outbox:
+        return self
+
+    async def __anext__(self) -> dict[int, list[SampledToken]]:
+        """By choice, at least one token. Raises the error with which it ended, once, after the last token. Where much
+        waits, other requests have their turn before it is given."""
         if len(self._bundles) > 1:
             await asyncio.sleep(0)
         if not self._bundles and not self._is_over:
@@ -55,7 +58,7 @@ class Outbox:
         if not self._bundles:
             if self._errors:
                 raise self._errors.pop()
-            return {}
+            raise StopAsyncIteration
         bundle = self._bundles.popleft()
         self.num_waiting -= sum(map(len, bundle.values()))
         return bundle

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from time import monotonic
 
 from cluster.words.errors import (
@@ -76,13 +76,8 @@ class Relay:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    def __aiter__(self) -> Relay:
-        return self
-
-    async def __anext__(self) -> Arrived:
-        if tokens := await self._state.outbox.take():
-            return tokens
-        raise StopAsyncIteration
+    def __aiter__(self) -> AsyncIterator[Arrived]:
+        return self._state.outbox  # itself: each coroutine between costs every token
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from cluster.words.errors import ClusterError, ReplicaLost
-from router.generation import Generation
+from router.generation import Arrived, Generation
 from router.text.choice_text import ChoiceText
 from router.text.events import Event, Summary
 from router.text.token_clock import TokenClock
@@ -54,15 +54,18 @@ class AnswerEvents:
         while not events:
             while self._unneeded:
                 await self._generation.stop(self._unneeded.pop())
-            events = await self._next() if self._num_open else [await self._end()]
+            if not self._num_open:
+                events = [await self._end()]
+                break
+            try:
+                arrived = await anext(self._tokens)
+            except StopAsyncIteration:
+                raise ReplicaLost(f"request {self._request_id}: its tokens ended before it was finished") from None
+            events = self._events_of(arrived)
         self._unread.given()
         return events
 
-    async def _next(self) -> list[Event]:
-        try:
-            arrived = await anext(self._tokens)
-        except StopAsyncIteration:
-            raise ReplicaLost(f"request {self._request_id}: its tokens ended before it was finished") from None
+    def _events_of(self, arrived: Arrived) -> list[Event]:
         events: list[Event] = []
         for number, tokens in arrived.items():
             choice = self._choices[number]

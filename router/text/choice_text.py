@@ -74,7 +74,8 @@ class ChoiceText:
         if self._thinking is not None:
             self.num_thinking += self._thinking.is_inside
             self._thinking.add(text)  # and not what a stop string lets through: that may come later
-        sent, stop = self._cut(text)
+        # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
+        sent, stop = (text, None) if self.num_tokens <= self._min_tokens else self._stops.add(text)
         if stop is not None:
             self.finished = Finished(self.choice, FinishReason.STOP, stop)
         elif token.finish_reason is not None:
@@ -86,10 +87,6 @@ class ChoiceText:
         is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop
         text = "" if is_hidden else self._detokenizer.add(token.token_id)
         return text if token.finish_reason is None else text + self._detokenizer.finish()
-
-    def _cut(self, text: str) -> tuple[str, str | None]:
-        # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
-        return (text, None) if self.num_tokens <= self._min_tokens else self._stops.add(text)
 
 
 class Detokenizer:
@@ -105,13 +102,19 @@ class Detokenizer:
         self._shown = shown
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_in_pieces = False  # the character that comes next
 
     def add(self, token_id: int) -> str:
         """The characters that this token completes; empty while one is still in pieces."""
+        if not self._is_in_pieces and (text := self._tokenizer.whole_text(token_id)) is not None:
+            return text
         if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._shown:
             return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._is_in_pieces = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """What is left when no token follows: U+FFFD for a character that was never completed, else nothing."""
+        self._is_in_pieces = False
         return self._decoder.decode(b"", final=True)

@@ -29,7 +29,7 @@ class TokenClock:
 
     def tick(self, choice: int, num_tokens: int = 1) -> None:
         """Tokens of this choice have come, all at this moment."""
-        now_s = self.elapsed_s
+        now_s = monotonic() - self.began
         last_s = self._last_s[choice]
         self._last_s[choice] = now_s
         if self.ttft_s == 0.0:

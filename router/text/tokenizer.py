@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Tokenizer:
     def __init__(self, model_dir: Path) -> None:
         self._fast = _load(model_dir / "tokenizer.json")
         self._bytes = TokenBytes.of(self._fast)
+        self._whole_texts: dict[int, str | None] = {}  # filling it is idempotent, so threads may share it
         config = _read_json(model_dir / "tokenizer_config.json")
         self.special_tokens = _special_tokens(config, _read_json(model_dir / "special_tokens_map.json"))
         added = self._fast.get_added_tokens_decoder()
@@ -64,6 +66,13 @@ class Tokenizer:
         """A token's text as the OpenAI API prints it: bytes that are no UTF-8 by themselves are written \\xNN."""
         return self.token_bytes(token_id).decode(errors="backslashreplace")
 
+    def whole_text(self, token_id: int) -> str | None:
+        """What this token adds to a text of whole characters, where that is whole characters again; else None, and for
+        special tokens."""
+        if token_id not in self._whole_texts:
+            self._whole_texts[token_id] = self._find_whole_text(token_id)
+        return self._whole_texts[token_id]
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
@@ -74,6 +83,12 @@ class Tokenizer:
     def _ids_of(self, name: str) -> list[int]:
         token_id = self._fast.token_to_id(self.special_tokens.get(name, ""))
         return [] if token_id is None else [token_id]
+
+    def _find_whole_text(self, token_id: int) -> str | None:
+        if not self.is_special(token_id):
+            with suppress(UnicodeDecodeError):
+                return self.token_bytes(token_id).decode()
+        return None
 
     def _find_eos(self, model_dir: Path) -> frozenset[int]:
         """Every id that ends a sequence: the tokenizer's own, and more in generation_config.json, as in Llama 3."""

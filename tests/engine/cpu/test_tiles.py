@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from engine.cpu import library
-from engine.cpu.library import Kernels
+from engine.cpu.library import Kernels, Program
 from engine.cpu.measured_ways import TILES, TORCH, MeasuredWays, Ways
+from engine.cpu.structs import Step
 from engine.layers.layers import Before, GatedSiLU, RMSNorm
 from engine.layers.packed_matrix import NEVER, PackedMatrix
 
@@ -81,6 +82,21 @@ def test_products_agree(
         assert torch.equal(theirs, ours), "whole numbers"
     else:
         torch.testing.assert_close(theirs, ours, atol=0.03, rtol=0.01)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_outputs_as_floats_are_the_same_numbers(tiled_kernels: Emulated, kind: str) -> None:
+    """As logits are."""
+    x_TI = random(33, 576, seed=1)
+    matrix = getattr(PackedMatrix, kind)(tiled_kernels, random(1000, 576) / 24)
+    matrix.tile_rows = len(x_TI)
+    narrow_TO = matrix.multiply(x_TI)
+    assert tiled_kernels.have_been_used()
+    wide_TO = torch.full((len(x_TI), 1000), torch.nan)
+    calls = matrix.calls(x_TI, wide_TO, bias_O=None, before=None, residual_TO=None)
+    Program(tiled_kernels, list(calls)).run(Step(tokens=len(x_TI)))
+    assert tiled_kernels.have_been_used()
+    assert torch.equal(wide_TO, narrow_TO.float())
 
 
 def test_inputs_that_fill_no_tile_go_without(tiled_kernels: Emulated) -> None:

@@ -34,6 +34,7 @@ from engine.batch.rows import Row
 from engine.attention import gathered
 from engine.model.transformer import expected_tensors
 from engine.config import GIB, EngineConfig
+from engine.kernels.word_sum import launch_word_sum
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sampling import SamplingRow
@@ -219,7 +220,7 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
     assert told == list(range(layout.num_layers))
     assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
     for wire_dtype in ("raw", "fp8_e4m3", "int8"):
-        ship(replaying, wire_dtype)
+        ship(replaying, wire_dtype, launches)
 
 
 def call_again(step: Callable[[], None]) -> Callable[[], None]:
@@ -265,22 +266,28 @@ def numbers_awaited() -> Iterator[list[Sequence[int]]]:
         FakeTensor.tolist = original
 
 
-def ship(replica: ModelRunner, wire_dtype: str) -> None:
-    """Positions of some layers out of the pool, and in again; of two heads of it, where a layout has so many."""
+def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
+    """Positions of some layers out of the pool, and in again: of all its heads, for which everything is compiled
+    before; then of some, where a layout has so many."""
     layout, pool = replica.layout, replica.pool
-    codec = codec_for(layout, wire_dtype)
-    segment = Segment(
-        first_layer=0,
-        num_layers=2,
-        first_token=7,
-        num_tokens=50,
-        first_head=layout.heads_per_rank // 2,
-        num_heads=max(1, layout.heads_per_rank // 2),
-    )
-    slots = slots_of(pool, range(10), 7, 50)
-    payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=DEVICE)
-    codec.pack(pool, segment, slots, payload)
-    codec.unpack(payload, pool, segment, slots)
+    codec, num_heads = codec_for(layout, wire_dtype), layout.heads_per_rank
+    codec.warm_up(DEVICE)
+    warm = len(launches)
+    for first_head, num_tokens in ((0, 51), (0, 64), (num_heads // 2, 51)):
+        segment = Segment(
+            first_layer=0,
+            num_layers=2,
+            first_token=7,
+            num_tokens=num_tokens,
+            first_head=first_head,
+            num_heads=max(1, num_heads - first_head),
+        )
+        slots = slots_of(pool, range(10), 6, num_tokens + 1)[1:]
+        payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=DEVICE)
+        codec.pack(pool, segment, slots, payload)
+        launch_word_sum(payload)
+        codec.unpack(payload, pool, segment, slots)
+        assert first_head or len(launches) == warm, f"a handoff waited for the compiler: {launches[warm:]}"
 
 
 if __name__ == "__main__":

@@ -260,11 +260,10 @@ async def test_what_cannot_be_begun_holds_nothing_back(pair: Pair) -> None:
             asyncio.get_running_loop().call_soon(looked.set)
             raise ValueError("too many operations")
 
-    server.writes(connection)
-    server.writes(connection)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too many"):
+            server.write(connection, FakeCall(), (), print)
     assert pair.is_corked
-    with pytest.raises(ValueError, match="too many"):
-        server.begin(FakeCall(), (), print)
     await asyncio.wait_for(looked.wait(), _IN_TIME_S)
     assert not pair.is_corked
     server.corks.leave(connection)

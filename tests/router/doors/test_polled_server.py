@@ -109,6 +109,14 @@ async def test_what_nobody_serves_is_said(served: Served) -> None:
     assert await _code(call) is grpc.StatusCode.UNIMPLEMENTED
 
 
+@pytest.mark.parametrize("kind", ["polled"], indirect=True)
+async def test_a_method_that_is_no_text_is_served_by_nobody() -> None:
+    """Where grpc.aio's own server leaves the call without an answer."""
+    async with _served() as served:
+        call = served.channel.stream_stream(b"/test/\xff")()
+        assert await _code(call) is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_a_bug_is_a_status_and_the_next_call_is_served(served: Served) -> None:
     async def fail(messages: Any, context: Any) -> None:
         raise KeyError("a bug")

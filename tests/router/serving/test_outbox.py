@@ -12,7 +12,7 @@ from router.serving.outbox import Outbox
 
 
 async def _ids(outbox: Outbox) -> dict[int, list[int]]:
-    return {choice: [token.token_id for token in tokens] for choice, tokens in (await outbox.take()).items()}
+    return {choice: [token.token_id for token in tokens] for choice, tokens in (await anext(outbox, {})).items()}
 
 
 def _put(outbox: Outbox, choice: int, *ids: int) -> None:
@@ -51,7 +51,7 @@ async def test_an_error_comes_after_the_tokens_that_came_before_it() -> None:
     outbox.end()
     assert await taking == {0: [1]}
     with pytest.raises(ReplicaLost, match="lost"):
-        await outbox.take()
+        await anext(outbox)
 
 
 async def test_where_much_waits_it_comes_in_parts_and_others_have_their_turn_between() -> None:
