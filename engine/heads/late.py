@@ -54,7 +54,7 @@ class _Late(NamedTuple):
     before: int  # slot
     num_behind: int  # entries that waited up to it, when it came, of its sequence
     hidden_NW: Tensor  # of its step
-    index: int  # in that
+    row: int  # in that
 
 
 class LateEntries:
@@ -113,7 +113,7 @@ class LateEntries:
                 first_of[id(one.hidden_NW)] = num_before
                 steps.append(one.hidden_NW)
                 num_before += len(one.hidden_NW)
-        rows = torch.tensor([first_of[id(one.hidden_NW)] + one.index for one in late])
+        rows = torch.tensor([first_of[id(one.hidden_NW)] + one.row for one in late])
         return Entries(
             token_ids_N=torch.tensor([one.token_id for one in late], dtype=torch.int32),
             positions_N=np.array([one.position for one in late]),
