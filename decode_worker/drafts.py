@@ -39,10 +39,17 @@ class _GangHeads:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
 
-    def knows(self, rows: Seq[HeadRow]) -> bool:
-        return self._parts.gang.knows(rows)
+    def num_behind(self, row: HeadRow) -> int | None:
+        return self._parts.gang.runner.num_behind(row)
+
+    def catch_up(self, rows: Seq[HeadRow], max_tokens: int | None = None) -> None:
+        self._parts.gang.runner.catch_up(rows, max_tokens)
+
+    def rest(self, rests: bool) -> None:
+        self._parts.gang.runner.rest(rests)
 
     def draft(self, rows: Seq[HeadRow], max_tokens: int, choose: Choose) -> None:
+        self.catch_up(rows)  # before what waits is passed over
         self._parts.save_evicted()
         self._parts.gang.draft(rows, max_tokens, choose)
 

@@ -162,7 +162,8 @@ class ModelRunner:
         if self._recorded and on_layer is None and (replayed := self._recorded(batch)):
             logits_RV, taps = replayed
         else:
-            taps = Taps(self.heads.layers) if self.heads else None
+            wants_taps = self.heads is not None and not self.heads.pass_over(batch, on_layer)
+            taps = Taps(self.heads.layers) if self.heads and wants_taps else None
             logits_RV = self._model(batch, self.pool, on_layer, on_logits, taps)
         if self.heads and taps:
             self.heads.follow(batch, taps, on_layer)
@@ -182,6 +183,21 @@ class ModelRunner:
     def knows(self, rows: Sequence[HeadRow]) -> bool:
         """Whether the heads have seen what these rows go on from."""
         return self.heads is not None and self.heads.knows(rows)
+
+    def num_behind(self, row: HeadRow) -> int | None:
+        """See DraftHeads."""
+        return self.heads.num_behind(row) if self.heads else None
+
+    @torch.inference_mode()
+    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None) -> None:
+        """See DraftHeads."""
+        if self.heads:
+            self.heads.catch_up(rows, max_tokens)
+
+    def rest(self, rests: bool) -> None:
+        """See DraftHeads."""
+        if self.heads:
+            self.heads.rest(rests)
 
     @torch.inference_mode()
     def settle(self) -> None:

@@ -108,7 +108,7 @@ class GangRunner:
             self._arrivals.append(arrival)
 
     def knows(self, rows: Sequence[HeadRow]) -> bool:
-        """Implements AskedHeads, on rank 0."""
+        """On rank 0."""
         return self.runner.knows(rows)
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:

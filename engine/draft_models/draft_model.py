@@ -97,6 +97,9 @@ class DraftModel:
     def finished(self, sequence: Sequence) -> None:
         pass
 
+    def rest(self, rests: bool) -> None:
+        pass
+
     def forget(self, sequence: Sequence) -> None:
         self.tables.forget(sequence)
 

@@ -15,14 +15,18 @@ from engine.speculation.proposer import Proposal
 class AskedHeads(Protocol):
     """Heads, and what they remember: a rank that is alone."""
 
-    def knows(self, rows: Seq[HeadRow], /) -> bool: ...
+    def num_behind(self, row: HeadRow, /) -> int | None: ...
+
+    def catch_up(self, rows: Seq[HeadRow], max_tokens: int | None = None, /) -> None: ...
+
+    def rest(self, rests: bool, /) -> None: ...
 
     def draft(self, rows: Seq[HeadRow], max_tokens: int, choose: Choose, /) -> None: ...
 
 
 class HeadProposer:
-    """Implements Computing. Nothing is ever to be caught up with: what heads need of a sequence, its steps have left,
-    or what came with its KV. Tokens are drawn as the sequence's own will be."""
+    """Implements Computing. What heads need of a sequence, its steps have left, or what came with its KV: there is
+    something to be caught up with only while they rest. Tokens are drawn as the sequence's own will be."""
 
     def __init__(self, heads: AskedHeads, drawn: DrawnTokens | None = None, *, by_place: bool = False) -> None:
         """drawn: None, with what it will learn itself. by_place: what the heads say of a place does not depend on the
@@ -32,10 +36,13 @@ class HeadProposer:
         self._by_place = by_place
 
     def num_behind(self, sequence: Sequence) -> int | None:
-        return 0 if _decodes(sequence) and self._heads.knows([_row(sequence)]) else None
+        return self._heads.num_behind(_row(sequence)) if _decodes(sequence) else None
 
     def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
-        pass
+        self._heads.catch_up([_row(sequence)], num_tokens)
+
+    def rest(self, rests: bool) -> None:
+        self._heads.rest(rests)
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         drafts = [(sequence, DrawnDraft()) for sequence in sequences]

@@ -62,6 +62,9 @@ class OwnLayers:
     def finished(self, sequence: Sequence) -> None:
         pass
 
+    def rest(self, rests: bool) -> None:
+        pass
+
     def forget(self, sequence: Sequence) -> None:
         pass
 

@@ -9,6 +9,10 @@ So what slot t keeps follows from the tokens up to t, as in every other layer; t
 whoever ships, stores or finds a block has it along. Keys and values of a step's tokens are put there by the step, or
 later (`LateEntries`); all the rest is computed only where a draft is asked for. Published layers are trained without an
 entry at slot 0: it is one more key.
+
+Where nobody asks (`rest`), tokens of answers wait until somebody does: of each sequence the first ones, and no more of
+them. What has waited for as long, or would have to be there for somebody else, is passed over: nothing is drafted
+behind it any more (Features). Then steps do nothing for the layer.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from engine import streams
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
 from engine.heads.draft_layer import DraftLayer
-from engine.heads.features import UNKNOWN, Features, going_on
+from engine.heads.features import UNKNOWN, Features, going_on, list_before
 from engine.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.heads.heads import HeadsRoom
 from engine.heads.late import Entries, LateEntries, side_by_side
@@ -31,6 +35,9 @@ from engine.kv.pool import KVPool
 from engine.model.taps import Taps
 
 # N tokens, M of these, R rows, B blocks of the longest table, E hidden_size
+
+_ENOUGH = 64  # tokens that wait before they are computed together
+_FEW, _MOST = 32, 512  # that wait while nobody asks: of a sequence, and of all
 
 
 class Eagle:
@@ -47,36 +54,71 @@ class Eagle:
     def attach(self, pool: KVPool) -> None:
         """pool: with a spare block for every row that is asked about at a time."""
         self._layer.attach(pool)
-        self._can_wait = self._room.can_wait
+        self._can_wait, self._rests = self._room.can_wait, False
         self._late = LateEntries(pool.num_blocks * pool.layout.block_size, block_size=pool.layout.block_size)
         self.features = Features(
             pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
         )
         self._pool = pool
 
+    def rest(self, rests: bool) -> None:
+        self._rests = rests and self._can_wait
+
+    def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None) -> bool:
+        if not self._rests or on_layer is not None or not batch.wants_all_logits:
+            return False
+        slots, positions = batch.slots.tolist(), batch.positions.tolist()
+        befores = list_before(batch, slots, positions, block_size=self._pool.layout.block_size)
+        if len(befores) > len(batch.query_lens):  # with drafts: the first of each row says what becomes of it
+            befores = [befores[i] for i in (np.cumsum(batch.query_lens) - batch.query_lens).tolist()]
+        if not all(map(self._is_over, befores)):
+            return False
+        self._late.forget(slots)
+        self.features.pass_over(slots)
+        return True
+
     def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
         if self._can_wait and batch.wants_all_logits and on_layer is None:
-            self._late.add(batch, side_by_side(taps, self.layers))
-            if self._late.are_enough:
+            self._late.add(batch, side_by_side(taps, self.layers), self._takes)
+            if len(self._late) >= (_MOST if self._rests else _ENOUGH):
                 self.settle()
             return
         self.settle()
         entries = Entries.of(batch, taps, self.layers, block_size=self._pool.layout.block_size)
+        over = self._behind_what_is_over(batch, entries)
         self._put(entries, going_on(batch))
+        self.features.pass_over(over)
         if on_layer is not None:
             on_layer(self._index)
 
     def settle(self) -> None:
-        if entries := self._late.take():
+        if self._rests:
+            self.features.pass_over(self._late.drop())
+        elif entries := self._late.take():
             self._put(entries, np.arange(len(entries.slots_N)))
 
     def knows(self, rows: Sequence[HeadRow]) -> bool:
         return self.features.knows(rows, self._late.has)
 
+    def num_behind(self, row: HeadRow) -> int | None:
+        if not self.knows([row]):
+            return None
+        return len(self._late.up_to(*self.features.slots_before([row]))) if self._rests else 0
+
+    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None) -> None:
+        slots = [slot for before in self.features.slots_before(rows) for slot in self._late.up_to(before)[:max_tokens]]
+        if entries := self._late.take(slots):
+            # Whoever goes on from others has gone: so much has no place in the ring.
+            is_last_N = ~np.isin(entries.slots_N, entries.before_N)
+            self._put(entries, np.flatnonzero(is_last_N))
+
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         """At most a block of tokens of at most `max_rows` rows: so much is spare."""
-        self.settle()
         pool, size, most_rows = self._pool, self._pool.layout.block_size, self._room.max_rows
+        if self._rests:
+            self.catch_up(rows[:most_rows])
+        else:
+            self.settle()
         known, feature_RE = self.features.before(rows[:most_rows])
         if not known:
             return
@@ -92,9 +134,34 @@ class Eagle:
             feature_RE = self._layer(batch, streams.upload_indices(token_ids, pool.device), feature_RE)
             token_ids = choose(HeadLogits(self._layer.logits(feature_RE), self._layer.known_D), known, place)
 
+    def _is_over(self, before: int) -> bool:
+        """Whether what goes on there is passed over while nobody asks."""
+        return self._late.most_up_to(before) >= _FEW or self._is_passed_over(before)
+
+    def _is_passed_over(self, before: int) -> bool:
+        return before != UNKNOWN and not self._late.has(before) and self.features.is_passed_over(before)
+
+    def _takes(self, slot: int, before: int) -> bool:
+        """Whether a token waits; else it is passed over."""
+        if (self._is_over if self._rests else self._is_passed_over)(before):
+            self.features.pass_over((slot,))
+            return False
+        self.features.take_up(slot)
+        return True
+
+    def _behind_what_is_over(self, batch: Batch, entries: Entries) -> list[int]:
+        """The slots of those rows. Nothing waits."""
+        if not self._can_wait:
+            return []
+        firsts_R = np.cumsum(batch.query_lens) - batch.query_lens
+        is_over_R = [self._is_passed_over(before) for before in entries.before_N[firsts_R].tolist()]
+        over: list[int] = entries.slots_N[np.repeat(is_over_R, batch.query_lens)].tolist() if any(is_over_R) else []
+        return over
+
     def _put(self, entries: Entries, going_on_M: Ints) -> None:
         """Into the pool; sequences may go on from so many of them."""
         device, slots_N = self._pool.device, entries.slots_N
+        self.features.take_up(slots_N)
         feature_NE = self._layer.features(entries.hidden_NW)
         places_N = self._late.places(slots_N, entries.before_N)
         before_NE = feature_NE[streams.upload_indices(np.maximum(places_N, 0), device)]

@@ -4,11 +4,15 @@ A sequence goes on behind the last position that was computed of it. In a step t
 the row had a draft, any from its last own token on, as the draft turns out. All of these are kept for some steps, in a
 ring. Where the layout has room for it (EAGLE), of a block that is full a row is kept as long as its KV, in the pool:
 whoever finds the block in the cache, in a lower tier, behind a fork or after a passage goes on from there.
+
+Heads that nobody has asked for a while pass positions over. Nothing is known of these, nor of any behind them, which
+would be guessed from what is not there: of a slot that is a mark, and of a block's last position a row of zeros, which
+no feature is. That goes wherever the block goes; and with what a sequence goes on from, in the place of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +27,7 @@ from engine.kv.pool import KVPool
 # N rows, E numbers of each, C places of the ring
 
 UNKNOWN = -1
+_LOOKED_AT = 16  # bytes of a row, to know whether it is zeros
 
 
 class Features:
@@ -39,6 +44,10 @@ class Features:
         self._of_blocks: Tensor | None = None
         if pool.layout.feature_bytes:
             self._of_blocks = pool.features.view(dtype)
+        # Heads of a device pass nothing over, and to look there would be to wait.
+        self._begin_BN = pool.features.numpy()[:, :_LOOKED_AT] if pool.device.type == "cpu" else None
+        self._is_over = bytearray(pool.num_blocks * self._size)  # by slot: passed over
+        self._is_over_S = np.frombuffer(self._is_over, dtype=np.uint8)
 
     def keep(self, slots_N: Ints, x_NE: Tensor) -> None:
         """Of positions that sequences may go on from."""
@@ -59,6 +68,24 @@ class Features:
             blocks_N = self._on_device(slots_T[ends] // self._size)
             self._of_blocks[blocks_N] = x_TE[self._on_device(ends)]
 
+    def pass_over(self, slots: Iterable[int]) -> None:
+        """Nothing will be known of these."""
+        last = self._size - 1
+        for slot in slots:
+            self._is_over[slot] = True
+            if self._of_blocks is not None and slot % self._size == last:
+                self._of_blocks[slot // self._size] = 0
+
+    def take_up(self, slots_N: Ints | int) -> None:
+        """Of these something will be known: what was passed over was of whoever had the blocks before."""
+        self._is_over_S[slots_N] = False
+
+    def is_passed_over(self, slot: int) -> bool:
+        """Of a position that is computed."""
+        if self._of_blocks is not None and self._begin_BN is not None and slot % self._size == self._size - 1:
+            return not self._begin_BN[slot // self._size].any()
+        return bool(self._is_over[slot])
+
     def find(self, slots_N: Ints) -> Ints:
         """Where the row of each is, for `read`; UNKNOWN where nothing is known of it."""
         places_N: Ints = self._place_of[slots_N]
@@ -67,21 +94,24 @@ class Features:
         if self._of_blocks is not None:  # of a full block the ring may be older
             is_end = slots_N % self._size == self._size - 1
             places_N = np.where(is_end, len(self._slot_of_C) + slots_N // self._size, places_N)
-        return places_N
+        is_over = [slot >= 0 and self.is_passed_over(slot) for slot in slots_N.tolist()]
+        return np.where(is_over, UNKNOWN, places_N)
 
     def before(self, rows: Sequence[HeadRow]) -> tuple[list[int], Tensor]:
         """Of the position before each row's last token: of which rows anything is known, and (N, E) of these."""
-        places_R = self.find(np.array(self._slots_before(rows)))
+        places_R = self.find(np.array(self.slots_before(rows)))
         known = np.flatnonzero(places_R != UNKNOWN)
         return known.tolist(), self.read(places_R[known])
 
     def knows(self, rows: Sequence[HeadRow], is_coming: Callable[[int], bool] = lambda slot: False) -> bool:
         """Whether anything is known of the position before the last token of all of them. is_coming: whether something
         will be of a slot. Asked of one row between steps, when numpy's caches are cold: so it calls none of it."""
-        return all(self._has(slot) or is_coming(slot) for slot in self._slots_before(rows))
+        return all(is_coming(slot) or self._has(slot) for slot in self.slots_before(rows))
 
     def _has(self, slot: int) -> bool:
         """As `find` finds it."""
+        if self.is_passed_over(slot):
+            return False
         if self._of_blocks is not None and slot % self._size == self._size - 1:
             return True
         place = int(self._place_of[slot])
@@ -107,11 +137,14 @@ class Features:
         is_there = (places >= 0) & (self._slot_of_C[places] == source * self._size + offsets)
         rows_NE = self._ring_CE[self._on_device(places[is_there])].clone()
         self.keep(target * self._size + offsets[is_there], rows_NE)
+        self._is_over_S[target * self._size + offsets] = self._is_over_S[source * self._size + offsets]
 
     def of(self, blocks: Sequence[int], num_tokens: int) -> bytes:
-        """What is known of the last of so many positions of a block table, as it travels with their KV; empty: nothing,
-        or nothing yet."""
+        """What is known of the last of so many positions of a block table, as it travels with their KV; zeros: it is
+        passed over; empty: nothing, or nothing yet."""
         slots = self._slots(blocks, num_tokens - 1, num_tokens)
+        if len(slots) and self.is_passed_over(int(slots[0])):
+            return bytes(self._ring_CE[0].nbytes)
         places = self.find(slots)
         return self.read(places).view(torch.uint8).cpu().numpy().tobytes() if (places != UNKNOWN).all() else b""
 
@@ -119,14 +152,20 @@ class Features:
         """KV of positions [first_token, end_token), perhaps none, has come into this block table from elsewhere, the
         rows of full blocks with it, and what is known `of` the last before end_token there. What the ring has of these
         slots is of whoever had the blocks before."""
-        self._place_of[self._slots(blocks, min(first_token, end_token - 1), end_token)] = UNKNOWN
-        if end_token and len(last) == self._ring_CE[0].nbytes:
+        slots = self._slots(blocks, min(first_token, end_token - 1), end_token)
+        self._place_of[slots], self._is_over_S[slots] = UNKNOWN, False
+        if not end_token or len(last) != self._ring_CE[0].nbytes:
+            return
+        if not any(last):
+            self._is_over_S[slots[-1]] = True
+        else:
             ours = streams.streams_of(self._pool.device)
             host = ours.page_locked(len(last), torch.uint8)
             host.numpy()[:] = np.frombuffer(last, dtype=np.uint8)
             self.keep(self._slots(blocks, end_token - 1, end_token), ours.upload(host).view(self._ring_CE.dtype)[None])
 
-    def _slots_before(self, rows: Sequence[HeadRow]) -> list[int]:
+    def slots_before(self, rows: Sequence[HeadRow]) -> list[int]:
+        """Of the position before each row's last token."""
         size, before = self._size, [row.position - 1 for row in rows]
         return [row.blocks[at // size] * size + at % size for row, at in zip(rows, before, strict=True)]
 
@@ -149,6 +188,14 @@ def slots_before(batch: Batch, *, block_size: int) -> Ints:
         slots = (batch.block_tables[rows, positions // block_size] + 1) * block_size - 1
         before_T[first_in_block] = np.where(positions < 0, UNKNOWN, slots)
     return before_T
+
+
+def list_before(batch: Batch, slots: Sequence[int], positions: Sequence[int], *, block_size: int) -> list[int]:
+    """The same, of the batch's own numbers as they are in Python, mostly without numpy, whose caches are cold."""
+    if any(position % block_size == 0 for position in positions):
+        found: list[int] = slots_before(batch, block_size=block_size).tolist()
+        return found
+    return [slot - 1 for slot in slots]
 
 
 def going_on(batch: Batch) -> Ints:

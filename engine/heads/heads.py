@@ -64,12 +64,29 @@ class DraftHeads(Protocol):
         layers."""
         ...
 
+    def rest(self, rests: bool, /) -> None:
+        """Whether nobody has had anything of them for a while. They may then stop to gather what drafts will need of
+        sequences that decode, and have nothing to say of these any more, also later."""
+        ...
+
+    def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None, /) -> bool:
+        """Before a step is computed: whether they want nothing of it, and are not to `follow` it."""
+        ...
+
     def settle(self) -> None:
-        """All that steps have computed is in the pool then, and in `features`."""
+        """All that steps have computed is in the pool then, and in `features`, or is passed over."""
         ...
 
     def knows(self, rows: Sequence[HeadRow], /) -> bool:
         """Whether they have seen what these rows go on from."""
+        ...
+
+    def num_behind(self, row: HeadRow, /) -> int | None:
+        """Tokens of it that are put into the pool only because somebody asks what follows; None: they know nothing."""
+        ...
+
+    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
+        """Put the first so many of these there, or all."""
         ...
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:

@@ -7,7 +7,9 @@ draft, to ship, to copy, to store a block, or to write to one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +17,10 @@ from torch import Tensor
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
-from engine.heads.features import UNKNOWN, slots_before
+from engine.heads.features import UNKNOWN, list_before, slots_before
 from engine.model.taps import Taps
 
 # N tokens, S slots of the pool, W numbers that are known of each
-
-_MOST = 64  # tokens that wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,58 +46,92 @@ class Entries:
         )
 
 
+class _Late(NamedTuple):
+    """One that waits."""
+
+    token_id: int
+    position: int
+    before: int  # slot
+    num_behind: int  # entries that waited up to it, when it came, of its sequence
+    hidden_NW: Tensor  # of its step
+    row: int  # in that
+
+
 class LateEntries:
     """Owned by the step thread. To add a step is done in each, with caches that are cold by then: so numbers are kept
     as they are in Python, and hardly anything of numpy or torch is called."""
 
     def __init__(self, num_slots: int, *, block_size: int) -> None:
         self._size = block_size
-        self._token_ids: list[int] = []
-        self._positions: list[int] = []
-        self._slots: list[int] = []
-        self._before: list[int] = []
-        self._hidden: list[Tensor] = []  # of each step (N, W)
-        self._are_late: set[int] = set()  # slots
+        self._late: dict[int, _Late] = {}  # by slot, in the order in which they came
         self._place_of_S = np.full(num_slots + 1, UNKNOWN)  # one more, which UNKNOWN finds; between calls all UNKNOWN
 
-    @property
-    def are_enough(self) -> bool:
-        return len(self._slots) >= _MOST
+    def __len__(self) -> int:
+        return len(self._late)
 
-    def add(self, batch: Batch, hidden_NW: Tensor) -> None:
-        """All tokens of another step, which the host knows. hidden_NW: ours."""
-        positions, slots = batch.positions.tolist(), batch.slots.tolist()
-        if any(position % self._size == 0 for position in positions):
-            self._before += slots_before(batch, block_size=self._size).tolist()
-        else:  # mostly
-            self._before += [slot - 1 for slot in slots]
-        self._token_ids += batch.token_ids.tolist()
-        self._positions += positions
-        self._slots += slots
-        self._hidden.append(hidden_NW)
-        self._are_late.update(slots)
+    def add(
+        self, batch: Batch, hidden_NW: Tensor, is_kept: Callable[[int, int], bool] = lambda slot, before: True
+    ) -> None:
+        """Tokens of another step, which the host knows: of each slot the last counts, for those before it were drafts
+        that turned out wrong. hidden_NW: ours. is_kept: asked of each, in order, with its slot and the one before."""
+        tokens, positions = batch.token_ids.tolist(), batch.positions.tolist()
+        slots, late = batch.slots.tolist(), self._late
+        befores = list_before(batch, slots, positions, block_size=self._size)
+        for i, (slot, before) in enumerate(zip(slots, befores, strict=True)):
+            late.pop(slot, None)
+            if is_kept(slot, before):
+                num_behind = 1 + (late[before].num_behind if before in late else 0)
+                late[slot] = _Late(tokens[i], positions[i], before, num_behind, hidden_NW, i)
 
     def has(self, slot: int) -> bool:
         """Whether something waits of it."""
-        return slot in self._are_late
+        return slot in self._late
 
-    def take(self) -> Entries | None:
-        """All that wait, of each slot the last: those before it were drafts that turned out wrong."""
-        if not self._slots:
+    def most_up_to(self, slot: int) -> int:
+        """Entries of its sequence that wait up to there, at most."""
+        return self._late[slot].num_behind if slot in self._late else 0
+
+    def up_to(self, slot: int) -> list[int]:
+        """The slots of the entries that wait up to there, one behind the other: those that a draft behind it needs."""
+        found: list[int] = []
+        while slot in self._late:
+            found.append(slot)
+            slot = self._late[slot].before
+        return found[::-1]
+
+    def take(self, slots: Iterable[int] | None = None) -> Entries | None:
+        """These, which wait; or all. Other threads of a sequence's tokens may go on from the same ones."""
+        taken = list(self._late if slots is None else dict.fromkeys(slots))
+        if not taken:
             return None
-        slots_N = np.array(self._slots)
-        is_last_N = self.places(slots_N, slots_N) == np.arange(len(slots_N))
-        last = torch.from_numpy(is_last_N)
-        entries = Entries(
-            token_ids_N=torch.tensor(self._token_ids, dtype=torch.int32)[last],
-            positions_N=np.array(self._positions)[is_last_N],
-            slots_N=slots_N[is_last_N],
-            before_N=np.array(self._before)[is_last_N],
-            hidden_NW=torch.cat(self._hidden)[last],
+        late = [self._late.pop(slot) for slot in taken]
+        first_of: dict[int, int] = {}
+        steps: list[Tensor] = []
+        num_before = 0
+        for one in late:
+            if id(one.hidden_NW) not in first_of:
+                first_of[id(one.hidden_NW)] = num_before
+                steps.append(one.hidden_NW)
+                num_before += len(one.hidden_NW)
+        rows = torch.tensor([first_of[id(one.hidden_NW)] + one.row for one in late])
+        return Entries(
+            token_ids_N=torch.tensor([one.token_id for one in late], dtype=torch.int32),
+            positions_N=np.array([one.position for one in late]),
+            slots_N=np.array(taken),
+            before_N=np.array([one.before for one in late]),
+            hidden_NW=torch.cat(steps)[rows],
         )
-        for waiting in (self._token_ids, self._positions, self._slots, self._before, self._hidden, self._are_late):
-            waiting.clear()
-        return entries
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """What waits of them, perhaps nothing, is of whoever had these before."""
+        for slot in slots:
+            self._late.pop(slot, None)
+
+    def drop(self) -> list[int]:
+        """All that wait, never to be computed: their slots."""
+        slots = list(self._late)
+        self._late.clear()
+        return slots
 
     def places(self, slots_N: Ints, wanted: Ints) -> Ints:
         """Where in slots_N each of the wanted ones is for the last time; UNKNOWN where it is not."""

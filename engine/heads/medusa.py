@@ -63,11 +63,23 @@ class Medusa:
         x_TE = taps[self.layers[0]]
         self.features.keep(batch.slots[last_N], x_TE[streams.upload_indices(last_N, x_TE.device)])
 
+    def rest(self, rests: bool) -> None:
+        pass
+
+    def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None) -> bool:
+        return False
+
     def settle(self) -> None:
         pass
 
     def knows(self, rows: Sequence[HeadRow]) -> bool:
         return self.features.knows(rows)
+
+    def num_behind(self, row: HeadRow) -> int | None:
+        return 0 if self.knows([row]) else None
+
+    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None) -> None:
+        pass
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         known, last_RE = self.features.before(rows)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from engine.sequence import Sequence
 from engine.speculation.ask_plan import Offer, Plan, plan_ask
@@ -20,8 +21,9 @@ from engine.speculation.purse import Purse
 _T = TypeVar("_T")
 
 _TRY_EVERY = 64  # looks after which nobody was asked
-_FIRST_STEPS = 16  # whose time may go into each of the first trials
-_NUM_FIRST = 4  # trials without waiting
+_NUM_FIRST = 16  # trials that follow each other as soon as they can be paid
+_REST_AFTER = 256  # looks in which it was not worth asking
+_TRY_WITHIN = 16  # tokens of an answer: a method that rests may know no more of it
 _FIRST_TRIED, _MOST_TRIED = 2, 4  # tokens at most
 _IN_VAIN, _PLAN_EVERY = 16, 8  # looks: a plan takes 0.1 ms and more
 _PLANS_KEPT = 4  # looks for which a plan that pays is good
@@ -37,6 +39,9 @@ class _Method:
     learnt: LearntAskPrice = field(default_factory=LearntAskPrice)
     num_asked: int = 0  # times
     num_looks: int = 0  # since then
+    num_in_vain: int = 0  # looks since it was worth it
+    num_tried: WeakKeyDictionary[Sequence, int] = field(default_factory=WeakKeyDictionary)
+    rests: bool = False
 
     def price(self, step: StepPrice) -> AskPrice:
         """Until it has been asked, a guess."""
@@ -68,8 +73,10 @@ class Asking:
     pieces, none of which takes longer than a step.
 
     What asking costs, and how often it is right, is not known of who is never asked. So trials are made, of one row,
-    from a purse: they cost no more than goes into it, whatever they cost. The first few of a method do not wait for it,
-    and are owed."""
+    from a purse: they cost no more than goes into it, also the first few of a method, which wait for nothing else.
+
+    A method for which it has not been worth it for long rests: it need not gather what it would have to know of each
+    row. It is tried in the first tokens of an answer then."""
 
     def __init__(
         self,
@@ -120,13 +127,16 @@ class Asking:
         """Ask, and note what is said."""
         spent_s, method = self._spent_s, self._methods[ask.plan.method]
         if not ask.is_trial:
-            self._num_in_vain = -1
+            self._num_in_vain = method.num_in_vain = -1
+            self._rest(method, False)
         for row, num_tokens in ask.late:
             self._time(method, 0, num_tokens, partial(method.proposer.catch_up, rows[row], num_tokens))
         late = {row for row, _ in ask.late}
         if asked := [rows[row] for row in ask.plan.rows if row not in late]:
             self._ask(method, ask.plan, asked)
         if ask.is_trial:
+            for row in ask.plan.rows:
+                method.num_tried[rows[row]] = method.num_tried.get(rows[row], 0) + 1
             self._purse.pay(self._spent_s - spent_s)
 
     def looked(self) -> None:
@@ -134,6 +144,9 @@ class Asking:
         self._num_in_vain += 1
         for method in self._methods.values():
             method.num_looks += 1
+            method.num_in_vain += 1
+            if method.num_in_vain >= _REST_AFTER:
+                self._rest(method, True)
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
@@ -192,27 +205,29 @@ class Asking:
     def _trial(
         self, rows: Seq[Sequence], most: Seq[int], behind: Mapping[str, Seq[int | None]], price: StepPrice
     ) -> Plan | None:
-        """Of who has waited for longest, and the row for which it has least to do."""
+        """Of who has waited for longest; a row for which it was tried the fewest times, and of those the one for which
+        it has least to do."""
         due = [name for name, one in self._methods.items() if one.num_asked < _NUM_FIRST or one.num_looks >= _TRY_EVERY]
         if not due:
             return None
         name = max(due, key=lambda name: self._methods[name].num_looks)
         method = self._methods[name]
+        # Not always the first token, which may be likelier than others.
+        least = method.num_asked * 5 % _TRY_WITHIN if method.rests else 0
         near = [
-            (num_behind, row)
+            (method.num_tried.get(sequence, 0), num_behind, row)
             for row, sequence in enumerate(rows)
             if most[row] > 0
+            and sequence.num_generated >= least
             and self._guesses.is_missing(name, sequence)
             and (num_behind := behind[name][row]) is not None
         ]
-        if not near:
-            return None
-        num_behind, row = min(near)
-        is_first = method.num_asked < _NUM_FIRST
-        depth = min(1 + method.num_asked % (_FIRST_TRIED if is_first else _MOST_TRIED), most[row])
-        cost_s = method.price(price).seconds(depth, num_behind + depth - 1)
-        may_owe = is_first and cost_s <= _FIRST_STEPS * price.plain
-        return Plan(name, depth, [row]) if may_owe or self._purse.can_pay(cost_s) else None
+        most_tried = _FIRST_TRIED if method.num_asked < _NUM_FIRST else _MOST_TRIED
+        for _, num_behind, row in sorted(near):
+            depth = min(1 + method.num_asked % most_tried, most[row])
+            if self._purse.can_pay(method.price(price).seconds(depth, num_behind + depth - 1)):
+                return Plan(name, depth, [row])
+        return None
 
     def _in_pieces(self, plan: Plan, behind: Seq[int | None], price: StepPrice, *, is_trial: bool) -> Ask:
         """Of all that is missing no more than what takes as long as a step, those first that lack least."""
@@ -238,6 +253,11 @@ class Asking:
         method.num_looks, method.num_asked = 0, method.num_asked + 1
         for sequence, proposal in zip(asked, proposals, strict=True):
             self._guesses.note(plan.method, sequence, proposal)
+
+    def _rest(self, method: _Method, rests: bool) -> None:
+        if method.rests != rests:
+            method.rests = rests
+            method.proposer.rest(rests)
 
     def _time(self, method: _Method, depth: int, num_tokens: int, work: Callable[[], _T]) -> _T:
         begin = self._clock()

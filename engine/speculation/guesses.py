@@ -15,9 +15,10 @@ from engine.speculation.ensemble import ENSEMBLE, together
 from engine.speculation.guess import Guess, GuessedBranch
 from engine.speculation.proposer import NUM_KINDS, Proposal, ProposedBranch
 
-# Of those that compute, before they are asked: so much is risked, and where they are hardly ever asked, so little is
-# remembered.
-_BELIEVED_BY_PLACE = [0.7] * NUM_KINDS
+# Of those that compute, before they are asked: of the first place so little that only trials, which are paid for, show
+# whether they are worth asking; of the others, which trials hardly ever reach, so much is risked. Where they are hardly
+# ever asked, so little is remembered.
+_BELIEVED_BY_PLACE = [0.2] + [0.7] * (NUM_KINDS - 1)
 _MEMORY_BY_PLACE = 48.0  # tokens
 _BOUNDS_BY_PLACE = 0.25, 2.0  # of what one request is beside others, of which nothing else is known
 

@@ -61,6 +61,11 @@ class Computing(Proposer, Protocol):
         """Compute at most so many of these, and guess nothing."""
         ...
 
+    def rest(self, rests: bool, /) -> None:
+        """Whether it has not been worth asking for a while, or is now. Who gathers in every step what it may be asked
+        about need not gather much of it meanwhile."""
+        ...
+
     def forget(self, sequence: Sequence, /) -> None:
         """It gets no more tokens here, or none for now: what is kept for it may go. It may never have been asked
         about."""

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 _SHARE = 0.005  # of the time of such steps
-_MOST_STEPS = 64.0  # whose time lies in it: what long idling has saved is not spent at once
+_FIRST = 1.0  # steps whose time lies in it at first
+_MOST = 64.0  # what long idling has saved is not spent at once
 
 
 class Purse:
     """Owned by the step thread. Of each step for which somebody looks what to draft, a small share of its time goes in,
-    and trials are paid from it, also those that could not wait for it: these are owed, and nothing else is tried until
-    they are paid. So trials take no more than that share of the time, beside what is owed, and what the last one took
-    longer than was expected.
+    and trials are paid from it. So they take no more than that share of the time, beside what lies in it at first, and
+    what the last one took longer than was expected.
 
-    Seconds, or whatever a step's price is in."""
+    It counts steps: what one takes is in seconds, or in whatever its price is, and that may become another."""
 
     def __init__(self) -> None:
-        self._saved = 0.0
+        self._saved = _FIRST
+        self._step = 0.0  # what the last one takes
 
     def earn(self, step: float) -> None:
         """A step takes so long without drafts."""
-        self._saved = min(self._saved + _SHARE * step, _MOST_STEPS * step)
+        self._step = step
+        self._saved = min(self._saved + _SHARE, _MOST)
 
     def can_pay(self, cost: float) -> bool:
-        return cost <= self._saved
+        return cost <= self._saved * self._step
 
     def pay(self, cost: float) -> None:
-        self._saved -= cost
+        """Behind a step that was earned."""
+        self._saved -= cost / self._step

@@ -78,6 +78,9 @@ class SimulatedDrafts:
     def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
         pass
 
+    def rest(self, rests: bool) -> None:
+        pass
+
     def forget(self, sequence: Sequence) -> None:
         pass
 

@@ -141,6 +141,26 @@ class SeldomChecked(Checked):
         return [Proposal([(one.tokens[-1] + 1) % VOCAB_SIZE] * 3, [0] * 3) for one in sequences]
 
 
+class RestingChecked(Checked):
+    """Heads rest in two of three stretches; of those of whom they know something, they are asked in one step of
+    seven, or of 49. Drafts are hardly ever right."""
+
+    num_looks = 0
+    num_unknown = 0
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        if self.num_looks % 20 == 0:
+            self._heads.rest(self.num_looks % 60 > 0)
+        self.num_looks += 1
+        found = {one: Proposal([(one.tokens[-1] + 1) % VOCAB_SIZE] * 3, [0] * 3) for one in sequences}
+        known = [one for one in sequences if self._heads.num_behind(one) is not None]
+        self.num_unknown += len(found) - len(known)
+        if self.num_looks % 7 == 0:
+            asked = [one for one in known if one.request.num_prompt_tokens % 2 or self.num_looks % 49 == 0]
+            found |= zip(asked, super().propose(asked, max_tokens), strict=True)
+        return list(found.values())
+
+
 def _drawn(sequence: Sequence) -> Choice:
     """As the sequence's own tokens are drawn."""
 
@@ -211,6 +231,20 @@ def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
     found = answers(case.runner, asked, _SMALL, num_blocks, speculation=speculation)
     assert found.ids == expected.ids
     assert checked.num_checked > 10 and not checked.num_empty
+
+
+@pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
+def test_heads_that_rest_guess_from_what_they_have_seen_or_not_at_all(
+    case: Case, asked: list[Asked], num_blocks: int
+) -> None:
+    """Whatever was passed over, whoever had its blocks then, and whoever has them now."""
+    checked = RestingChecked(case)
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    longer = [replace(one, sampling=replace(one.sampling, max_tokens=70)) for one in asked]
+    expected = answers(case.runner, longer)
+    found = answers(case.runner, longer, _SMALL, num_blocks + 30, speculation=speculation)
+    assert found.ids == expected.ids
+    assert checked.num_checked > 10 and checked.num_unknown > 10 and not checked.num_empty
 
 
 @pytest.mark.skipif(

@@ -35,7 +35,7 @@ def test_of_each_slot_the_last_that_came_is_taken_once(steps: list[list[int]]) -
             count += 1
         assert [late.has(slot) for slot in range(_SLOTS)] == [slot in expected for slot in range(_SLOTS)]
     taken = late.take()
-    assert late.take() is None and not any(map(late.has, range(_SLOTS))) and not late.are_enough
+    assert late.take() is None and not any(map(late.has, range(_SLOTS))) and not len(late)
     if not steps:
         assert taken is None
         return

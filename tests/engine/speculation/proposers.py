@@ -83,6 +83,7 @@ class FakeComputing:
         self.spent_s = 0.0
         self.finished_with: list[Sequence] = []
         self.forgotten: list[Sequence] = []
+        self.rests = False
 
     def num_behind(self, sequence: Sequence) -> int | None:
         return len(sequence.tokens) - self._computed.get(sequence, 0) if self._can_guess(sequence) else None
@@ -103,6 +104,9 @@ class FakeComputing:
 
     def finished(self, sequence: Sequence) -> None:
         self.finished_with.append(sequence)
+
+    def rest(self, rests: bool) -> None:
+        self.rests = rests
 
     def forget(self, sequence: Sequence) -> None:
         self.forgotten.append(sequence)

@@ -198,6 +198,42 @@ def test_what_has_become_worth_it_is_found() -> None:
     assert replica.steps(100) > 1.5
 
 
+def test_who_was_never_worth_asking_costs_a_step_to_know_that_however_much_it_is() -> None:
+    for price in (_CHEAP, _DEAR, AskPrice(0.2, 0.1, 0.01)):
+        clock = FakeClock()
+        proposer = FakeComputing(_wrong, clock, price)
+        replica = Replica(clock, m=proposer)
+        replica.steps(100)
+        longest_s = price.seconds(4, 4)
+        assert proposer.spent_s <= _STEP.plain * (1 + 0.005 * 100) + longest_s
+
+
+def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_an_answer() -> None:
+    clock, is_right = FakeClock(), [False]
+    tried: list[int] = []
+
+    def guess(tokens: Seq[int], most: int) -> list[int]:
+        tried.append(len(tokens) - 1)
+        return (_right if is_right[0] else _wrong)(tokens, most)
+
+    def knows(sequence: Sequence) -> bool:
+        return not proposer.rests or sequence.num_generated < 32
+
+    proposer = FakeComputing(guess, clock, AskPrice(0.2, 0.5, 0.01), can_guess=knows)
+    replica = Replica(clock, m=proposer)
+    replica.steps(200)
+    assert tried and not proposer.rests
+    replica.steps(200)
+    assert proposer.rests
+    tried.clear()
+    replica.steps(6000)
+    assert proposer.rests and len(tried) > 10
+    assert max(tried) < 32 and len(set(tried)) > 2, "not always the first token"
+    is_right[0] = True
+    replica.steps(1000)
+    assert not proposer.rests and replica.steps(100) > 1.5
+
+
 def test_beside_many_rows_nobody_is_asked_but_now_and_then() -> None:
     clock = FakeClock()
     proposer = FakeComputing(_right, clock, AskPrice(0.0, 0.2, 0.3))
