@@ -89,7 +89,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "model_type":
         return f"{path}: a section of keys is expected, such as {path}.{_keys(error['loc'])[0]}{got}"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{path}: {message[0].lower()}{message[1:]}{got}"
+    where = f"{path}: " if path else ""  # what is about several sections names them itself
+    return f"{where}{message[0].lower()}{message[1:]}{got}"
 
 
 def _did_you_mean(path: tuple[str | int, ...]) -> str:

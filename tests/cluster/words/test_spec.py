@@ -148,3 +148,8 @@ def test_a_section_that_is_none_or_elsewhere_is_told_how_to_be_written(tree: dic
 def test_what_a_section_lacks_is_said_without_the_section() -> None:
     with pytest.raises(SpecError, match=r"^spec: speculation: model: eagle drafts by heads; [^(]*$"):
         parse_spec({"speculation": {"method": "eagle", "max_tokens": 4}})
+
+
+def test_what_is_about_two_sections_has_no_empty_path() -> None:
+    with pytest.raises(SpecError, match=r"^spec: speculation\.method: self needs decode\.tensor_parallel: 1"):
+        parse_spec({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}})
