@@ -77,7 +77,10 @@ def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
     path = _from_hub(name, progress or logger.info) if kind == "hf" else Path(source).expanduser()
     if not path.is_dir():
         raise SpecError(f"speculation.model: {source}: no such directory; write a path or hf:ORG/NAME")
-    model_config.weight_files(path)
+    try:
+        model_config.weight_files(path)
+    except SpecError as error:
+        raise SpecError(f"speculation.model: {error}") from None
     return path
 
 

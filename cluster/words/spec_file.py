@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -84,16 +84,29 @@ def _explain(error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key{_did_you_mean(error['loc'])}"
+    # a section would be long, and the message names its keys
+    got = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
+    if error["type"] == "model_type":
+        return f"{path}: a section of keys is expected, such as {path}.{_keys(error['loc'])[0]}{got}"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{path}: {message[0].lower()}{message[1:]} (got {error['input']!r})"
+    where = f"{path}: " if path else ""  # what is about several sections names them itself
+    return f"{where}{message[0].lower()}{message[1:]}{got}"
 
 
 def _did_you_mean(path: tuple[str | int, ...]) -> str:
-    section: Any = Spec
-    for key in path[:-1]:
-        field = section.model_fields.get(key) if hasattr(section, "model_fields") else None
-        section = field.annotation if field else None
-    known = list(getattr(section, "model_fields", {}))
+    known = _keys(path[:-1])
     if close := difflib.get_close_matches(str(path[-1]), known, n=1):
         return f"; did you mean {close[0]}?"
+    if len(path) > 1 and path[-1] in Spec.model_fields:
+        return f"; {path[-1]} stands beside {path[0]}, not in it"
     return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _keys(path: tuple[str | int, ...]) -> list[str]:
+    """Of the section at that path; none where it is no section."""
+    section: Any = Spec
+    for key in path:
+        field = section.model_fields.get(key) if hasattr(section, "model_fields") else None
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()  # `autoscale` may be None
+        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+    return list(getattr(section, "model_fields", {}))

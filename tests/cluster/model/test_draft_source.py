@@ -158,6 +158,11 @@ def test_what_does_not_fit_together_is_said(tree: dict[str, Any], said: str) -> 
         parse_spec(tree)
 
 
+def test_a_directory_without_heads_is_told_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*no weights: expected model\.safetensors"):
+        model_source.resolve_heads(str(tmp_path))
+
+
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     ours, theirs = _model(tmp_path / "ours"), _model(tmp_path / "theirs")
     check_same_tokens(theirs, ours)

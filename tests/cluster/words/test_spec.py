@@ -123,3 +123,33 @@ def test_what_cannot_be_encrypted_is_not_promised(more: dict[str, Any]) -> None:
     assert "\n" not in str(refused.value)
     assert parse_spec({"kv": {"encrypt": True}}).kv.encrypt and not parse_spec({}).kv.encrypt
     assert not parse_spec({}).kv.trust_network
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (
+            {"speculation": "auto"},
+            "speculation: a section of keys is expected, such as speculation.method (got 'auto')",
+        ),
+        ({"autoscale": "on"}, "autoscale: a section of keys is expected, such as autoscale."),
+        (
+            {"decode": {"speculation": {}}},
+            "decode.speculation: unknown key; speculation stands beside decode, not in it",
+        ),
+    ],
+)
+def test_a_section_that_is_none_or_elsewhere_is_told_how_to_be_written(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec(tree)
+    assert said in str(refused.value)
+
+
+def test_what_a_section_lacks_is_said_without_the_section() -> None:
+    with pytest.raises(SpecError, match=r"^spec: speculation: model: eagle drafts by heads; [^(]*$"):
+        parse_spec({"speculation": {"method": "eagle", "max_tokens": 4}})
+
+
+def test_what_is_about_two_sections_has_no_empty_path() -> None:
+    with pytest.raises(SpecError, match=r"^spec: speculation\.method: self needs decode\.tensor_parallel: 1"):
+        parse_spec({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}})
