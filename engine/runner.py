@@ -162,8 +162,7 @@ class ModelRunner:
         if self._recorded and on_layer is None and (replayed := self._recorded(batch)):
             logits_RV, taps = replayed
         else:
-            wants_taps = self.heads is not None and not self.heads.pass_over(batch, on_layer)
-            taps = Taps(self.heads.layers) if self.heads and wants_taps else None
+            taps = Taps(self.heads.layers) if self.heads and not self.heads.pass_over(batch, on_layer) else None
             logits_RV = self._model(batch, self.pool, on_layer, on_logits, taps)
         if self.heads and taps:
             self.heads.follow(batch, taps, on_layer)
@@ -179,10 +178,6 @@ class ModelRunner:
     def max_drafted(self) -> int:
         """Rows that heads of this rank are asked about at a time."""
         return self._max_drafted if self.heads else 0
-
-    def knows(self, rows: Sequence[HeadRow]) -> bool:
-        """Whether the heads have seen what these rows go on from."""
-        return self.heads is not None and self.heads.knows(rows)
 
     def num_behind(self, row: HeadRow) -> int | None:
         """See DraftHeads."""

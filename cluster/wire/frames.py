@@ -15,6 +15,9 @@ from cluster.words.checking import check_name
 from cluster.words.errors import CapacityError, ClusterError
 
 HEARTBEAT_S = 1.0
+# How old what routers know of a replica may be while the same requests live on it. To tell it with each token takes 0.2
+# ms between two steps, and something of each router, too.
+STATUS_S = 0.05
 _MAX_ROUTERS = 1024
 
 

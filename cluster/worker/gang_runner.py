@@ -107,10 +107,6 @@ class GangRunner:
         if self._shares_heads:
             self._arrivals.append(arrival)
 
-    def knows(self, rows: Sequence[HeadRow]) -> bool:
-        """On rank 0."""
-        return self.runner.knows(rows)
-
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         """Implements AskedHeads, on rank 0: with the other ranks where each has a share of the heads."""
         if not self._shares_heads:

@@ -15,7 +15,7 @@ from cluster.index.presence import Presence
 from cluster.index.redis_client import connect_redis
 from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
-from cluster.wire.frames import FrameHub
+from cluster.wire.frames import STATUS_S, FrameHub
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaFailed, ReplicaLost
 from cluster.words.rank import RankStatus
@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.01
 _VITAL = "presence"  # the task without which a replica is none
-# How old what routers know of a replica may be while the same requests live on it. To tell it with each token takes 0.2
-# ms between two steps, and something of each router, too.
-_STATUS_S = 0.05
 _IDLE_S = 0.5  # how often an idle engine gives a sign of life to its other ranks
 
 
@@ -228,7 +225,7 @@ class ReplicaService:
 
     def _new_status(self) -> pb.Status:
         self._num_requests = self._worker.num_requests
-        self._status_due = time.monotonic() + _STATUS_S
+        self._status_due = time.monotonic() + STATUS_S
         status = self._worker.status()
         status.replica = self._replica
         status.draining = self.is_draining

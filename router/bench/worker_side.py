@@ -15,7 +15,7 @@ from grpc import aio
 from cluster.process.ordered_process import obey
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.frames import FrameHub, WorkerServicer
+from cluster.wire.frames import STATUS_S, FrameHub, WorkerServicer
 from cluster.wire.rank_host import RankHost
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
@@ -23,7 +23,6 @@ from cluster.words.process_name import ProcessName
 ROUTER = "router-0"
 NUM_BLOCKS = 1 << 20
 _FIRST, _NUM_IDS = 65, 26  # the ids that it says, one after the other
-_STATUS_S = 0.05  # as cluster.worker.replica_service
 
 
 class PacedWorker(rpc.DecodeWorkerServicer):
@@ -64,7 +63,7 @@ class PacedWorker(rpc.DecodeWorkerServicer):
     def _status(self, now: float) -> pb.Status | None:
         """Nothing where it has been told lately, as a replica does."""
         running = len(self._left)
-        if running == self._told.running and now < self._told_at + _STATUS_S:
+        if running == self._told.running and now < self._told_at + STATUS_S:
             return None
         told, self._told_at = pb.Status(), now
         told.CopyFrom(self._told)

@@ -31,8 +31,8 @@ class Outbox:
         self._bundles[-1].setdefault(choice, []).append(token)
         self._num_in_last += 1
         self.num_waiting += 1
-        if (waking := self._waking) and not waking.done():
-            waking.set_result(None)
+        if self._waking:
+            self._wake()
 
     def end(self, error: ClusterError | None = None) -> None:
         """No more come. The first word counts."""

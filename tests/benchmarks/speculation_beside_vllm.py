@@ -47,7 +47,7 @@ from tests.benchmarks.beside_vllm import export, vllm_environment
 
 _SIDE_S = 1800.0
 _BLOCK_SIZE = 16
-_NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'  #
+_NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 _VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams

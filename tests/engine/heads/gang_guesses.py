@@ -109,7 +109,7 @@ def guessed_after_an_arrival(
     _step(gang, tokens[:11], 0, [0, 1], number=1)
     gang.execute(None, Orders(copies=[(0, 4), (1, 5)]))
     gang.arrived([4, 5], 0, 11, b"")
-    assert not gang.knows([HeadRow(tokens[11], 11, [4, 5])])
+    assert not gang.runner.heads.knows([HeadRow(tokens[11], 11, [4, 5])])
     features = torch.randn(48, generator=torch.Generator().manual_seed(3))
     gang.arrived([4, 5], 0, 11, features.numpy().tobytes())
     gang.draft([HeadRow(tokens[11], 11, [4, 5])], _NUM_TOKENS, choose)

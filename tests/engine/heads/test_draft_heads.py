@@ -403,20 +403,20 @@ def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_
     assert runner.heads
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
     features, row = runner.heads.features.of([0, 1], 11), HeadRow(tokens[-1], 11, [4, 5])
-    assert len(features) == 48 * 4 and not runner.knows([row])
+    assert len(features) == 48 * 4 and not runner.heads.knows([row])
     runner.heads.features.arrived([4, 5], 0, 11, b"")
-    assert not runner.knows([row]) and runner.heads.features.of([4, 5], 11) == b""
+    assert not runner.heads.knows([row]) and runner.heads.features.of([4, 5], 11) == b""
     runner.heads.features.arrived([4, 5], 0, 11, features)
-    assert runner.knows([row]) and runner.heads.features.of([4, 5], 11) == features
+    assert runner.heads.knows([row]) and runner.heads.features.of([4, 5], 11) == features
     runner.heads.features.arrived([4, 5], 0, 11, b"")
     runner.heads.features.arrived([4, 5], 11, 11, features)
-    assert runner.knows([row]), "all of it was here, but for that"
+    assert runner.heads.knows([row]), "all of it was here, but for that"
     runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
-    assert not runner.knows([row]), "of another model"
+    assert not runner.heads.knows([row]), "of another model"
     runner.forward(Batch.of([Row(tokens[:-1], 0, [4, 5], num_logits=1)], block_size=8))
-    assert runner.knows([row])
+    assert runner.heads.knows([row])
     runner.heads.features.arrived([4, 5], 11, 11, b"")
-    assert not runner.knows([row]), "what is there is of whoever had the blocks before"
+    assert not runner.heads.knows([row]), "what is there is of whoever had the blocks before"
 
 
 def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:
