@@ -175,11 +175,11 @@ class GangRunner:
             self._grant(grant)
         for begin in orders.begins:
             if passage := self.sender.begin(begin.handoff, begin.blocks):
-                passage.layer_ready(0, 0, begin.num_tokens, num_layers=self.runner.layout.num_layers)
+                passage.all_layers_ready(0, begin.num_tokens)
         for ship in orders.ships:
             if passage := self.sender.find(ship.key):
                 passage.blocks = tuple(ship.blocks)
-                passage.layer_ready(0, ship.start, ship.end, num_layers=self.runner.layout.num_layers)
+                passage.all_layers_ready(ship.start, ship.end)
         for commit in orders.commits:
             if passage := self.sender.find(commit.key):
                 self._commit(passage, commit.num_tokens, commit.next_tokens)
@@ -189,8 +189,7 @@ class GangRunner:
 
     def _grant(self, grant: BeginOrder) -> None:
         if passage := self.sender.begin(grant.handoff, grant.blocks):
-            for layer in range(self.runner.layout.num_layers):  # so that no payload grows with the prompt and the model
-                passage.layer_ready(layer, 0, grant.num_tokens)
+            passage.all_layers_ready(0, grant.num_tokens)
             self._commit(passage, grant.num_tokens)
 
     def _commit(self, passage: Passage, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
