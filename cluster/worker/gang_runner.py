@@ -96,7 +96,7 @@ class GangRunner:
     def _follow(self, batch: Batch, orders: Orders) -> None:
         shipped = self._shipped(batch, orders)
         self._compute(batch, shipped)
-        for passage, _, end in shipped:
+        for passage, _, end in shipped or ():
             if end == passage.handoff.num_tokens:
                 passage.commit(end)
 
@@ -151,10 +151,15 @@ class GangRunner:
             heads.features.arrived(arrival.blocks, arrival.start, arrival.end, arrival.features)
 
     def _compute(
-        self, batch: Batch, shipped: list[tuple[Passage, int, int]], on_logits: Callable[[Tensor], None] | None = None
+        self,
+        batch: Batch,
+        shipped: list[tuple[Passage, int, int]] | None,
+        on_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
+        """How a step is computed, recorded or layer by layer, follows from its orders: as on the other ranks, with whom
+        this one adds up sums of as many rows, whatever has become of its own passages."""
         self.probe(Milestone.COMPUTING, "")
-        if not shipped:
+        if shipped is None:
             return self.runner.forward(batch, on_logits=on_logits)
 
         def on_layer(layer: int) -> None:
@@ -175,11 +180,11 @@ class GangRunner:
             self._grant(grant)
         for begin in orders.begins:
             if passage := self.sender.begin(begin.handoff, begin.blocks):
-                passage.layer_ready(0, 0, begin.num_tokens, num_layers=self.runner.layout.num_layers)
+                passage.all_layers_ready(0, begin.num_tokens)
         for ship in orders.ships:
             if passage := self.sender.find(ship.key):
                 passage.blocks = tuple(ship.blocks)
-                passage.layer_ready(0, ship.start, ship.end, num_layers=self.runner.layout.num_layers)
+                passage.all_layers_ready(ship.start, ship.end)
         for commit in orders.commits:
             if passage := self.sender.find(commit.key):
                 self._commit(passage, commit.num_tokens, commit.next_tokens)
@@ -189,8 +194,7 @@ class GangRunner:
 
     def _grant(self, grant: BeginOrder) -> None:
         if passage := self.sender.begin(grant.handoff, grant.blocks):
-            for layer in range(self.runner.layout.num_layers):  # so that no payload grows with the prompt and the model
-                passage.layer_ready(layer, 0, grant.num_tokens)
+            passage.all_layers_ready(0, grant.num_tokens)
             self._commit(passage, grant.num_tokens)
 
     def _commit(self, passage: Passage, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
@@ -199,10 +203,11 @@ class GangRunner:
         features = heads.features.of(passage.blocks, num_tokens) if heads else b""
         passage.commit(num_tokens, next_tokens, features=features)
 
-    def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[Passage, int, int]]:
-        """The rows of the batch that are shipped: passage, and the positions [start, end) that the row computes."""
+    def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[Passage, int, int]] | None:
+        """The rows of the batch that are shipped: passage, and the positions [start, end) that the row computes; those
+        of them that this rank has a part of, and that has not failed. None: no row is to be shipped."""
         if not any(orders.rows):
-            return []
+            return None
         ends = batch.context_lens.tolist()
         starts = (batch.context_lens - batch.query_lens).tolist()
         spans = zip(orders.rows, starts, ends, strict=True)

@@ -81,7 +81,7 @@ class ShippedPrompts:
         """Seconds of the transfer when everything has been computed before, and its bytes."""
         passage = self._sender.begin(num_tokens)
         begin = time.monotonic()
-        passage.layer_ready(0, 0, num_tokens, num_layers=self._runner.layout.num_layers)
+        passage.all_layers_ready(0, num_tokens)
         passage.commit(num_tokens, [1])
         shipment, landed_at = self._sender.finish(passage)
         return landed_at - begin, shipment.wire_bytes

@@ -31,7 +31,8 @@ _READY, _ID = "ready", "id"  # the receiving end's word in the store, and then t
 
 
 class NcclLink:
-    """A communicator of two ranks, each on a GPU of its own (NCCL allows no two ranks on one).
+    """A communicator of two ranks, each on a GPU of its own, or on two hosts as NCCL is told
+    (guide_nccl).
 
     One thread makes it, calls NCCL and ends it; so no call of NCCL's can hold up whoever uses the link, who waits for
     this thread, with a deadline. An operation comes behind what its thread has started on its current stream, and works
@@ -48,6 +49,7 @@ class NcclLink:
         self._nccl = nccl or loaded_nccl()
         self._todo: queue.SimpleQueue[tuple[Tensor, Mark] | None] = queue.SimpleQueue()
         self._num_started = 0  # belongs to the thread that uses the link
+        self._launching: Tensor | None = None  # what NCCL is given right now; belongs to the link's thread
         # Under this lock, and told by it:
         self._changed = threading.Condition()
         self._num_done = 0
@@ -148,8 +150,9 @@ class NcclLink:
             self._fail(LinkClosed(f"nccl: {error}"))
         finally:
             self._abort()
-            for _, done in under_way:
-                done.wait()  # until then the device may write to the payload
+            Mark(self.device).wait()  # until then the device may write to what is under way, or was being launched
+            under_way.clear()
+            self._launching = None
 
     def _make(self) -> None:
         """The sending end makes the id when the receiving one is there: nobody listens for a peer that never comes."""
@@ -211,11 +214,13 @@ class NcclLink:
         if communicator is None:
             raise LinkClosed("the link is closed")
         before.hold_up()
+        self._launching = payload
         if self._end.is_sender:
             self._nccl.send(communicator, payload.data_ptr(), payload.numel(), to=_RECEIVER, stream=stream)
         else:
             self._nccl.recv(communicator, payload.data_ptr(), payload.numel(), of=_SENDER, stream=stream)
         self._until(lambda: self._nccl.is_ready(communicator))
+        self._launching = None
         return payload, Mark(self.device)
 
     def _until(self, is_so: Callable[[], bool]) -> None:

@@ -191,20 +191,27 @@ class Passage:
         """It has landed or failed, and no block is being read any more. Stays so."""
         return all(outlet.is_over for outlet in self.outlets)
 
-    def layer_ready(self, layer: int, first_token: int, end_token: int, *, num_layers: int = 1) -> None:
-        """The KV of positions [first_token, end_token) is in the pool for layers [layer, layer + num_layers)."""
+    def all_layers_ready(self, first_token: int, end_token: int) -> None:
+        """The KV of positions [first_token, end_token) is in the pool, and has been: however many these are, no payload
+        is larger than of what is handed over as it is computed."""
+        for first in range(max(first_token, self.handoff.first_token), end_token, self._group_rows):
+            for layer in range(self._layout.num_layers):
+                self.layer_ready(layer, first, min(first + self._group_rows, end_token))
+
+    def layer_ready(self, layer: int, first_token: int, end_token: int) -> None:
+        """The KV of positions [first_token, end_token) is in the pool for this layer."""
         first_token = max(first_token, self.handoff.first_token)
         num_tokens = end_token - first_token
         if num_tokens <= 0:
             return
         group = self._group
         if group and (group.first_token, group.num_tokens, group.layers.stop) == (first_token, num_tokens, layer):
-            group = replace(group, num_layers=group.num_layers + num_layers)
+            group = replace(group, num_layers=group.num_layers + 1)
         else:
             self._flush()
             group = Segment(
                 first_layer=layer,
-                num_layers=num_layers,
+                num_layers=1,
                 first_token=first_token,
                 num_tokens=num_tokens,
                 first_head=0,

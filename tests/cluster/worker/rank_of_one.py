@@ -35,15 +35,20 @@ class FakePassage:
 
     is_idle = True
 
-    def __init__(self, handoff: Handoff, blocks: Sequence[int]) -> None:
+    def __init__(self, handoff: Handoff, blocks: Sequence[int], num_layers: int) -> None:
         self.handoff, self.blocks = handoff, tuple(blocks)
+        self._num_layers = num_layers
         self.spans: list[tuple[int, int, int]] = []  # layer, and positions [start, end)
         self.committed: tuple[int, list[int]] | None = None
         self.is_aborted = False
 
-    def layer_ready(self, layer: int, first_token: int, end_token: int, *, num_layers: int = 1) -> None:
+    def all_layers_ready(self, first_token: int, end_token: int) -> None:
+        for layer in range(self._num_layers):
+            self.layer_ready(layer, first_token, end_token)
+
+    def layer_ready(self, layer: int, first_token: int, end_token: int) -> None:
         if first_token < end_token:
-            self.spans += [(layer + i, first_token, end_token) for i in range(num_layers)]
+            self.spans.append((layer, first_token, end_token))
 
     def commit(self, num_tokens: int, next_tokens: Sequence[int] = (), *, features: bytes = b"") -> None:
         self.committed = num_tokens, list(next_tokens)
@@ -53,12 +58,13 @@ class FakePassage:
 
 
 class FakeSender:
-    def __init__(self) -> None:
+    def __init__(self, *, num_layers: int = 2) -> None:
+        self._num_layers = num_layers
         self.passages: dict[HandoffKey, FakePassage] = {}
         self.config = SimpleNamespace(probe=unobserved)
 
     def begin(self, handoff: Handoff, blocks: Sequence[int]) -> FakePassage:
-        return self.passages.setdefault(handoff.key, FakePassage(handoff, blocks))
+        return self.passages.setdefault(handoff.key, FakePassage(handoff, blocks, self._num_layers))
 
     def find(self, key: HandoffKey) -> FakePassage | None:
         return self.passages.get(key)

@@ -41,6 +41,7 @@ class FakeGangRank:
     def __init__(self, broadcasts: deque[bytes]) -> None:
         self.did: list[object] = []
         self.batches: list[Batch] = []
+        self.is_by_layer: list[bool] = []  # of each batch: it cannot be replayed
         self.parallel = self.pool = self
         self.layout = _LAYOUT
         self.num_blocks = 12
@@ -59,12 +60,11 @@ class FakeGangRank:
     def copy_block(self, source: int, target: int) -> None:
         self.did.append((source, target))
 
-    def forward(
-        self, batch: Batch, on_layer: Callable[[int], None] = lambda layer: None, on_logits: object = None
-    ) -> str:
+    def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None, on_logits: object = None) -> str:
         self.did.append(batch.token_ids.tolist())
         self.batches.append(batch)
-        for layer in range(_NUM_LAYERS):
+        self.is_by_layer.append(on_layer is not None)
+        for layer in range(_NUM_LAYERS) if on_layer else ():
             on_layer(layer)
         return "logits"
 
@@ -121,6 +121,20 @@ def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
         assert (ours.committed or (0,))[0] == (theirs.committed or (0,))[0] == (0 if ours.is_aborted else 6)
     assert senders[0].passages[prompt.key].spans == [(layer, 0, 6) for layer in range(_NUM_LAYERS)]
     assert [sender.passages[prompt.key].committed for sender in senders] == [(6, [16]), (6, [])]
+
+
+def test_a_rank_whose_passage_has_failed_computes_as_the_others_do() -> None:
+    """Links fail one by one. A recorded step is one of more rows than it was asked for: its sums would meet those of a
+    rank that has launched it layer by layer."""
+    broadcasts: deque[bytes] = deque()
+    (ours, leader), (theirs, follower) = (_follower(broadcasts) for _ in range(2))
+    prompt = _handoff("prompt", 6)
+    leader.execute(_step([10, 11, 12, 13, 14, 15]), Orders(begins=[BeginOrder(prompt, [3, 4], 0)], rows=[prompt.key]))
+    leader.execute(_step([10, 11]), Orders())
+    leader.execute(None, Orders(stop=True))
+    follower.sender.begin = lambda handoff, blocks: None  # type: ignore[method-assign]
+    follower.follow()
+    assert ours.is_by_layer == theirs.is_by_layer == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ class SendingRank:
             self.pool[slot] = (content_of(prefix), position)
 
     def grant(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
-        """What kvtransfer.movers.grants.carry_out does."""
+        """What cluster.worker.gang_runner does with such an order."""
         self.begin(Job(handoff, blocks))
         if passage := self.passages.get((handoff.id, handoff.epoch)):
             for layer in range(NUM_LAYERS):
