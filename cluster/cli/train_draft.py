@@ -153,6 +153,7 @@ class _Lines:
 
     def begin(self, what: str, total: int, done: int) -> None:
         self._what, self._total, self._done = what, max(1, total), done
+        self.say(f"{what} {done} of {total}")  # the first tenth may take minutes
 
     def advance(self, count: int, note: str = "") -> None:
         before, self._done = self._done, min(self._total, self._done + count)

@@ -90,7 +90,14 @@ def _explain(error: Any) -> str:
         return f"{path}: a section of keys is expected, such as {path}.{_keys(error['loc'])[0]}{got}"
     message = error["msg"].removeprefix("Value error, ")
     where = f"{path}: " if path else ""  # what is about several sections names them itself
-    return f"{where}{message[0].lower()}{message[1:]}{got}"
+    meant = _word_meant(error) if error["type"] == "literal_error" else ""
+    return f"{where}{message[0].lower()}{message[1:]}{got}{meant}"
+
+
+def _word_meant(error: Any) -> str:
+    words = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+    close = difflib.get_close_matches(str(error["input"]), words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _did_you_mean(path: tuple[str | int, ...]) -> str:

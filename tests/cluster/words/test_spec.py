@@ -145,6 +145,15 @@ def test_a_section_that_is_none_or_elsewhere_is_told_how_to_be_written(tree: dic
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("method", "said"), [("eagle3", "(got 'eagle3'); did you mean eagle?"), ("luck", "(got 'luck')")]
+)
+def test_a_word_that_is_nearly_known(method: str, said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"speculation": {"method": method}})
+    assert str(refused.value).endswith(said)
+
+
 def test_what_a_section_lacks_is_said_without_the_section() -> None:
     with pytest.raises(SpecError, match=r"^spec: speculation: model: eagle drafts by heads; [^(]*$"):
         parse_spec({"speculation": {"method": "eagle", "max_tokens": 4}})

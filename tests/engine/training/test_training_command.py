@@ -39,6 +39,7 @@ def test_a_file_to_heads(model_dir: Path, tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr()
     assert f"wrote {output}: 0.1 MB, " in said.out
     assert "untrained: 1." in said.err and "pass 1: 1." in said.err
+    assert said.err.startswith("answers 0 of "), "before the first tenth is done"
     assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors", "training"}
     assert _train(model_dir, data, output) == 0, "it is done"
     assert _train(model_dir, data, output, "--seed", "1") == 2
