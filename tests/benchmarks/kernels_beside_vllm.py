@@ -14,7 +14,7 @@ import importlib.util
 import sys
 from enum import IntEnum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -195,11 +195,17 @@ class _MadeUp:
     def create_module(self, spec: Any) -> ModuleType:
         module = ModuleType(spec.name)
         module.__path__ = []
-        module.__getattr__ = lambda name: SimpleNamespace() if name.startswith("__") else MagicMock()  # type: ignore[method-assign]
+        module.__getattr__ = _whatever  # type: ignore[method-assign]
         vars(module).update(self._known.get(spec.name, {}))
         return module
 
     def exec_module(self, module: ModuleType) -> None: ...
+
+
+def _whatever(name: str) -> Any:
+    if name.startswith("__"):  # what Python itself looks for
+        raise AttributeError(name)
+    return MagicMock()
 
 
 def _ints(*shape: int) -> Tensor:
