@@ -118,9 +118,7 @@ def test_blocks_do_not_go_from_a_pool_with_gpus_to_one_without(link: str) -> Non
 
 
 def test_a_rank_uses_one_gpu() -> None:
-    with pytest.raises(
-        SpecError, match=r"decode\.resources\.gpus: a rank uses one; .* set tensor_parallel"
-    ):
+    with pytest.raises(SpecError, match=r"decode\.resources\.gpus: a rank uses one; .* set tensor_parallel"):
         parse_spec({"decode": {"resources": {"gpus": 2}}})
 
 
