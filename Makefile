@@ -35,6 +35,7 @@ test-repeat: $(VENV)/installed-for-tests
 test-slow: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
 
+# CHECK: its options, and words of parts' names: make gpu-check CHECK="--minutes 5 links"
 # With `make gpu-check VENV= BIN=/usr/bin`, by a Python that is there: it needs torch, triton, numpy, grpcio, pytest and
 # hypothesis.
 gpu-check: $(if $(VENV),$(VENV)/installed-for-tests)

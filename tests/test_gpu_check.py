@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,10 @@ import pytest
 from tests.gpu_check import check
 from tests.gpu_check.kernels import least_ratio
 from tests.gpu_check.parts import Part, parts
+from tests.gpu_check.report import Report
 from tests.gpu_check.rows import Row
+from tests.gpu_check.running import Running
+from tests.gpu_check.versions import no_device
 
 _ROOT = Path(__file__).parents[1]
 
@@ -67,7 +73,7 @@ def _program(tmp_path: Path, text: str, **more: Any) -> list[Row]:
 
 
 def _run(tmp_path: Path, part: Part) -> list[Row]:
-    return list(check.run(part, tmp_path / "00", time_left_s=60.0))
+    return list(check.run(part, tmp_path / "00", time_left_s=60.0, running=Running()))
 
 
 def test_what_a_part_said_before_it_hung_is_kept(tmp_path: Path) -> None:
@@ -84,6 +90,99 @@ def test_a_part_that_breaks_has_failed_whatever_it_said(tmp_path: Path) -> None:
     assert [row.verdict for row in killed] == ["", "FAILED"]
 
 
+def _checked(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.gpu_check", *arguments]
+    return subprocess.run(
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["kernals"], "no part has 'kernals' in its name; they are: versions, kernels beside"),
+        (["--minutes", "-1"], "--minutes: must be above 0"),
+        (["--minutes", "inf"], "--minutes: must be above 0"),
+    ],
+)
+def test_what_is_asked_wrongly_is_not_taken_for_fine(tmp_path: Path, arguments: list[str], said: str) -> None:
+    done = _checked(*arguments, "-o", str(tmp_path / "none"))
+    assert done.returncode == 2 and said in done.stderr and not (tmp_path / "none").exists()
+
+
+def test_without_a_gpu_nothing_else_is_tried(tmp_path: Path) -> None:
+    done = _checked("-o", str(tmp_path), "host's", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and "NOT FINE on device none" in done.stdout, done.stdout + done.stderr
+    assert [part["part"] for part in json.loads((tmp_path / "report.json").read_text())] == ["versions"]
+
+
+def _torch(cuda: str | None, *, init: Exception | None = None, devices: int = 0) -> Any:
+    def begin() -> None:
+        if init:
+            raise init
+
+    of_cuda = SimpleNamespace(init=begin, device_count=lambda: devices)
+    return SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda=cuda), cuda=of_cuda)
+
+
+def test_why_there_is_no_device() -> None:
+    assert "was built without CUDA" in no_device(_torch(None))
+    old = RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update")
+    assert no_device(_torch("13.0", init=old)).endswith("CUDA 13.0, and says: " + str(old).partition(". ")[0])
+    assert "CUDA_VISIBLE_DEVICES" in no_device(_torch("13.0")) and not no_device(_torch("13.0", devices=1))
+
+
+def test_who_is_interrupted_leaves_no_program_and_keeps_what_is_known(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu_check", "--rehearse", "-o", str(tmp_path), "host's"]
+    with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        next(line for line in process.stdout if "torch" in line)  # the first part is under way
+        process.terminate()
+        assert "NOT FINE" in process.stdout.read() and process.wait(60) == 128 + signal.SIGTERM
+    machine, *_, last = json.loads((tmp_path / "report.json").read_text())
+    assert machine["rows"] and last["part"] == "interrupted"
+
+
+def test_a_part_is_ended_from_outside_and_none_begins_after(tmp_path: Path) -> None:
+    text = 'import os, time\nprint(\'{"name": "x", "value": %d}\' % os.getpid(), flush=True)\ntime.sleep(600)'
+    program, running = tmp_path / "program.py", Running()
+    program.write_text(text)
+    part = Part(name="a part", command=[sys.executable, str(program)], timeout_s=60.0)
+    rows = check.run(part, tmp_path / "00", time_left_s=60.0, running=running)
+    pid = next(rows).value
+    running.end()
+    assert [row.shown for row in rows] == ["exit status -9: "]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+    (row,) = check.run(part, tmp_path / "00", time_left_s=60.0, running=running)
+    assert row.has_failed
+
+
+def test_the_summary_says_what_was_not_looked_at(tmp_path: Path) -> None:
+    report = Report(tmp_path, left_out=["steps of a model"])
+    report.part(
+        "versions", [Row(name="device", value="H100"), Row(name="nixl", value="not installed", is_skipped=True)]
+    )
+    assert report.summary.splitlines() == [
+        "Right and quick enough on device H100: 0 failed, 0 thresholds missed, 0 met",
+        "skipped: versions: nixl: not installed",
+        "not asked for: steps of a model",
+    ]
+    report.part(
+        "kernels", [Row(name="copy", value=0.5, unit="of it", at_least=0.8), Row(name="y", value=1, at_least=1)]
+    )
+    assert "NOT FINE on device H100: 0 failed, 1 thresholds missed, 1 met" in (tmp_path / "report.md").read_text()
+    assert "- MISSED: kernels: copy: 0.5 of it ≥ 0.8" in (tmp_path / "report.md").read_text()
+
+
+def test_a_part_whose_tests_were_all_skipped_has_not_passed(tmp_path: Path) -> None:
+    tests = tmp_path / "test_it.py"
+    tests.write_text("import pytest\n@pytest.mark.skip\ndef test_it(): pass\n")
+    command = [sys.executable, "-m", "pytest", str(tests), "-p", "no:cacheprovider", "-c", "/dev/null"]
+    (row,) = _run(tmp_path, Part(name="tests", command=command, timeout_s=60.0, is_tests=True))
+    assert row.verdict == "skipped"
+
+
 def test_failed_tests_are_named(tmp_path: Path) -> None:
     tests = tmp_path / "test_it.py"
     tests.write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
@@ -96,7 +195,9 @@ def test_failed_tests_are_named(tmp_path: Path) -> None:
 def test_a_part_for_which_something_is_missing_is_skipped_and_one_without_time_has_failed(tmp_path: Path) -> None:
     (row,) = _run(tmp_path, Part(name="a part", command=["false"], timeout_s=1.0, hindrance="not installed: redis"))
     assert row.verdict == "skipped" and row.is_fine
-    (row,) = check.run(Part(name="a part", command=["false"], timeout_s=1.0), tmp_path / "00", time_left_s=0.0)
+    (row,) = check.run(
+        Part(name="a part", command=["false"], timeout_s=1.0), tmp_path / "00", time_left_s=0.0, running=Running()
+    )
     assert row.verdict == "FAILED"
 
 

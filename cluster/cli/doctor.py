@@ -32,8 +32,8 @@ def doctor(
 ) -> int:
     """Look at every host for what a deployment would fail on, and say how to mend each.
 
-    Ports, versions, clocks, memory, disks, limits, Redis, certificates, the network, GPUs, NCCL and RDMA. Nothing is
-    changed. Exit code 1: there is a problem.
+    Room for all replicas, ports, versions, clocks, memory, disks, limits, Redis, certificates, the network, GPUs, their
+    driver, NCCL, NIXL and RDMA. Nothing is changed. Exit code 1: there is a problem.
     """
     from cluster.doctor.finding import Severity
     from cluster.words.spec_file import load_spec, parse_spec

@@ -175,6 +175,7 @@ def _name(c: Candidate) -> str:
 
 
 def _memory(source: str) -> dict[str, Any]:
+    from cluster.host.preflight import check_ranks
     from cluster.model import config as model_config
     from cluster.model import source as model_source
     from cluster.model.draft_heads import load_heads
@@ -186,6 +187,7 @@ def _memory(source: str) -> dict[str, Any]:
 
     spec = load_spec(source)
     config = model_config.load(model_source.resolve(spec.model.source))
+    check_ranks(spec, config)
     drafts = heads_source(spec)
     heads = load_heads(drafts.heads, drafts.directory, config) if drafts and drafts.heads else None
     pools = {}

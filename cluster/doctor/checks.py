@@ -168,6 +168,13 @@ def _devices(spec: Spec, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         fix = "install NVIDIA's driver there, and start containers with --gpus all"
         yield _problem("gpus", None, "the spec wants GPUs, and no host has one that its driver knows", fix)
     having = [host for host in hosts if host.devices]
+    for host in having if wants else ():
+        if host.torch_cuda is None:
+            found = f"torch {host.packages.get('torch', '')} was built without CUDA"
+            yield _problem("gpus", host, found, "install PyPI's torch for Linux on x86_64, which brings CUDA and NCCL")
+        elif host.torch_cuda and 0 < host.driver_cuda < int(host.torch_cuda.partition(".")[0]):
+            found = f"torch was built for CUDA {host.torch_cuda}, and driver {host.driver} knows {host.driver_cuda}.x"
+            yield _problem("gpus", host, found, "install a newer driver, or a torch for that CUDA")
     for what, values in (("driver", [h.driver for h in having]), ("NCCL", [h.nccl for h in having])):
         usual = Counter(values).most_common(1)[0][0] if values else ""
         for host, value in zip(having, values, strict=True):
@@ -179,6 +186,14 @@ def _devices(spec: Spec, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
             if "ACTIVE" not in state:
                 found = f"RDMA port {port} is {state.partition(': ')[2] or state}: NCCL goes over slower ones"
                 yield _warning("rdma", host, found, f"see its cable and switch (`ibstat {port.partition('/')[0]}`)")
+
+
+def _links(spec: Spec, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    if spec.kv.host_link == "nixl":
+        for host in hosts:
+            if not host.has_nixl:
+                found = "kv.host_link is nixl, and that is not installed"
+                yield _problem("links", host, found, "pip install nixl on every node that may have a replica")
 
 
 def _machines(spec: Spec, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -200,6 +215,7 @@ RULES: tuple[Rule, ...] = (
     _certificates,
     _network,
     _devices,
+    _links,
     _machines,
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from cluster.control.placement import Node, router_nodes
 from cluster.doctor.checks import disk_paths, findings_of
 from cluster.doctor.finding import Finding, Severity
 from cluster.doctor.host_facts import HostFacts, HostQuestion, look
+from cluster.host.preflight import check_nodes, this_node
+from cluster.words.errors import DeployError
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 
@@ -22,7 +24,7 @@ _RAY_PORT = 6379  # anything listens there, or refuses: both say that the host i
 def examine_here(spec: Spec, *, is_deployed: bool = False) -> tuple[list[HostFacts], list[Finding]]:
     """This machine, as one on which all of a deployment runs. is_deployed: its doors are open."""
     host = look(_question(spec, spec.router.host or _LOOPBACK, has_router=True, is_deployed=is_deployed))
-    return [host], findings_of(spec, [host])
+    return [host], [*_without_a_place(spec, [this_node()], is_deployed), *findings_of(spec, [host])]
 
 
 def examine_nodes(
@@ -45,7 +47,7 @@ def examine_nodes(
             hosts.append(ray.get(reference, timeout=0))
         except Exception as error:  # whatever it is, it is what is wrong with that host
             silent.append(_silent(ip, error))
-    return hosts, [*silent, *findings_of(spec, hosts)]
+    return hosts, [*silent, *_without_a_place(spec, nodes, is_deployed), *findings_of(spec, hosts)]
 
 
 def _question(spec: Spec, ip: str, *, has_router: bool, is_deployed: bool) -> HostQuestion:
@@ -72,6 +74,16 @@ def _model_files(spec: Spec) -> tuple[str, ...]:
         return ()
     place = Path(source).expanduser()
     return (str(place) if place.suffix == ".gguf" else str(place / "config.json"),)
+
+
+def _without_a_place(spec: Spec, nodes: Sequence[Node], is_deployed: bool) -> Iterator[Finding]:
+    """What `cluster deploy` would refuse first."""
+    try:
+        if not is_deployed:
+            check_nodes(spec, nodes)
+    except DeployError as error:
+        fix = "fewer replicas, smaller `resources` or another `tensor_parallel`; or hosts that have as much"
+        yield Finding(check="places", host="", severity=Severity.PROBLEM, found=str(error), fix=fix)
 
 
 def _silent(ip: str, error: Exception) -> Finding:

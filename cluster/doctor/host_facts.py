@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from cluster.model.source import cache_root
@@ -92,7 +94,10 @@ class HostFacts:
     unreachable: tuple[str, ...] = ()  # peers
     devices: tuple[DeviceFacts, ...] = ()
     driver: str = ""  # of the GPUs
+    driver_cuda: int = 0  # the newest major version of CUDA that the driver knows; 0: it does not tell
+    torch_cuda: str | None = ""  # what torch was built for; None: for none, "": it does not tell
     nccl: str = ""
+    has_nixl: bool = False
     rdma_ports: Mapping[str, str] = field(default_factory=dict)  # state by device and port, as the kernel names them
 
 
@@ -100,7 +105,7 @@ def look(question: HostQuestion) -> HostFacts:
     """On the host that runs this. What cannot be found out is left empty; nothing is changed."""
     begin = time.monotonic()
     redis_problem, redis_ms, redis_policy = _redis(question.redis)
-    devices, driver, nccl = _gpus()
+    devices, driver, driver_cuda = _gpus()
     return HostFacts(
         ip=question.ip,
         name=socket.gethostname(),
@@ -124,7 +129,10 @@ def look(question: HostQuestion) -> HostFacts:
         unreachable=tuple(peer for peer in question.peers if question.peer_port and not _answers(peer, question)),
         devices=devices,
         driver=driver,
-        nccl=nccl,
+        driver_cuda=driver_cuda,
+        torch_cuda=_torch_cuda(),
+        has_nixl=find_spec("nixl") is not None,
+        nccl=next(iter(_versions(_NCCL).values()), ""),
         rdma_ports=_rdma_ports(_INFINIBAND),
         time_s=time.time(),
         took_s=time.monotonic() - begin,
@@ -254,14 +262,14 @@ def _answers(peer: str, question: HostQuestion) -> bool:
         return False
 
 
-def _gpus() -> tuple[tuple[DeviceFacts, ...], str, str]:
-    """By NVIDIA's management library, which the driver brings; and the version of NCCL that torch loads."""
+def _gpus() -> tuple[tuple[DeviceFacts, ...], str, int]:
+    """By NVIDIA's management library, which the driver brings: they, its version, and CUDA's."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return (), "", ""
+        return (), "", 0
     if nvml.nvmlInit_v2():
-        return (), "it does not start", ""
+        return (), "it does not start", 0
     count, text, devices = ctypes.c_uint(), ctypes.create_string_buffer(96), []
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     for number in range(count.value):
@@ -272,8 +280,21 @@ def _gpus() -> tuple[tuple[DeviceFacts, ...], str, str]:
         devices.append(DeviceFacts(name=text.value.decode(errors="replace"), memory_bytes=memory[0]))
     nvml.nvmlSystemGetDriverVersion(text, 96)
     driver = text.value.decode(errors="replace")
+    cuda = ctypes.c_int()  # 13020 is 13.2
+    nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
     nvml.nvmlShutdown()
-    return tuple(devices), driver, next(iter(_versions(_NCCL).values()), "")
+    return tuple(devices), driver, cuda.value // 1000
+
+
+def _torch_cuda() -> str | None:
+    """What torch says in its own file, for to import it takes seconds."""
+    torch = find_spec("torch")
+    try:
+        text = Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
+    except OSError:
+        return ""
+    said = re.search(r"^cuda\b[^=\n]*= *(?:'([^']*)'|None)", text, re.MULTILINE)
+    return said[1] if said else ""
 
 
 def _rdma_ports(root: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 from cluster.control.placement import Node, ResourceDemand, check_fit
@@ -17,6 +18,9 @@ from cluster.words.errors import DeployError, SpecError
 from cluster.words.network import check_link, is_loopback, is_private
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, SecuritySpec, Spec
+
+if TYPE_CHECKING:
+    from cluster.model.shape import ModelConfig
 
 _REDIS_S = 3.0
 _POLL_S = 0.2
@@ -61,6 +65,11 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
             heads = load_heads(drafts.heads, drafts.directory, config)
             for role in Role:
                 heads.check_tensor_parallel(spec.pool(role).tensor_parallel)
+    check_ranks(spec, config)
+
+
+def check_ranks(spec: Spec, config: ModelConfig) -> None:
+    """The model can be shared out among the ranks of a replica, of both pools."""
     for role in Role:
         try:
             config.check_tensor_parallel(spec.pool(role).tensor_parallel)

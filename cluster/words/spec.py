@@ -129,9 +129,17 @@ class Resources(_Section):
     cpus: Annotated[float, Field(gt=0, json_schema_extra={"unit": "cores"})] = 0.25
     """From 1 on also the number of the rank's compute threads; below 1 it has one."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """0: the rank computes on the CPU."""
+    """Of each rank: 1; or a part of one that several ranks share (then set `kv_memory_gib`); 0: it computes on the CPU.
+    Both pools have GPUs, or neither: no link carries blocks from one kind to the other."""
     custom: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Ray's custom resources."""
+
+    @field_validator("gpus")
+    @classmethod
+    def _a_rank_is_on_one_gpu(cls, value: float) -> float:
+        if value > 1:
+            raise ValueError("a rank uses one; for several GPUs a replica, set tensor_parallel")
+        return value
 
 
 class PoolSpec(_Section):
@@ -506,6 +514,16 @@ class Spec(_Section):
             self.kv.host_link != "tcp" or self.prefill.resources.gpus or self.decode.resources.gpus
         ):
             raise ValueError("kv.encrypt: only the tcp link can, which carries blocks between pools without GPUs")
+        return self
+
+    @model_validator(mode="after")
+    def _some_link_carries_blocks(self) -> Spec:
+        with_gpus = {bool(pool.resources.gpus) for pool in (self.prefill, self.decode) if pool.replicas}
+        if len(with_gpus) > 1:
+            raise ValueError(
+                "prefill.resources.gpus and decode.resources.gpus: no link carries blocks between a pool with GPUs and "
+                "one without; give both GPUs, or neither"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.runner import ModelRunner
 from engine.tools.bench_kernels import copy_rate, device_seconds
+from engine.tools.gpu_command import asked_shapes
 from engine.tools.random_models import SHAPES, random_runner
 
 _BATCHES = (1, 8, 64)  # rows
@@ -94,4 +94,4 @@ def _idle_parameters(config: ModelConfig, num_rows: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(bench_gpu_steps(sys.argv[1:] or list(SHAPES)), indent=1))
+    print(json.dumps(bench_gpu_steps(asked_shapes(__doc__, list(SHAPES))), indent=1))

@@ -35,6 +35,7 @@ from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
 from engine.tools.bench_few_tokens import Case, few_tokens
 from engine.tools.bench_products import bench_products
+from engine.tools.gpu_command import asked_shapes
 
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
 
@@ -314,4 +315,5 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
 GROUPS: Sequence[Group] = (copies, elementwise, attention, latent, experts, few_tokens)
 
 if __name__ == "__main__":
+    asked_shapes(__doc__)
     print(json.dumps(bench_kernels()))

@@ -10,7 +10,6 @@ python -m engine.tools.bench_loop llama-8b
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +27,8 @@ from engine.runner import ModelRunner
 from engine.sampler import choose_by_kernel, choose_by_torch, sample
 from engine.sampling import SamplingRow
 from engine.sequence import Sequence
-from engine.tools.random_models import random_runner
+from engine.tools.gpu_command import asked_shapes
+from engine.tools.random_models import SHAPES, random_runner
 
 _SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -141,10 +141,11 @@ def _device_us(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    (shape,) = asked_shapes(__doc__, list(SHAPES), is_one=True)
     for row in bench_sampler(torch.device("cuda")):
         print(json.dumps(row), flush=True)
     with torch.inference_mode():
-        runner = random_runner(sys.argv[1], num_blocks=num_blocks_of_steps(), recorded_rows=64)
+        runner = random_runner(shape, num_blocks=num_blocks_of_steps(), recorded_rows=64)
         for row in bench_steps(runner):
             print(json.dumps(row), flush=True)
 

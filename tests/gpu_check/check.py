@@ -3,21 +3,23 @@ thing. It needs neither Ray nor Redis; what needs Redis is skipped where that is
 
     python -m tests.gpu_check [-o DIRECTORY] [--minutes 9] [--rehearse] [WORDS OF A PART'S NAME …]
 
-Each part is a program with its own timeout. Tests run side by side; then what is timed, or takes the whole device, one
-after the other. What is known is written at once: DIRECTORY has a log of each part, and report.md and report.json after
-each. Exit status: 0 when nothing failed and no threshold was missed.
+What there is on the machine comes first: where torch finds no GPU, nothing else is tried. Each part is a program with
+its own timeout. Tests run side by side; then what is timed, or takes the whole device, one after the other. What is
+known is written at once: DIRECTORY has a log of each part, and report.md and report.json after each. An interruption
+ends what runs, and keeps what is known. Exit status: 0 when nothing failed and no threshold was missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from xml.etree import ElementTree
@@ -25,42 +27,90 @@ from xml.etree import ElementTree
 from tests.gpu_check.parts import Part, parts
 from tests.gpu_check.report import Report
 from tests.gpu_check.rows import Row, heard
+from tests.gpu_check.running import Running
 
 _ROOT = Path(__file__).parents[2]
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__)
-    parser.add_argument("-o", dest="directory", type=Path, default=Path("gpu-check"), metavar="DIRECTORY")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
-    parser.add_argument("--rehearse", action="store_true", help="without a GPU: only the check itself is tested")
-    parser.add_argument("parts", nargs="*", help="only those with one of these words in their names")
-    options = parser.parse_args()
-    options.directory.mkdir(parents=True, exist_ok=True)
-    report, deadline = Report(options.directory), time.monotonic() + 60 * options.minutes
-    chosen = [
-        (part, options.directory / f"{number:02}")
-        for number, part in enumerate(parts(rehearses=options.rehearse))
-        if not options.parts or any(word in part.name for word in options.parts)
+    options = _options()
+    machine, *others = [
+        (part, options.directory / f"{number:02}") for number, part in enumerate(parts(rehearses=options.rehearse))
     ]
-    tests = [(part, place) for part, place in chosen if part.is_tests and not part.is_alone]
-    if tests:
-        print(f"side by side, for minutes: {', '.join(part.name for part, _ in tests)}", flush=True)
-    with ThreadPoolExecutor(len(tests) or 1) as pool:  # nothing is timed there
-        together = {pool.submit(_all_of, part, place, deadline): part for part, place in tests}
-        for done in as_completed(together):
-            report.part(together[done].name, done.result())
-    for part, place in chosen:
-        if part.is_alone or not part.is_tests:
-            report.part(part.name, run(part, place, time_left_s=deadline - time.monotonic()))
+    chosen = [(part, place) for part, place in others if _is_asked_for(part, options.parts)]
+    options.directory.mkdir(parents=True, exist_ok=True)
+    left_out = [part.name for part, _ in others if not _is_asked_for(part, options.parts)]
+    report, running = Report(options.directory, left_out=left_out), Running()
+    deadline = time.monotonic() + 60 * options.minutes
+    for number in _ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        report.part(machine[0].name, run(*machine, time_left_s=deadline - time.monotonic(), running=running))
+        if report.is_fine:
+            _run_all(chosen, report, deadline, running)
+    except SystemExit:
+        report.part("interrupted", [Row(name="what is not above", value="not looked at", has_failed=True)])
+        raise
+    finally:
+        running.end()
+        print(f"\n{report.summary}\nlogs, report.md and report.json are in {options.directory}", flush=True)
     sys.exit(0 if report.is_fine else 1)
 
 
-def _all_of(part: Part, place: Path, deadline: float) -> list[Row]:
-    return list(run(part, place, time_left_s=deadline - time.monotonic()))
+def _options() -> argparse.Namespace:
+    names = [part.name for part in parts(rehearses=False)]
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="parts:\n" + "\n".join(f"  {name}" for name in names),
+    )
+    parser.add_argument("-o", dest="directory", type=Path, default=Path("gpu-check"), metavar="DIRECTORY")
+    parser.add_argument("--minutes", type=_minutes, default=9.0, help="for all parts together (default: 9)")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU: only the check itself is tested")
+    parser.add_argument("parts", nargs="*", metavar="WORD", help="only parts with one of these words in their names")
+    options = parser.parse_args()
+    for word in options.parts:
+        if not any(word in name for name in names):
+            parser.error(f"no part has {word!r} in its name; they are: {', '.join(names)}")
+    return options
 
 
-def run(part: Part, place: Path, *, time_left_s: float) -> Iterator[Row]:
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not (0 < minutes and math.isfinite(minutes)):
+        raise argparse.ArgumentTypeError("must be above 0")
+    return minutes
+
+
+def _is_asked_for(part: Part, words: Sequence[str]) -> bool:
+    return not words or any(word in part.name for word in words)
+
+
+def _run_all(chosen: Sequence[tuple[Part, Path]], report: Report, deadline: float, running: Running) -> None:
+    tests = [(part, place) for part, place in chosen if part.is_tests and not part.is_alone]
+    if tests:
+        print(f"\nside by side, for minutes: {', '.join(part.name for part, _ in tests)}", flush=True)
+    with ThreadPoolExecutor(len(tests) or 1) as pool:  # nothing is timed there
+        together = {pool.submit(_all_of, part, place, deadline, running): part for part, place in tests}
+        try:
+            for done in as_completed(together):
+                report.part(together[done].name, done.result())
+        except SystemExit:
+            running.end()  # or the pool would wait for them
+            raise
+    for part, place in chosen:
+        if part.is_alone or not part.is_tests:
+            report.part(part.name, run(part, place, time_left_s=deadline - time.monotonic(), running=running))
+
+
+def _all_of(part: Part, place: Path, deadline: float, running: Running) -> list[Row]:
+    return list(run(part, place, time_left_s=deadline - time.monotonic(), running=running))
+
+
+def run(part: Part, place: Path, *, time_left_s: float, running: Running) -> Iterator[Row]:
     """What a part says, as it says it. place: without a suffix, where its log and its results go."""
     if part.hindrance:
         yield Row(name=part.name, value=part.hindrance, is_skipped=True)
@@ -85,6 +135,7 @@ def run(part: Part, place: Path, *, time_left_s: float) -> Iterator[Row]:
             errors="replace",
             start_new_session=True,
         ) as process,
+        running.group(process.pid),
     ):
 
         def end() -> None:
@@ -92,6 +143,7 @@ def run(part: Part, place: Path, *, time_left_s: float) -> Iterator[Row]:
             os.killpg(process.pid, signal.SIGKILL)
 
         watch = threading.Timer(timeout_s, end)
+        watch.daemon = True  # whoever is interrupted does not wait for it
         watch.start()
         assert process.stdout
         for line in process.stdout:
@@ -127,4 +179,5 @@ def _tested(junit: Path) -> list[Row]:
     skipped = sum("skipped" in of for of in kinds)
     passed = len(cases) - len(failed) - skipped
     rows = [Row(name=name, value="see the log", has_failed=True) for name in failed]
-    return [Row(name="tests", value=f"{passed} passed, {len(failed)} failed, {skipped} skipped"), *rows]
+    said = f"{passed} passed, {len(failed)} failed, {skipped} skipped"
+    return [Row(name="tests", value=said, is_skipped=not passed and not failed), *rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,13 +12,33 @@ from tests.gpu_check.rows import Row
 
 
 class Report:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, left_out: Sequence[str] = ()) -> None:
+        """left_out: parts that were not asked for."""
         self._directory = directory
+        self._left_out = left_out
         self._parts: list[tuple[str, float, list[Row]]] = []  # name, seconds, rows
 
     @property
     def is_fine(self) -> bool:
         return all(row.is_fine for _, _, rows in self._parts for row in rows)
+
+    @property
+    def summary(self) -> str:
+        """What it comes to, for one who reads nothing else; and what nobody should take for looked at."""
+        rows = [(name, row) for name, _, rows in self._parts for row in rows]
+        counts = {verdict: sum(row.verdict == verdict for _, row in rows) for verdict in ("FAILED", "MISSED", "met")}
+        device = next((row.shown for _, row in rows if row.name == "device"), "unknown")
+        lines = [
+            f"{'Right and quick enough' if self.is_fine else 'NOT FINE'} on device {device}: "
+            f"{counts['FAILED']} failed, {counts['MISSED']} thresholds missed, {counts['met']} met"
+        ]
+        for verdict in ("FAILED", "MISSED", "skipped"):
+            lines += [
+                f"{verdict}: {name}: {row.name}: {row.shown} {row.unit} {row.threshold}".rstrip()
+                for name, row in rows
+                if row.verdict == verdict
+            ]
+        return "\n".join([*lines, *(f"not asked for: {name}" for name in self._left_out)])
 
     def part(self, name: str, rows: Iterable[Row]) -> None:
         """One more; each of its rows is told as it comes."""
@@ -35,7 +55,11 @@ class Report:
     def _write(self) -> None:
         parts = [{"part": name, "seconds": round(s, 1), "rows": [*map(asdict, rows)]} for name, s, rows in self._parts]
         (self._directory / "report.json").write_text(json.dumps(parts, indent=1))
-        (self._directory / "report.md").write_text("\n".join(map(_section, self._parts)))
+        (self._directory / "report.md").write_text("\n".join([self._head(), *map(_section, self._parts)]))
+
+    def _head(self) -> str:
+        verdict, *exceptions = self.summary.splitlines()
+        return f"# {verdict}\n\n" + "".join(f"- {line}\n" for line in exceptions)
 
 
 def _section(part: tuple[str, float, list[Row]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ def main() -> None:
             skip(package, "not installed")
     if "--rehearse" in sys.argv:
         skip("device", "none: a rehearsal")
-    elif not torch.cuda.is_available():
-        tell("device", "torch sees no CUDA device", has_failed=True)
+    elif why := no_device(torch):
+        tell("device", why, has_failed=True)
     else:
         properties = torch.cuda.get_device_properties(0)
         tell("device", properties.name)
@@ -32,6 +33,18 @@ def main() -> None:
         tell("processors", properties.multi_processor_count)
         tell("CUDA of torch", str(torch.version.cuda))
         tell("NCCL of torch", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def no_device(torch: Any) -> str:
+    """Why torch has no GPU to compute on, and what to do; empty: it has."""
+    if torch.version.cuda is None:
+        return f"none: torch {torch.__version__} was built without CUDA; install PyPI's for Linux on x86_64"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # no driver, or one that is older than torch's CUDA
+        said = " ".join(str(error).split()).partition(". ")[0]
+        return f"none: torch is built for CUDA {torch.version.cuda}, and says: {said}"
+    return "" if torch.cuda.device_count() else "none that torch sees: is CUDA_VISIBLE_DEVICES set?"
 
 
 if __name__ == "__main__":

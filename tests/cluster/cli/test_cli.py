@@ -46,8 +46,8 @@ def left_of(cluster: ClusterCommand) -> list[int]:
         ),
         (["deploy", "1P1D", "--model", "nowhere.gguf"], "nowhere.gguf"),
         (
-            ["deploy", "1P1D", "--set", "prefill.resources.gpus=64"],
-            "prefill: each replica needs 0.25 CPU, 64 GPU, on one node",
+            [*("deploy", "1P0D"), *("--set", "prefill.resources.gpus=1"), *("--set", "prefill.tensor_parallel=64")],
+            "prefill: each replica needs 16 CPU, 64 GPU, on one node",
         ),
         (["deploy", "1P1D", "--set", "decode.labels.pool=x"], "decode: no node has the labels pool=x"),
         (["deploy", "1P1D", "--grpc-port", "8000"], "router.http_port: 8000 is router.grpc_port, too"),

@@ -33,6 +33,8 @@ _WELL = HostFacts(
     certificates=(CertificateFacts(path="/tls.pem", until_s=_NOW_S + 90 * 86_400),),
     devices=(DeviceFacts(name="H100", memory_bytes=80 * _GIB),),
     driver="550.1",
+    driver_cuda=13,
+    torch_cuda="13.0",
     nccl="2.27.3",
     rdma_ports={"mlx5_0/1": "4: ACTIVE"},
 )
@@ -104,10 +106,37 @@ def test_a_fault_is_found_on_its_host_and_nothing_else_is(name: str) -> None:
     assert all(finding.found and finding.fix for finding in found)
 
 
+_WANTS_GPUS: dict[str, Any] = {role: {"resources": {"gpus": 1}} for role in ("prefill", "decode")}
+
+
 def test_gpus_that_no_host_has_are_missed() -> None:
-    wants = spec(decode={"resources": {"gpus": 1}})
+    wants = spec(**_WANTS_GPUS)
     bare = replace(_WELL, devices=(), driver="", nccl="", rdma_ports={})
     assert {finding.check for finding in findings_of(wants, [bare])} == {"gpus"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"torch_cuda": None}, "torch 2.13.0 was built without CUDA"),
+        ({"driver_cuda": 12}, "torch was built for CUDA 13.0, and driver 550.1 knows 12.x"),
+        ({"driver_cuda": 0}, None),
+        ({"torch_cuda": ""}, None),
+        ({"torch_cuda": "12.8"}, None),
+    ],
+    ids=str,
+)
+def test_a_torch_that_cannot_use_the_gpus(facts: dict[str, Any], said: str | None) -> None:
+    host = replace(_WELL, **facts)
+    assert [one.found for one in findings_of(spec(**_WANTS_GPUS), [host])] == ([said] if said else [])
+    assert not findings_of(spec(), [host])
+
+
+def test_a_link_whose_package_is_missing_is_told_where_it_is_wanted() -> None:
+    having = replace(_WELL, has_nixl=True)
+    wants = spec(kv={"host_link": "nixl"})
+    assert [(one.check, one.host) for one in findings_of(wants, [having, _OTHERS[0]])] == [("links", _OTHERS[0].ip)]
+    assert not findings_of(wants, [having]) and not findings_of(spec(), [having, _OTHERS[0]])
 
 
 def test_one_promise_of_the_same_bits_on_two_kinds_of_processors() -> None:

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.cli.app import run
+from cluster.doctor import host_facts
 from cluster.index.redis_server import RedisAddress, RedisServer
 from cluster.process.ports import free_ports
 from tests.router.doors.certificate_files import write_certificate
@@ -58,6 +60,11 @@ def _file_for_a_directory(host: Host) -> None:
     host.tree["prefill"] = {"kv_disk_gib": 1, "kv_disk_path": str(host.directory / "blocks")}
 
 
+def _want_nixl(host: Host) -> None:
+    host.monkeypatch.setattr(host_facts, "find_spec", lambda name: None)
+    host.tree["kv"] = {"host_link": "nixl"}
+
+
 _PLANTED: dict[str, tuple[str, Callable[[Host], object]]] = {
     "its HTTP port is taken": ("ports", lambda host: host.take_port("http_port")),
     "its gRPC port is taken": ("ports", lambda host: host.take_port("grpc_port")),
@@ -75,6 +82,8 @@ _PLANTED: dict[str, tuple[str, Callable[[Host], object]]] = {
     "the certificate has expired": ("certificates", lambda host: host.certify(days=-1)),
     "the certificate is of another key": ("certificates", lambda host: host.certify(days=90, of_another_key=True)),
     "the certificate ends in a week": ("certificates", lambda host: host.certify(days=7)),
+    "there is no room": ("places", lambda host: host.tree.update(decode={"resources": {"cpus": 100_000}})),
+    "nixl is not installed": ("links", _want_nixl),
     "the model is not there": ("files", lambda host: host.tree.update(model={"source": str(host.directory / "no")})),
     "there is no compiler": ("compiler", lambda host: host.monkeypatch.setenv("PATH", str(host.directory))),
     "calls go to a proxy": ("proxies", lambda host: host.monkeypatch.setenv("http_proxy", "http://10.9.9.9:3128")),
@@ -105,6 +114,19 @@ def test_a_process_that_may_open_few_files(host: Host) -> None:
     code = f"{limit}; from cluster.cli.app import run; raise SystemExit(run(['doctor', {host.write()!r}]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "open files: a process may open 1024" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("cuda: Optional[str] = None", None), ("cuda: str | None = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("", "")],
+)
+def test_what_torch_says_it_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str | None
+) -> None:
+    (tmp_path / "version.py").write_text(f"__all__ = ['cuda']\n{line}\nhip: Optional[str] = None\n")
+    torch = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(host_facts, "find_spec", lambda name: torch)
+    assert host_facts.look(host_facts.HostQuestion(ip="127.0.0.1")).torch_cuda == said
 
 
 def test_what_it_says(host: Host, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,9 @@ async def test_a_redis_takes_a_deployments_name_once(redis_url: str, monkeypatch
         await asyncio.to_thread(check_index, redis_url, name="green")
 
 
+_GPUS = {role: {"resources": {"gpus": 1}} for role in ("prefill", "decode")}
+
+
 def _node(ip: str, *, is_head: bool = True) -> Node:
     return Node(id=ip, name=ip, ip=ip, total={"node:__internal_head__": 1.0} if is_head else {})
 
@@ -132,16 +135,8 @@ def _node(ip: str, *, is_head: bool = True) -> Node:
         ({}, r"index: the embedded one would speak without TLS at 8\.8\.8\.8"),
         ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "gloo"}}, r"kv\.trust_network: gloo"),
         ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "links:Fast"}}, r"kv\.trust_network: links:Fast"),
-        ({"index": "rediss://:p@10.0.0.1", "decode": {"resources": {"gpus": 1}}}, r"kv\.trust_network: nccl"),
-        (
-            {
-                "index": "rediss://:p@10.0.0.1",
-                "kv": {"host_link": "nixl"},
-                "decode": {"resources": {"gpus": 1}},
-                "prefill": {"resources": {"gpus": 1}},
-            },
-            r"kv\.trust_network: nixl",
-        ),
+        ({"index": "rediss://:p@10.0.0.1", **_GPUS}, r"kv\.trust_network: nccl"),
+        ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "nixl"}, **_GPUS}, r"kv\.trust_network: nixl"),
         ({"index": "rediss://:p@10.0.0.1"}, None),
     ],
     ids=str,

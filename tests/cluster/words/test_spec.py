@@ -108,6 +108,20 @@ def test_names_that_clients_use(source: str, name: str) -> None:
     assert parse_spec({"model": {"source": source, "served_name": "ours"}}).model.name == "ours"
 
 
+@pytest.mark.parametrize("link", ["tcp", "gloo", "nixl"])
+def test_blocks_do_not_go_from_a_pool_with_gpus_to_one_without(link: str) -> None:
+    tree = {"kv": {"host_link": link}, "decode": {"resources": {"gpus": 1}}}
+    with pytest.raises(SpecError, match="no link carries blocks between a pool with GPUs and one without"):
+        parse_spec(tree)
+    for prefill in ({"replicas": 0}, {"resources": {"gpus": 0.5}}):
+        assert parse_spec(tree | {"prefill": prefill}).decode.resources.gpus == 1
+
+
+def test_a_rank_uses_one_gpu() -> None:
+    with pytest.raises(SpecError, match=r"decode\.resources\.gpus: a rank uses one; .* set tensor_parallel"):
+        parse_spec({"decode": {"resources": {"gpus": 2}}})
+
+
 @pytest.mark.parametrize(
     "more",
     [

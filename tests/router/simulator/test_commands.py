@@ -117,6 +117,15 @@ def test_memory_is_told_by_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert "by kv.pool_dtype" in capsys.readouterr().out
 
 
+def test_plan_memory_refuses_ranks_that_do_not_fit_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("decode: {tensor_parallel: 2}")
+    assert run(["plan", "--memory", "--spec", str(spec)]) == 2
+    assert "decode.tensor_parallel: 2 does not fit 9 query and 3 KV heads; choose one of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
