@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 from tests.gpu_check import check
 from tests.gpu_check.kernels import least_ratio
 from tests.gpu_check.parts import Part, parts
+from tests.gpu_check.report import Report
 from tests.gpu_check.rows import Row
+from tests.waiting import until
 
 _ROOT = Path(__file__).parents[1]
 
@@ -82,6 +86,93 @@ def test_a_part_that_breaks_has_failed_whatever_it_said(tmp_path: Path) -> None:
     assert broken.verdict == "FAILED" and "exit status 1: no device" in broken.shown
     killed = _program(tmp_path, 'import os\nprint(\'{"name": "x", "value": 1}\', flush=True)\nos.abort()')
     assert [row.verdict for row in killed] == ["", "FAILED"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"name": "copy", "value": null}',
+        '{"name": "copy", "value": "much", "at_least": 0.5}',
+        '{"name": "copy", "value": 1, "at_least": "much"}',
+        '{"name": 7, "value": 1}',
+        '{"name": "copy", "value": 1, "is_skipped": "no"}',
+        '{"name": "copy", "value": "\\ud800"}',
+        "[" * 100_000,
+        "\x00\x1b[31m\xff",
+    ],
+    ids=range(8),
+)
+def test_what_is_no_row_breaks_nothing(line: str, tmp_path: Path) -> None:
+    """What libraries print, or a part that is broken."""
+    good = '{"name": "x", "value": 1}'
+    report = Report(tmp_path)
+    report.part("a part", _program(tmp_path, f"print({line!r})\nprint({good!r})"))
+    assert report.is_fine
+    (part,) = json.loads((tmp_path / "report.json").read_text())
+    assert [row["name"] for row in part["rows"]] == ["x"]
+
+
+def test_a_part_that_says_nothing_has_found_nothing(tmp_path: Path) -> None:
+    (row,) = _program(tmp_path, "print('all is well' * 1000)")
+    assert row.verdict == "FAILED" and "all is well" in row.shown and len(row.shown) < 400
+
+
+def test_results_of_an_earlier_check_or_of_half_a_one_count_for_nothing(tmp_path: Path) -> None:
+    junit = tmp_path / "00.xml"
+    junit.write_text('<testsuite><testcase name="a"/></testsuite>')
+    (row,) = _program(tmp_path, "import os; os.abort()", is_tests=True)
+    assert row.verdict == "FAILED" and "exit status" in row.shown
+    half = f"import pathlib; pathlib.Path({str(junit)!r}).write_text('<testsuite><testcase')"
+    (row,) = _program(tmp_path, half, is_tests=True)
+    assert row.verdict == "FAILED" and "cannot be read" in row.shown
+
+
+def test_nobody_waits_for_what_a_part_has_left_behind(tmp_path: Path) -> None:
+    """With its output, and in a session of its own, where no signal to the part's reaches it."""
+    number = tmp_path / "number"
+    left = f"""import pathlib, subprocess, sys
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path({str(number)!r}).write_text(str(left.pid))
+print('{{"name": "x", "value": 1}}')"""
+    try:
+        rows = _program(tmp_path, left, timeout_s=2.0)
+    finally:
+        os.kill(int(number.read_text()), signal.SIGKILL)
+    assert [row.name for row in rows] == ["x"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("is_tests", [True, False])
+def test_an_interrupted_check_leaves_nothing_on_the_device(
+    is_tests: bool, number: signal.Signals, tmp_path: Path
+) -> None:
+    at = tmp_path / "number"
+    part = f"import os, pathlib, time; pathlib.Path({str(at)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    main = f"""import sys
+from tests.gpu_check import check
+from tests.gpu_check.parts import Part
+part = Part(name="a part", command=[sys.executable, "-c", {part!r}], timeout_s=600.0, is_tests={is_tests})
+check.parts = lambda rehearses: [part]
+sys.argv[1:] = ["-o", {str(tmp_path)!r}]
+check.main()"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", main], cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: at.exists() and at.read_text(), within_s=60)
+        process.send_signal(number)
+        assert process.wait(30) != 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(at.read_text()), 0)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_words_that_are_in_no_name_are_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu_check", "--rehearse", "-o", str(tmp_path), "kernals"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "kernals" in done.stderr
 
 
 def test_failed_tests_are_named(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ thing. It needs neither Ray nor Redis; what needs Redis is skipped where that is
 
 Each part is a program with its own timeout. Tests run side by side; then what is timed, or takes the whole device, one
 after the other. What is known is written at once: DIRECTORY has a log of each part, and report.md and report.json after
-each. Exit status: 0 when nothing failed and no threshold was missed.
+each. Exit status: 0 when nothing failed and no threshold was missed. Interrupted, it ends its parts first.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,6 +29,9 @@ from tests.gpu_check.report import Report
 from tests.gpu_check.rows import Row, heard
 
 _ROOT = Path(__file__).parents[2]
+_LOOK_S = 0.2
+_SHOWN = 300  # characters of a line that is no row
+_LEFT_S = 5.0  # for whatever a part that has ended has left behind, and who still has its output
 
 
 def main() -> None:
@@ -43,25 +48,42 @@ def main() -> None:
         for number, part in enumerate(parts(rehearses=options.rehearse))
         if not options.parts or any(word in part.name for word in options.parts)
     ]
-    tests = [(part, place) for part, place in chosen if part.is_tests and not part.is_alone]
-    if tests:
-        print(f"side by side, for minutes: {', '.join(part.name for part, _ in tests)}", flush=True)
-    with ThreadPoolExecutor(len(tests) or 1) as pool:  # nothing is timed there
-        together = {pool.submit(_all_of, part, place, deadline): part for part, place in tests}
-        for done in as_completed(together):
-            report.part(together[done].name, done.result())
-    for part, place in chosen:
-        if part.is_alone or not part.is_tests:
-            report.part(part.name, run(part, place, time_left_s=deadline - time.monotonic()))
+    if not chosen:
+        parser.error(f"no part has one of these words in its name: {' '.join(options.parts)}")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupted)
+    _run_all(chosen, report, deadline)
     sys.exit(0 if report.is_fine else 1)
 
 
-def _all_of(part: Part, place: Path, deadline: float) -> list[Row]:
-    return list(run(part, place, time_left_s=deadline - time.monotonic()))
+def _interrupted(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
-def run(part: Part, place: Path, *, time_left_s: float) -> Iterator[Row]:
-    """What a part says, as it says it. place: without a suffix, where its log and its results go."""
+def _run_all(chosen: list[tuple[Part, Path]], report: Report, deadline: float) -> None:
+    tests = [(part, place) for part, place in chosen if part.is_tests and not part.is_alone]
+    is_over = threading.Event()
+    if tests:
+        print(f"side by side, for minutes: {', '.join(part.name for part, _ in tests)}", flush=True)
+    with ThreadPoolExecutor(len(tests) or 1) as pool:  # nothing is timed there
+        together = {pool.submit(_all_of, part, place, deadline, is_over): part for part, place in tests}
+        try:
+            for done in as_completed(together):
+                report.part(together[done].name, done.result())
+        finally:
+            is_over.set()  # an interruption reaches this thread alone
+    for part, place in chosen:
+        if part.is_alone or not part.is_tests:
+            report.part(part.name, run(part, place, time_left_s=deadline - time.monotonic()))
+
+
+def _all_of(part: Part, place: Path, deadline: float, is_over: threading.Event) -> list[Row]:
+    return list(run(part, place, time_left_s=deadline - time.monotonic(), is_over=is_over))
+
+
+def run(part: Part, place: Path, *, time_left_s: float, is_over: threading.Event | None = None) -> Iterator[Row]:
+    """What a part says, as it says it. place: without a suffix, where its log and its results go. is_over: nobody wants
+    to know any more. Nothing of its process group is left when this ends, however that is."""
     if part.hindrance:
         yield Row(name=part.name, value=part.hindrance, is_skipped=True)
         return
@@ -70,54 +92,91 @@ def run(part: Part, place: Path, *, time_left_s: float) -> Iterator[Row]:
         yield Row(name=part.name, value="no time was left for it", has_failed=True)
         return
     junit = place.with_suffix(".xml")
-    is_late = threading.Event()
-    has_failed, last = False, ""
-    with (
-        place.with_suffix(".log").open("w") as log,
-        subprocess.Popen(
-            part.writing(junit),
-            cwd=_ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        ) as process,
-    ):
-
-        def end() -> None:
-            is_late.set()
+    junit.unlink(missing_ok=True)  # of an earlier check
+    has_spoken, has_failed, last, until = False, False, "", time.monotonic() + timeout_s
+    process = subprocess.Popen(
+        part.writing(junit),
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        with place.with_suffix(".log").open("w", encoding="utf-8") as log:
+            for line in _lines(process, until, is_over or threading.Event()):
+                log.write(line)
+                log.flush()
+                if row := heard(line):
+                    has_spoken, has_failed = True, has_failed or row.has_failed
+                    yield row
+                else:
+                    last = line.strip()[:_SHOWN] or last
+        is_late = not _has_ended(process)
+    finally:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-        watch = threading.Timer(timeout_s, end)
-        watch.start()
-        assert process.stdout
-        for line in process.stdout:
-            log.write(line)
-            log.flush()
-            if row := heard(line):
-                has_failed |= row.has_failed
-                yield row
-            else:
-                last = line.strip() or last
         status = process.wait()
-        watch.cancel()
     for row in _tested(junit):
-        has_failed |= row.has_failed
+        has_spoken, has_failed = True, has_failed or row.has_failed
         yield row
-    if is_late.is_set():
+    if is_late:
         yield Row(name=part.name, value=f"not over after {timeout_s:.0f} s", has_failed=True)
     elif status and not has_failed:
         yield Row(name=part.name, value=f"exit status {status}: {last}", has_failed=True)
+    elif not has_spoken:
+        yield Row(name=part.name, value=f"it has found nothing: {last}", has_failed=True)
+
+
+def _lines(process: subprocess.Popen[str], until: float, is_over: threading.Event) -> Iterator[str]:
+    """Of its output, until it has ended, or its time. Its end alone is not enough to go by, nor is that of its output:
+    what it has said may not be read yet, and a process that it has started may have a session of its own."""
+    said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(process, said), daemon=True).start()
+    ended_at = None
+    while time.monotonic() < until and not is_over.is_set():
+        try:
+            line = said.get(timeout=_LOOK_S)
+        except queue.Empty:
+            if _has_ended(process):
+                ended_at = ended_at or time.monotonic()
+                if time.monotonic() > ended_at + _LEFT_S:
+                    return
+            continue
+        if line is None:
+            while not (_has_ended(process) or is_over.is_set()) and time.monotonic() < until:
+                time.sleep(_LOOK_S / 10)
+            return
+        yield line
+
+
+def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[str | None]) -> None:
+    assert process.stdout
+    with process.stdout:
+        for line in process.stdout:
+            said.put(line)
+    said.put(None)
+
+
+def _has_ended(process: subprocess.Popen[str]) -> bool:
+    """It stays known to the system, so that nobody else gets its number before its group is ended."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _tested(junit: Path) -> list[Row]:
     """What pytest wrote, if it did."""
     if not junit.exists():
         return []
-    cases = list(ElementTree.parse(junit).iter("testcase"))
+    try:
+        cases = list(ElementTree.parse(junit).iter("testcase"))
+    except ElementTree.ParseError as error:
+        return [Row(name="tests", value=f"what pytest wrote cannot be read: {error}", has_failed=True)]
     kinds = [{child.tag for child in case} for case in cases]
     failed = [
         f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"

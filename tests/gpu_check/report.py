@@ -34,8 +34,8 @@ class Report:
 
     def _write(self) -> None:
         parts = [{"part": name, "seconds": round(s, 1), "rows": [*map(asdict, rows)]} for name, s, rows in self._parts]
-        (self._directory / "report.json").write_text(json.dumps(parts, indent=1))
-        (self._directory / "report.md").write_text("\n".join(map(_section, self._parts)))
+        (self._directory / "report.json").write_text(json.dumps(parts, indent=1), encoding="utf-8")
+        (self._directory / "report.md").write_text("\n".join(map(_section, self._parts)), encoding="utf-8")
 
 
 def _section(part: tuple[str, float, list[Row]]) -> str:
