@@ -55,6 +55,7 @@ class NcclLink:
         self._has_met = False
         self._has_ended = True  # the link's thread; it has not begun
         self._communicator: int | None = None  # to be aborted, by whoever takes it from here
+        self._given: Tensor | None = None  # to NCCL last; belongs to the link's thread
 
     def meet(self) -> None:
         self._check_open()
@@ -148,8 +149,9 @@ class NcclLink:
             self._fail(LinkClosed(f"nccl: {error}"))
         finally:
             self._abort()
-            for _, done in under_way:
-                done.wait()  # until then the device may write to the payload
+            # Until then the device may write to what is under way, and to what NCCL was given and has said nothing of.
+            Mark(self.device).wait()
+            self._given = None
 
     def _make(self) -> None:
         """The sending end makes the id when the receiving one is there: nobody listens for a peer that never comes."""
@@ -211,6 +213,7 @@ class NcclLink:
         if communicator is None:
             raise LinkClosed("the link is closed")
         before.hold_up()
+        self._given = payload
         if self._end.is_sender:
             self._nccl.send(communicator, payload.data_ptr(), payload.numel(), to=_RECEIVER, stream=stream)
         else:
