@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.gpu_check import check
+from tests.gpu_check import check, versions
 from tests.gpu_check.kernels import least_ratio
 from tests.gpu_check.parts import Part, parts
 from tests.gpu_check.report import Report
-from tests.gpu_check.rows import Row
+from tests.gpu_check.rows import Row, heard
 from tests.waiting import until
 
 _ROOT = Path(__file__).parents[1]
@@ -189,6 +191,21 @@ def test_a_part_for_which_something_is_missing_is_skipped_and_one_without_time_h
     assert row.verdict == "skipped" and row.is_fine
     (row,) = check.run(Part(name="a part", command=["false"], timeout_s=1.0), tmp_path / "00", time_left_s=0.0)
     assert row.verdict == "FAILED"
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(79, "met"), (40, "MISSED")])
+def test_a_device_that_somebody_else_uses_is_told(
+    free: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    properties = SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 28, 9)))
+    monkeypatch.setattr(sys, "argv", ["versions"])
+    versions.main()
+    rows = {row.name: row for line in capsys.readouterr().out.splitlines() if (row := heard(line))}
+    assert rows["memory that nobody has"].verdict == verdict
 
 
 @pytest.mark.parametrize(
