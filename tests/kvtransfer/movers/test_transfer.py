@@ -377,3 +377,35 @@ async def test_both_owners_close_a_link_that_meets_still(monkeypatch: pytest.Mon
         assert isinstance((await p.shipped()).error, LinkClosed)
         for link in made:
             assert await asyncio.to_thread(link.closed.wait, 10)
+
+
+@pytest.mark.timeout(30)
+async def test_a_link_whose_owner_has_gone_when_it_is_made_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one takes a while, as NCCL is loaded for the first: nobody could close it before."""
+    making: list[None] = []
+    may_go = threading.Event()
+    made: list[WaitingLink] = []
+
+    def make(end: LinkEnd) -> WaitingLink:
+        making.append(None)
+        may_go.wait()
+        made.append(WaitingLink(end))
+        return made[-1]
+
+    monkeypatch.setitem(LINKS, "waiting", make)
+    try:
+        async with _replica(1, link="waiting") as p:
+            async with _replica(1, link="waiting") as d:
+                _ship(p, _handoff(d))
+                while len(making) < 2:
+                    await asyncio.sleep(0)
+            assert isinstance((await p.shipped()).error, LinkClosed)
+            may_go.set()
+            while len(made) < 2:
+                await asyncio.sleep(0)
+            for link in made:
+                assert await asyncio.to_thread(link.closed.wait, 10) and not link.meets.is_set()
+    finally:
+        may_go.set()
+        for link in made:
+            link.close()
