@@ -409,3 +409,46 @@ async def test_a_link_whose_owner_has_gone_when_it_is_made_meets_nobody(monkeypa
         may_go.set()
         for link in made:
             link.close()
+
+
+class ToldLink:
+    """Nothing comes through; it notes how long somebody would wait for that. Implements Operation, too."""
+
+    backend = "told"
+    device = _CPU
+    num_buffers = 2
+
+    def __init__(self, end: LinkEnd) -> None:
+        self.end = end
+        self.waited_s: list[float] = []
+
+    def meet(self) -> None: ...
+
+    def send(self, payload: torch.Tensor) -> Operation:
+        return self
+
+    def recv(self, payload: torch.Tensor) -> Operation:
+        return self
+
+    def wait(self, *, timeout_s: float) -> None:
+        self.waited_s.append(timeout_s)
+        raise LinkClosed("nothing comes")
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.timeout(30)
+async def test_an_operation_is_waited_for_by_the_deadline_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends. Not for ever: a peer may be frozen while its host still answers."""
+    made: list[ToldLink] = []
+
+    def make(end: LinkEnd) -> ToldLink:
+        made.append(ToldLink(end))
+        return made[-1]
+
+    monkeypatch.setitem(LINKS, "told", make)
+    async with _replica(1, link="told") as p, _replica(1, link="told") as d:
+        while len({link.end.is_sender for link in made if link.waited_s}) < 2:
+            _ship(p, _handoff(d))  # again, where one end has failed before the other one began to wait
+            assert isinstance((await p.shipped()).error, TransferError)
+    assert all(waited_s <= 2 * link.end.timeout_s for link in made for waited_s in link.waited_s)
