@@ -122,7 +122,7 @@ class Engine(Generic[Logits]):
         behind: a step that is not completed yet, and `may_be_followed`."""
         self._connector.begin_step(self._admission.ahead())
         coming = expect(behind, self.decoding.running) if behind else []
-        step = self._schedule()
+        step = self._schedule(may_draft=behind is None)
         step.orders = self._connector.orders(step)
         step.orders.tiers += self._tier_orders()
         step.orders.copies += step.forks if step.drafts else []
@@ -238,7 +238,9 @@ class Engine(Generic[Logits]):
                 self._fail(prompt.sequence, result)
                 self.prompts.remove(prompt)
 
-    def _schedule(self) -> ScheduledStep:
+    def _schedule(self, *, may_draft: bool) -> ScheduledStep:
+        """may_draft: False for a step that is launched behind another one. It is still under way when somebody leaves
+        whose draft would have to be verified; and what its rows go on from is not known yet."""
         fetched = self.prompts.take_fetched()
         for prompt in fetched:
             prompt.sequence.release(self.blocks)
@@ -256,7 +258,7 @@ class Engine(Generic[Logits]):
         going_on = [(one, one.num_missing) for one in decoding if one not in over] if known else planned.rows.decoding
         whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]
         rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
-        drafts = self._drafts(going_on, prompts, whole) if self._drafting.is_on else {}
+        drafts = self._drafts(going_on, prompts, whole) if may_draft and self._drafting.is_on else {}
         return ScheduledStep(
             decoding=going_on,
             prompts=prompts,

@@ -73,7 +73,8 @@ class FakeStreams:
     def page_locked(self, size: int, dtype: torch.dtype) -> Tensor:
         with self._unseen():
             host = torch.empty(size, dtype=dtype)
-        self.lock_pages(host)
+        with self._lock:
+            self._memory_of(host).is_host = True
         return host
 
     def upload(self, host: Tensor) -> Tensor:
@@ -85,10 +86,14 @@ class FakeStreams:
 
     def lock_pages(self, memory: Tensor) -> None:
         with self._lock:
-            self._memory_of(memory).is_host = True
+            locked = self._memory_of(memory)
+            locked.is_host = locked.is_locked = True
 
     def unlock_pages(self, memory: Tensor) -> None:
-        pass
+        with self._lock:
+            unlocked = self._memory_of(memory)
+            self._check_over(unlocked, HOST, "unlocked")
+            unlocked.is_locked = False
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.is_contiguous() and source.is_contiguous()
@@ -199,12 +204,15 @@ class FakeStreams:
         with self._lock:
             if self._memory.get(address) is memory:
                 del self._memory[address]
-            if memory.is_host:
-                return  # torch's allocator of page-locked memory knows of copies under way
-            for other in memory.unordered(self.clock(memory.home)):
-                self.races.append(
-                    f"memory of {memory.home} is let go while {self._names[other]!r} on {other[0]} uses it"
-                )
+            if memory.is_locked:  # not by torch's allocator, which knows of copies under way
+                self._check_over(memory, HOST, "let go")
+            elif not memory.is_host:
+                self._check_over(memory, memory.home, "let go")
+
+    def _check_over(self, memory: _Memory, stream: str, what: str) -> None:
+        """All that was done with it comes before what this stream, or the host, does next."""
+        for other in memory.unordered(self.clock(stream), but=stream):
+            self.races.append(f"memory of {stream} is {what} while {self._names[other]!r} on {other[0]} uses it")
 
 
 class FakeEvent:
@@ -249,6 +257,7 @@ class _Memory:
         self.size = storage.nbytes()
         self.home = home  # the stream on which it was made
         self.is_host = False
+        self.is_locked = False  # by `lock_pages`
         self._written: dict[str, np.ndarray] = {}
         self._read: dict[str, np.ndarray] = {}
 
@@ -265,9 +274,9 @@ class _Memory:
         mine[stream][cells] = clock[stream]
         return found
 
-    def unordered(self, clock: Clock) -> set[tuple[str, int]]:
+    def unordered(self, clock: Clock, *, but: str) -> set[tuple[str, int]]:
         every = slice(None)
-        return {race for used in (self._written, self._read) for race in _not_before(used, every, clock, but=self.home)}
+        return {race for used in (self._written, self._read) for race in _not_before(used, every, clock, but=but)}
 
 
 def _not_before(used: dict[str, np.ndarray], cells: Any, clock: Clock, *, but: str) -> Iterator[tuple[str, int]]:

@@ -12,14 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.gpu_check import check
+from tests.gpu_check import check, versions
 from tests.gpu_check.kernels import least_ratio
 from tests.gpu_check.parts import Part, parts
 from tests.gpu_check.report import Report
-from tests.gpu_check.rows import Row
+from tests.gpu_check.rows import Row, heard
 from tests.gpu_check.running import Running
 from tests.gpu_check.versions import no_device
+from tests.waiting import until
 
 _ROOT = Path(__file__).parents[1]
 
@@ -183,6 +185,89 @@ def test_a_part_whose_tests_were_all_skipped_has_not_passed(tmp_path: Path) -> N
     assert row.verdict == "skipped"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"name": "copy", "value": null}',
+        '{"name": "copy", "value": "much", "at_least": 0.5}',
+        '{"name": "copy", "value": 1, "at_least": "much"}',
+        '{"name": 7, "value": 1}',
+        '{"name": "copy", "value": 1, "is_skipped": "no"}',
+        '{"name": "copy", "value": "\\ud800"}',
+        "[" * 100_000,
+        "\x00\x1b[31m\xff",
+    ],
+    ids=range(8),
+)
+def test_what_is_no_row_breaks_nothing(line: str, tmp_path: Path) -> None:
+    """What libraries print, or a part that is broken."""
+    good = '{"name": "x", "value": 1}'
+    report = Report(tmp_path)
+    report.part("a part", _program(tmp_path, f"print({line!r})\nprint({good!r})"))
+    assert report.is_fine
+    (part,) = json.loads((tmp_path / "report.json").read_text())
+    assert [row["name"] for row in part["rows"]] == ["x"]
+
+
+def test_a_part_that_says_nothing_has_found_nothing(tmp_path: Path) -> None:
+    (row,) = _program(tmp_path, "print('all is well' * 1000)")
+    assert row.verdict == "FAILED" and "all is well" in row.shown and len(row.shown) < 400
+
+
+def test_results_of_an_earlier_check_or_of_half_a_one_count_for_nothing(tmp_path: Path) -> None:
+    junit = tmp_path / "00.xml"
+    junit.write_text('<testsuite><testcase name="a"/></testsuite>')
+    (row,) = _program(tmp_path, "import os; os.abort()", is_tests=True)
+    assert row.verdict == "FAILED" and "exit status" in row.shown
+    half = f"import pathlib; pathlib.Path({str(junit)!r}).write_text('<testsuite><testcase')"
+    (row,) = _program(tmp_path, half, is_tests=True)
+    assert row.verdict == "FAILED" and "cannot be read" in row.shown
+
+
+def test_nobody_waits_for_what_a_part_has_left_behind(tmp_path: Path) -> None:
+    """With its output, and in a session of its own, where no signal to the part's reaches it."""
+    number = tmp_path / "number"
+    left = f"""import pathlib, subprocess, sys
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path({str(number)!r}).write_text(str(left.pid))
+print('{{"name": "x", "value": 1}}')"""
+    try:
+        rows = _program(tmp_path, left, timeout_s=2.0)
+    finally:
+        os.kill(int(number.read_text()), signal.SIGKILL)
+    assert [row.name for row in rows] == ["x"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("is_tests", [True, False])
+def test_an_interrupted_check_leaves_nothing_on_the_device(
+    is_tests: bool, number: signal.Signals, tmp_path: Path
+) -> None:
+    at = tmp_path / "number"
+    part = f"import os, pathlib, time; pathlib.Path({str(at)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    main = f"""import sys
+from tests.gpu_check import check
+from tests.gpu_check.parts import Part
+said = "import json; print(json.dumps(dict(name='x', value=1)))"
+machine = Part(name="machine", command=[sys.executable, "-c", said], timeout_s=60.0)
+part = Part(name="a part", command=[sys.executable, "-c", {part!r}], timeout_s=600.0, is_tests={is_tests})
+check.parts = lambda rehearses: [machine, part]
+sys.argv[1:] = ["-o", {str(tmp_path)!r}]
+check.main()"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", main], cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: at.exists() and at.read_text(), within_s=60)
+        process.send_signal(number)
+        assert process.wait(30) != 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(at.read_text()), 0)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_failed_tests_are_named(tmp_path: Path) -> None:
     tests = tmp_path / "test_it.py"
     tests.write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
@@ -199,6 +284,21 @@ def test_a_part_for_which_something_is_missing_is_skipped_and_one_without_time_h
         Part(name="a part", command=["false"], timeout_s=1.0), tmp_path / "00", time_left_s=0.0, running=Running()
     )
     assert row.verdict == "FAILED"
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(79, "met"), (40, "MISSED")])
+def test_a_device_that_somebody_else_uses_is_told(
+    free: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    properties = SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132)
+    monkeypatch.setattr(versions, "no_device", lambda torch: "")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 28, 9)))
+    monkeypatch.setattr(sys, "argv", ["versions"])
+    versions.main()
+    rows = {row.name: row for line in capsys.readouterr().out.splitlines() if (row := heard(line))}
+    assert rows["memory that nobody has"].verdict == verdict
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ class Drafting:
         """For rows of a step that decode, beside which it computes so many tokens and wants so many logits. With what
         they leave of a step's tokens, and no more logits than those of the largest batch, for which there is memory.
 
-        Nothing for a step that is launched behind another one: what its rows go on from is not known yet."""
-        if self._speculation is None or not rows or any(sequence.num_coming for sequence in rows):
+        Not for a step that is launched behind another one."""
+        assert not any(sequence.num_coming for sequence in rows)
+        if self._speculation is None or not rows:
             return {}
         most = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
         if most < 1:

@@ -57,6 +57,7 @@ class NcclLink:
         self._has_met = False
         self._has_ended = True  # the link's thread; it has not begun
         self._communicator: int | None = None  # to be aborted, by whoever takes it from here
+        self._given: Tensor | None = None  # to NCCL last; belongs to the link's thread
 
     def meet(self) -> None:
         self._check_open()
@@ -150,7 +151,8 @@ class NcclLink:
             self._fail(LinkClosed(f"nccl: {error}"))
         finally:
             self._abort()
-            Mark(self.device).wait()  # until then the device may write to what is under way, or was being launched
+            # Until then the device may write to what is under way, and to what NCCL was given and has said nothing of.
+            Mark(self.device).wait()
             under_way.clear()
             self._launching = None
 

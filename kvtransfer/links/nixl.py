@@ -78,10 +78,15 @@ class NixlLink:
             agent = _Agent(f"{end.prefix}/{ours}", end.device)
             with self._agent_lock:
                 self._agent = agent
+            if self._closed.is_set():  # before it was there to be taken apart
+                self._take_apart()
+            self._check_open()
             store.set(ours, agent.introduction)  # type: ignore[arg-type]  # torch's stubs know no bytes
             store.wait([theirs], timedelta(seconds=end.timeout_s))
-            self._check_open()
-            agent.meet(store.get(theirs))
+            introduction = store.get(theirs)
+            with self._agent_lock:
+                self._check_open()
+                agent.meet(introduction)
         except _errors() as error:
             self.close()
             raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
@@ -269,11 +274,11 @@ class _Agent:
 
 @lru_cache(maxsize=1)
 def _errors() -> tuple[type[Exception], ...]:
-    """NIXL's, which have nothing in common; and RuntimeError, the store's."""
+    """NIXL's, which have nothing in common; RuntimeError, the store's; and of messages that are none of ours."""
     from nixl import _bindings
 
     all_its_own = [one for one in vars(_bindings).values() if isinstance(one, type) and issubclass(one, Exception)]
-    return RuntimeError, *all_its_own
+    return RuntimeError, struct.error, *all_its_own
 
 
 def _name(said: str | bytes) -> str:

@@ -31,6 +31,7 @@ from tests.engine.asked import (
     one_of_each_kind,
     sequence_of,
 )
+from tests.engine.fake_model import FakeModel, choose_zero
 from tests.engine.speculation.proposers import OURS, FakeProposer
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
@@ -130,6 +131,37 @@ def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahea
     tally = sequence.drafts
     assert tally and (tally.steps, tally.drafts, tally.unguessed) == (11, 0, 0 if guesses else 11)
     assert tally.floors / tally.steps == pytest.approx(1.5, rel=0.01)
+
+
+def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
+    """One comes back meanwhile, and takes the last block from the other, so that no token is coming for any row that is
+    left: still nothing may be drafted, for whom it was drafted for may leave before it is verified."""
+    blocks, asked = BlockManager(4), [Asked([1] * 3, Sampling(max_tokens=40)), Asked([2] * 2, Sampling(max_tokens=40))]
+    guesses = FakeProposer(lambda tokens, most: [0] * most if tokens[0] == 2 else [])
+    engine: Engine[str] = Engine(
+        FakeModel(),
+        choose_zero,
+        blocks,
+        SchedulerConfig(max_batch_tokens=32, max_running=2, max_waiting=2),
+        block_size=2,
+        speculation=_speculation(oracle=guesses),
+        runs_ahead=True,
+    )
+    large, small = sequences = [sequence_of(one, str(i), block_size=2) for i, one in enumerate(asked)]
+    for sequence, tenant in zip(sequences, "ab", strict=True):
+        sequence.request = replace(sequence.request, tenant=tenant)
+        engine.add(Prompt(sequence))
+    engine.step()
+    engine.pause(small)
+    engine.step()
+    engine.resume(small)
+    engine.step()
+    assert list(engine.decoding.running) == [small] and list(engine.decoding.preempted) == [large]
+    engine.end(small)
+    num_tokens = len(small.tokens)
+    assert small not in [sequence for sequence, _ in engine.step().sampled]
+    assert len(small.tokens) == num_tokens and not small.blocks
+    blocks.check_integrity()
 
 
 class _Dear:

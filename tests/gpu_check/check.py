@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -30,6 +31,9 @@ from tests.gpu_check.rows import Row, heard
 from tests.gpu_check.running import Running
 
 _ROOT = Path(__file__).parents[2]
+_LOOK_S = 0.2
+_SHOWN = 300  # characters of a line that is no row
+_LEFT_S = 5.0  # for whatever a part that has ended has left behind, and who still has its output
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,8 +51,9 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        report.part(machine[0].name, run(*machine, time_left_s=deadline - time.monotonic(), running=running))
-        if report.is_fine:
+        found = list(run(*machine, time_left_s=deadline - time.monotonic(), running=running))
+        report.part(machine[0].name, found)
+        if not any(row.has_failed for row in found):
             _run_all(chosen, report, deadline, running)
     except SystemExit:
         report.part("interrupted", [Row(name="what is not above", value="not looked at", has_failed=True)])
@@ -111,7 +116,8 @@ def _all_of(part: Part, place: Path, deadline: float, running: Running) -> list[
 
 
 def run(part: Part, place: Path, *, time_left_s: float, running: Running) -> Iterator[Row]:
-    """What a part says, as it says it. place: without a suffix, where its log and its results go."""
+    """What a part says, as it says it. place: without a suffix, where its log and its results go. Nothing of its
+    process group is left when this ends, however that is."""
     if part.hindrance:
         yield Row(name=part.name, value=part.hindrance, is_skipped=True)
         return
@@ -120,56 +126,89 @@ def run(part: Part, place: Path, *, time_left_s: float, running: Running) -> Ite
         yield Row(name=part.name, value="no time was left for it", has_failed=True)
         return
     junit = place.with_suffix(".xml")
-    is_late = threading.Event()
-    has_failed, last = False, ""
-    with (
-        place.with_suffix(".log").open("w") as log,
-        subprocess.Popen(
-            part.writing(junit),
-            cwd=_ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        ) as process,
-        running.group(process.pid),
-    ):
-
-        def end() -> None:
-            is_late.set()
-            os.killpg(process.pid, signal.SIGKILL)
-
-        watch = threading.Timer(timeout_s, end)
-        watch.daemon = True  # whoever is interrupted does not wait for it
-        watch.start()
-        assert process.stdout
-        for line in process.stdout:
-            log.write(line)
-            log.flush()
-            if row := heard(line):
-                has_failed |= row.has_failed
-                yield row
-            else:
-                last = line.strip() or last
+    junit.unlink(missing_ok=True)  # of an earlier check
+    has_spoken, has_failed, last, until = False, False, "", time.monotonic() + timeout_s
+    process = subprocess.Popen(
+        part.writing(junit),
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        with running.group(process.pid), place.with_suffix(".log").open("w", encoding="utf-8") as log:
+            for line in _lines(process, until):
+                log.write(line)
+                log.flush()
+                if row := heard(line):
+                    has_spoken, has_failed = True, has_failed or row.has_failed
+                    yield row
+                else:
+                    last = line.strip()[:_SHOWN] or last
+            is_late = not _has_ended(process)
+    finally:
         status = process.wait()
-        watch.cancel()
     for row in _tested(junit):
-        has_failed |= row.has_failed
+        has_spoken, has_failed = True, has_failed or row.has_failed
         yield row
-    if is_late.is_set():
+    if is_late:
         yield Row(name=part.name, value=f"not over after {timeout_s:.0f} s", has_failed=True)
     elif status and not has_failed:
         yield Row(name=part.name, value=f"exit status {status}: {last}", has_failed=True)
+    elif not has_spoken:
+        yield Row(name=part.name, value=f"it has found nothing: {last}", has_failed=True)
+
+
+def _lines(process: subprocess.Popen[str], until: float) -> Iterator[str]:
+    """Of its output, until it has ended, or its time. Its end alone is not enough to go by, nor is that of its output:
+    what it has said may not be read yet, and a process that it has started may have a session of its own."""
+    said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(process, said), daemon=True).start()
+    ended_at = None
+    while time.monotonic() < until:
+        try:
+            line = said.get(timeout=_LOOK_S)
+        except queue.Empty:
+            if _has_ended(process):
+                ended_at = ended_at or time.monotonic()
+                if time.monotonic() > ended_at + _LEFT_S:
+                    return
+            continue
+        if line is None:
+            while not _has_ended(process) and time.monotonic() < until:
+                time.sleep(_LOOK_S / 10)
+            return
+        yield line
+
+
+def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[str | None]) -> None:
+    assert process.stdout
+    with process.stdout:
+        for line in process.stdout:
+            said.put(line)
+    said.put(None)
+
+
+def _has_ended(process: subprocess.Popen[str]) -> bool:
+    """It stays known to the system, so that nobody else gets its number before its group is ended."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _tested(junit: Path) -> list[Row]:
     """What pytest wrote, if it did."""
     if not junit.exists():
         return []
-    cases = list(ElementTree.parse(junit).iter("testcase"))
+    try:
+        cases = list(ElementTree.parse(junit).iter("testcase"))
+    except ElementTree.ParseError as error:
+        return [Row(name="tests", value=f"what pytest wrote cannot be read: {error}", has_failed=True)]
     kinds = [{child.tag for child in case} for case in cases]
     failed = [
         f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"

@@ -54,8 +54,9 @@ class Report:
 
     def _write(self) -> None:
         parts = [{"part": name, "seconds": round(s, 1), "rows": [*map(asdict, rows)]} for name, s, rows in self._parts]
-        (self._directory / "report.json").write_text(json.dumps(parts, indent=1))
-        (self._directory / "report.md").write_text("\n".join([self._head(), *map(_section, self._parts)]))
+        (self._directory / "report.json").write_text(json.dumps(parts, indent=1), encoding="utf-8")
+        text = "\n".join([self._head(), *map(_section, self._parts)])
+        (self._directory / "report.md").write_text(text, encoding="utf-8")
 
     def _head(self) -> str:
         verdict, *exceptions = self.summary.splitlines()

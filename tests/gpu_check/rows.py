@@ -63,6 +63,19 @@ def heard(line: str) -> Row | None:
     """The row of a line; None for one that is something else, as libraries print."""
     try:
         said = json.loads(line)
-        return Row(**said) if isinstance(said, dict) else None
-    except (ValueError, TypeError):
+        return _row(said) if isinstance(said, dict) else None
+    except (ValueError, TypeError, RecursionError):
         return None
+
+
+def _row(said: dict[str, Any]) -> Row:
+    """Raises TypeError or ValueError for what cannot be meant, or cannot be written down."""
+    row = Row(**said)
+    thresholds = [one for one in (row.at_least, row.at_most) if one is not None]
+    numbers = [*thresholds, *([row.value] if thresholds or not isinstance(row.value, str) else [])]
+    if not all(isinstance(one, int | float) for one in numbers):
+        raise TypeError("a number is wanted")
+    if not (isinstance(row.has_failed, bool) and isinstance(row.is_skipped, bool)):
+        raise TypeError("true or false is wanted")
+    "".join((row.name, row.unit, row.shown)).encode()
+    return row

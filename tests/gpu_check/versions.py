@@ -13,6 +13,8 @@ from tests.gpu_check.rows import skip, tell
 
 _PACKAGES = ("torch", "triton", "numpy", "grpcio", "nixl", "flashinfer-python", "ray", "redis")
 
+_LEAST_FREE = 0.9
+
 
 def main() -> None:
     tell("Python", platform.python_version())
@@ -30,6 +32,9 @@ def main() -> None:
         tell("device", properties.name)
         tell("compute capability", f"{properties.major}.{properties.minor}")
         tell("memory", properties.total_memory / 2**30, "GiB")
+        free, total = torch.cuda.mem_get_info(0)
+        # Somebody else is there: what takes all memory would fail, and what is timed would be slow.
+        tell("memory that nobody has", free / total, "of it", at_least=_LEAST_FREE)
         tell("processors", properties.multi_processor_count)
         tell("CUDA of torch", str(torch.version.cuda))
         tell("NCCL of torch", ".".join(map(str, torch.cuda.nccl.version())))

@@ -222,6 +222,20 @@ def fill_locked_memory_that_is_still_read(patch: pytest.MonkeyPatch, device: Fak
     patch.setattr(device, "page_locked", the_same)
 
 
+def unlock_rows_that_are_still_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    def close(store: HostStore) -> None:
+        device.unlock_pages(store._rows)
+
+    patch.setattr(HostStore, "close", close)
+
+
+def free_rows_that_are_still_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    def close(store: HostStore) -> None:
+        store._rows = torch.empty(0)
+
+    patch.setattr(HostStore, "close", close)
+
+
 MUTATIONS: list[Mutate] = [
     fill_staging_that_is_on_its_way_down,
     copy_down_what_is_not_gathered_yet,
@@ -231,6 +245,8 @@ MUTATIONS: list[Mutate] = [
     gather_on_the_lane,
     mark_who_had_the_blocks_too_early,
     fill_locked_memory_that_is_still_read,
+    unlock_rows_that_are_still_written,
+    free_rows_that_are_still_written,
 ]
 
 

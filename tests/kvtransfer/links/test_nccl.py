@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -180,10 +181,12 @@ def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(fakes: FakeNccl
     assert gone.num_listening == 0
 
 
+@pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "being taken"])
 def test_a_payload_is_held_until_the_device_lets_go_of_it(
-    fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fakes: FakeNccls, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operation that was aborted may go on for a moment, and would write into memory that somebody else has."""
+    """An operation that was aborted may go on for a moment, and would write into memory that somebody else has. NCCL
+    may have begun it before it says that it has."""
     let_go, waited = threading.Event(), threading.Event()
 
     class WaitedFor(FakeMark):
@@ -191,12 +194,20 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(
             waited.set()
             let_go.wait()
 
-    sender, receiver = _pair(tmp_path / "store", fakes(), fakes())
+    sender, receiver = _pair(tmp_path / "store", fake := fakes(), fakes())
     monkeypatch.setattr(nccl_module, "Mark", WaitedFor)
+    if not is_taken:
+        monkeypatch.setattr(fake, "is_ready", lambda communicator: False)
+    payload = _payload()
+    memory = weakref.ref(payload.untyped_storage())
     with pytest.raises(LinkClosed):
-        sender.send(_payload()).wait(timeout_s=_SHORT_S)
+        sender.send(payload).wait(timeout_s=_SHORT_S)
+    del payload
     assert waited.wait(5) and _nccl_threads()
+    gc.collect()
+    assert memory() is not None
     let_go.set()
+    _until(lambda: gc.collect() >= 0 and memory() is None)
     for link in (sender, receiver):
         link.close()
 

@@ -55,6 +55,7 @@ class Plan:
     handoffs: list[tuple[int, str]]
     chunk: int = 8
     ranks: int = 1  # of the receiver
+    sources: int = 1  # ranks of the sender
     num_streams: int | None = None
     num_buffers: int = 2
 
@@ -134,7 +135,7 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
         written.put(None)
 
     patch.setattr(codec.Codec, "unpack", unpacked)
-    async with replica("prefill-0", HERE, 1) as here, replica("decode-0", THERE, plan.ranks) as there:
+    async with replica("prefill-0", HERE, plan.sources) as here, replica("decode-0", THERE, plan.ranks) as there:
         for number, (num_tokens, end_as) in enumerate(plan.handoffs):
             is_given_up = end_as != "whole"
             num_sent = written.qsize()
@@ -157,31 +158,35 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
                 for receiver in there.receivers:
                     receiver.open(opening)
             with device.watched(HERE):
-                passage = here.senders[0].begin(handoff, sources)
-                assert passage
+                passages = [passage for sender in here.senders if (passage := sender.begin(handoff, sources))]
+                assert len(passages) == plan.sources
             ends = [*range(plan.chunk, num_tokens, plan.chunk), num_tokens]
             for start, end in zip([0, *ends], ends, strict=False):
                 if end == num_tokens and is_given_up:
                     break
-                num_sent += LAYOUT.num_layers * plan.ranks
+                num_sent += LAYOUT.num_layers * max(plan.ranks, plan.sources)
                 for layer in range(LAYOUT.num_layers):
                     here.compute(device, layer, list(range(start, end)))
                     with device.watched(HERE):
-                        passage.layer_ready(layer, start, end)
+                        for passage in passages:
+                            passage.layer_ready(layer, start, end)
             async with asyncio.timeout(END_S):
                 while end_as == "written" and num_sent > written.qsize():
                     await asyncio.sleep(0)
             if is_given_up:
                 with device.watched(HERE):
-                    passage.abort()
+                    for passage in passages:
+                        passage.abort()
             else:
                 with device.watched(HERE):
-                    passage.commit(num_tokens, [1])
+                    for passage in passages:
+                        passage.commit(num_tokens, [1])
                 for _ in there.receivers:
                     await asyncio.wait_for(there.landings.get(), END_S)
                 there.attend(device, targets)
-            shipment = await asyncio.wait_for(here.shipments.get(), END_S)
-            assert is_given_up or shipment.error is None, shipment.error
+            for _ in passages:
+                shipment = await asyncio.wait_for(here.shipments.get(), END_S)
+                assert is_given_up or shipment.error is None, shipment.error
             for receiver in there.receivers:
                 await asyncio.to_thread(receiver.close, handoff.id)
             for layer in range(LAYOUT.num_layers):
@@ -212,6 +217,7 @@ plans = st.builds(
     ),
     chunk=st.sampled_from([3, 4, 8, 16]),
     ranks=st.sampled_from([1, 2]),
+    sources=st.sampled_from([1, 2]),
     num_streams=st.sampled_from([None, 1, 2, 3]),
     num_buffers=st.sampled_from([1, 2]),
 )
@@ -315,6 +321,19 @@ def open_before_who_had_the_blocks_is_through(patch: pytest.MonkeyPatch, device:
     patch.setattr(Receiver, "open", too_early)
 
 
+def wait_for_one_of_two_ranks(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    """Each writes on a lane of its own."""
+    written = incoming.Incoming.write
+
+    def write(arriving: incoming.Incoming, *arguments: Any, **options: Any) -> None:
+        written(arriving, *arguments, **options)
+        with arriving._lock:
+            marks, source = arriving._written, options["source"]
+            arriving._written = {source: marks[source]} if source in marks else marks
+
+    patch.setattr(incoming.Incoming, "write", write)
+
+
 MUTATIONS: list[Mutate] = [
     pack_without_waiting_for_the_layer,
     mark_the_layer_on_another_stream,
@@ -326,9 +345,11 @@ MUTATIONS: list[Mutate] = [
     say_that_it_landed_before_it_is_written,
     upload_slots_on_another_stream,
     open_before_who_had_the_blocks_is_through,
+    wait_for_one_of_two_ranks,
 ]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_a_fault_is_found(mutate: Mutate) -> None:
-    assert races(Plan([(13, "whole"), (16, "written")], chunk=4), mutate)
+    sources = 2 if mutate is wait_for_one_of_two_ranks else 1
+    assert races(Plan([(13, "whole"), (16, "written")], chunk=4, sources=sources), mutate)

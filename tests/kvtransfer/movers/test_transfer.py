@@ -377,3 +377,78 @@ async def test_both_owners_close_a_link_that_meets_still(monkeypatch: pytest.Mon
         assert isinstance((await p.shipped()).error, LinkClosed)
         for link in made:
             assert await asyncio.to_thread(link.closed.wait, 10)
+
+
+@pytest.mark.timeout(30)
+async def test_a_link_whose_owner_has_gone_when_it_is_made_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one takes a while, as NCCL is loaded for the first: nobody could close it before."""
+    making: list[None] = []
+    may_go = threading.Event()
+    made: list[WaitingLink] = []
+
+    def make(end: LinkEnd) -> WaitingLink:
+        making.append(None)
+        may_go.wait()
+        made.append(WaitingLink(end))
+        return made[-1]
+
+    monkeypatch.setitem(LINKS, "waiting", make)
+    try:
+        async with _replica(1, link="waiting") as p:
+            async with _replica(1, link="waiting") as d:
+                _ship(p, _handoff(d))
+                while len(making) < 2:
+                    await asyncio.sleep(0)
+            assert isinstance((await p.shipped()).error, LinkClosed)
+            may_go.set()
+            while len(made) < 2:
+                await asyncio.sleep(0)
+            for link in made:
+                assert await asyncio.to_thread(link.closed.wait, 10) and not link.meets.is_set()
+    finally:
+        may_go.set()
+        for link in made:
+            link.close()
+
+
+class ToldLink:
+    """Nothing comes through; it notes how long somebody would wait for that. Implements Operation, too."""
+
+    backend = "told"
+    device = _CPU
+    num_buffers = 2
+
+    def __init__(self, end: LinkEnd) -> None:
+        self.end = end
+        self.waited_s: list[float] = []
+
+    def meet(self) -> None: ...
+
+    def send(self, payload: torch.Tensor) -> Operation:
+        return self
+
+    def recv(self, payload: torch.Tensor) -> Operation:
+        return self
+
+    def wait(self, *, timeout_s: float) -> None:
+        self.waited_s.append(timeout_s)
+        raise LinkClosed("nothing comes")
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.timeout(30)
+async def test_an_operation_is_waited_for_by_the_deadline_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends. Not for ever: a peer may be frozen while its host still answers."""
+    made: list[ToldLink] = []
+
+    def make(end: LinkEnd) -> ToldLink:
+        made.append(ToldLink(end))
+        return made[-1]
+
+    monkeypatch.setitem(LINKS, "told", make)
+    async with _replica(1, link="told") as p, _replica(1, link="told") as d:
+        while len({link.end.is_sender for link in made if link.waited_s}) < 2:
+            _ship(p, _handoff(d))  # again, where one end has failed before the other one began to wait
+            assert isinstance((await p.shipped()).error, TransferError)
+    assert all(waited_s <= 2 * link.end.timeout_s for link in made for waited_s in link.waited_s)

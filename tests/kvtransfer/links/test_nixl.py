@@ -1,0 +1,87 @@
+"""What a link over NIXL does when it is closed at a bad moment, or its peer says what cannot be meant. NIXL is not
+needed: its agent is a fake one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import FileStore, PrefixStore
+
+from cluster.words.errors import LinkClosed
+from kvtransfer.links import nixl as nixl_module
+from kvtransfer.links.link import LinkEnd, LinkGuard
+from kvtransfer.links.nixl import NixlLink
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class FakeAgent:
+    introduction = b"an agent"
+
+    def __init__(self, messages: list[bytes]) -> None:
+        self._messages = messages
+        self.has_ended = threading.Event()
+
+    def meet(self, introduction: bytes) -> None: ...
+
+    def messages(self) -> list[bytes]:
+        return self._messages
+
+    def offer(self, number: int, payload: torch.Tensor) -> None: ...
+
+    def end(self) -> None:
+        self.has_ended.set()
+
+
+def _link(make: Callable[[], FakeAgent], place: Path, patch: pytest.MonkeyPatch, *, is_sender: bool) -> NixlLink:
+    patch.setattr(nixl_module, "check_nixl", lambda: None)
+    patch.setitem(sys.modules, "nixl", SimpleNamespace(_bindings=SimpleNamespace()))
+    patch.setattr(nixl_module, "_errors", nixl_module._errors.__wrapped__)
+    patch.setattr(nixl_module, "_Agent", lambda name, device: make())
+    store = FileStore(str(place))
+    end = LinkEnd(
+        store=store,
+        prefix="link/1",
+        is_sender=is_sender,
+        host="127.0.0.1",
+        device=torch.device("cpu"),
+        timeout_s=600.0,
+        guard=LinkGuard(bytes(32)),
+    )
+    PrefixStore("link/1", store).set("receiver" if is_sender else "sender", "")
+    return NixlLink(end)
+
+
+def test_an_agent_that_is_made_while_its_link_closes_is_taken_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = FakeAgent([])
+
+    def make() -> FakeAgent:
+        link.close()
+        for thread in threading.enumerate():
+            if thread.name == "kv-nixl-end":  # which finds nothing to take apart
+                thread.join()
+        return agent
+
+    link = _link(make, tmp_path / "store", monkeypatch, is_sender=True)
+    with pytest.raises(LinkClosed, match="the link is closed"):
+        link.meet()
+    assert agent.has_ended.is_set()
+
+
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_a_message_that_is_none_of_ours_ends_the_link(
+    is_sender: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = FakeAgent([b"abc"])
+    link = _link(lambda: agent, tmp_path / "store", monkeypatch, is_sender=is_sender)
+    with pytest.raises(LinkClosed):
+        link.meet()
+    assert agent.has_ended.wait(10)

@@ -1,0 +1,41 @@
+"""Which handoffs are open on a rank, in whatever order it is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.words.errors import HandoffExpired
+from kvtransfer.protocol import register as register_module
+from kvtransfer.protocol.register import Register
+
+
+def test_a_handoff_that_is_opened_twice_is_the_first_one() -> None:
+    """That has what arrived, and whoever closes it waits for what is being written there: of a second one with its id
+    nobody would hear again."""
+    register: Register[str] = Register()
+    register.open("h", "first")
+    register.open("h", "second")
+    assert register.find("h") == register.get("h") == "first"
+    assert (len(register), register.close("h"), register.close("h")) == (1, "first", None)
+
+
+def test_a_handoff_that_was_closed_is_not_opened_again() -> None:
+    """Also where it never was open: an Open may be overtaken by its Close."""
+    register: Register[str] = Register()
+    register.open("h", "first")
+    for handoff in ("h", "overtaken"):
+        register.close(handoff)
+        register.open(handoff, "late")
+        with pytest.raises(HandoffExpired):
+            register.find(handoff)
+    assert register.handoffs == []
+
+
+def test_what_is_closed_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register_module, "_MAX_CLOSED", 2)
+    register: Register[str] = Register()
+    for number in range(3):
+        register.close(str(number))
+    for number in range(3):
+        register.open(str(number), "")
+    assert register.handoffs == ["0"]
