@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.cli.app import run
 from tests.character_tokenizer import save_tokenizer
@@ -32,7 +33,15 @@ def _file(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_file_to_heads(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_file_to_heads(
+    has_bf16: bool,
+    model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     lines = [json.dumps({"prompt": f"Say {number}"}) for number in range(20)]
     data, output = _file(tmp_path / "data.jsonl", *lines), tmp_path / "heads"
     assert _train(model_dir, data, output) == 0
