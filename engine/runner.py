@@ -229,13 +229,15 @@ class ModelRunner:
         return self.forward(step.batch, on_logits=scorer.add if scorer else None) if step else None
 
     @torch.inference_mode()
-    def warm_up(self, max_tokens: int) -> None:
+    def warm_up(self, max_tokens: int, *, on_chosen: Callable[[], None] = lambda: None) -> None:
         """Before anything else, on every rank: compute prompts of up to so many tokens on a GPU, so that no request
-        waits for kernels to be compiled. Leaves numbers without meaning in the pool's first blocks."""
+        waits for kernels to be compiled. Leaves numbers without meaning in the pool's first blocks. on_chosen: called
+        when this rank knows its kernels; what follows sums over all ranks."""
         if self.device.type != "cuda":
             return
         begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
         self._model.choose_prompt_heads(self.pool)
+        on_chosen()
         self._compute_prompts(self.pool, most)
         if self.heads:
             warm_up_heads(

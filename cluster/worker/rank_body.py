@@ -210,7 +210,10 @@ class RankBody(Generic[W]):
             is_loaded=is_loaded,
         )
         parallel.wait_for_all("pool", timeout_s=spec.timeouts.start_s)
-        runner.warm_up(max_batch_tokens)
+        # To choose may take one rank minutes, if it has to compile; the others would wait in a collective.
+        runner.warm_up(
+            max_batch_tokens, on_chosen=lambda: parallel.wait_for_all("kernels", timeout_s=spec.timeouts.start_s)
+        )
         return runner
 
     def _follow(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, estate: Estate | None) -> None:
@@ -287,11 +290,18 @@ class RankBody(Generic[W]):
 
 
 def _link_bytes(setup: RankSetup, device: torch.device) -> int:
-    """Of this rank's device, for links to and from every other replica of the spec."""
-    spec, backend = setup.spec, backend_for(device, host_link=setup.spec.kv.host_link)
-    pools = (spec.prefill, spec.decode)
-    num_peers = sum(pool.replicas * max(1, pool.tensor_parallel // setup.pool.tensor_parallel) for pool in pools) - 1
-    return 2 * num_peers * device_bytes(backend)
+    """Of this rank's device, for links to and from every other replica that the spec allows for."""
+    backend = backend_for(device, host_link=setup.spec.kv.host_link)
+    return 2 * num_link_peers(setup.spec, setup.pool.tensor_parallel) * device_bytes(backend)
+
+
+def num_link_peers(spec: Spec, tensor_parallel: int) -> int:
+    """Ranks of other replicas with which one of a pool of that degree may have links: of each replica, as many as have
+    heads of its own. With an autoscaler, of the largest pools that it makes; `cluster scale` may go beyond."""
+    bounds = (spec.autoscale.prefill.max, spec.autoscale.decode.max) if spec.autoscale else (0, 0)
+    pools = zip((spec.prefill, spec.decode), bounds, strict=True)
+    of_each = ((max(pool.replicas, most), -(-pool.tensor_parallel // tensor_parallel)) for pool, most in pools)
+    return sum(replicas * ranks for replicas, ranks in of_each) - 1
 
 
 def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
