@@ -31,8 +31,7 @@ _READY, _ID = "ready", "id"  # the receiving end's word in the store, and then t
 
 
 class NcclLink:
-    """A communicator of two ranks, each on a GPU of its own, or on two hosts as NCCL is told
-    (guide_nccl).
+    """A communicator of two ranks, each on a GPU of its own, or on two hosts as NCCL is told (guide_nccl).
 
     One thread makes it, calls NCCL and ends it; so no call of NCCL's can hold up whoever uses the link, who waits for
     this thread, with a deadline. An operation comes behind what its thread has started on its current stream, and works
@@ -57,7 +56,6 @@ class NcclLink:
         self._has_met = False
         self._has_ended = True  # the link's thread; it has not begun
         self._communicator: int | None = None  # to be aborted, by whoever takes it from here
-        self._given: Tensor | None = None  # to NCCL last; belongs to the link's thread
 
     def meet(self) -> None:
         self._check_open()

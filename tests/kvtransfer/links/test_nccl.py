@@ -212,32 +212,6 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(
         link.close()
 
 
-def test_a_payload_is_held_while_nccl_is_given_it(
-    fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a call that goes on when it has returned nobody knows what the device has got of it."""
-    let_go, waited = threading.Event(), threading.Event()
-
-    class WaitedFor(FakeMark):
-        def wait(self) -> None:
-            waited.set()
-            let_go.wait()
-
-    sender, receiver = _pair(tmp_path / "store", fakes(), receiving := fakes())
-    monkeypatch.setattr(nccl_module, "Mark", WaitedFor)
-    monkeypatch.setattr(receiving, "is_ready", lambda communicator: False)
-    payload = _payload()
-    held = weakref.ref(payload)
-    receiver.recv(payload)
-    del payload
-    _until(lambda: [what for what, _ in receiving.called].count("recv") == 2)  # the first was a greeting
-    receiver.close()
-    assert waited.wait(5) and held() is not None
-    let_go.set()
-    _until(lambda: held() is None)
-    sender.close()
-
-
 def test_an_operation_is_over_when_the_device_has_done_it(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
