@@ -21,9 +21,6 @@ triton = pytest.importorskip("triton")
 _ROOT = Path(__file__).parents[3]
 _SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}  # of one program
 _IS_PINNED = triton.__version__ == "3.9.0"
-# Of a thread. An A100's tiles for hundreds of rows are beyond its registers: AWQ's by far, with Triton 3.6.
-_STACK_BYTES = {"9.0": 0, "8.0": 64 if _IS_PINNED else 80, "10.0": 8}
-_SPILLS = {"9.0": 0, "8.0": 8 if _IS_PINNED else 33, "10.0": 1}
 _DEVICES = tuple(_SHARED_KIB)
 # Instructions of the longest loop over weights, as they were counted with the pinned Triton, on these devices.
 _INSTRUCTIONS = {
@@ -51,8 +48,7 @@ def check(form: str, capability: str = "9.0") -> None:
     assert len(launches) >= 4
     for launch in launches:
         place = f"{form}: {launch['name']}{launch['grid']} on {capability}"
-        most = _STACK_BYTES[capability]
-        assert launch["stack_bytes"] <= most, f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
+        assert launch["stack_bytes"] == 0, f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
         for loop in launch["loops"]:
             if launch["name"] == "_product" and loop["products"]:
@@ -66,7 +62,7 @@ def check(form: str, capability: str = "9.0") -> None:
 def check_loop(form: str, capability: str, loop: dict[str, int], place: str) -> None:
     budget = _MORE * _INSTRUCTIONS[form][_DEVICES.index(capability)]
     assert loop["instructions"] <= budget, f"{place}: a loop of {loop['instructions']} instructions"
-    assert loop["spills"] <= _SPILLS[capability], f"{place} puts {loop['spills']} registers away"
+    assert loop["spills"] == 0, f"{place} puts {loop['spills']} registers away"
     assert loop["byte_loads"] == 0, f"{place} loads {loop['byte_loads']} bytes one by one"
     if capability != "8.0":  # which has no other way from whole numbers of 8 bits
         assert loop["conversions"] == 0, f"{place} converts {loop['conversions']} numbers one by one"
