@@ -116,6 +116,17 @@ def test_products_as_an_a100_has_them(name: str, num_rows: int, splits: int | No
     assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
 
 
+def test_tiles_of_rows_count_their_programs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first tile's count is wrong, the second is right."""
+    monkeypatch.setattr(coded_product, "has_tile_copies", lambda device: False)
+    panels, _ = panels_and_order(random_weight("groups of 128", 64, 512))
+    x, counters = random(64, 512, dtype=torch.float16, seed=3), new_counters(64, DEVICE)
+    counters[0] = 1
+    expected = reference_coded_product(x.float(), panels)[32:]
+    got = launch_coded_product(x, panels, counters, splits=2)[32:].double()
+    assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_widened_numbers_are_rounded_once(name: str) -> None:
     panels, _ = panels_and_order(random_weight(name, *shape_of(name, 150, 416)))
