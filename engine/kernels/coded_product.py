@@ -11,7 +11,7 @@ at zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.kernels.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
 from engine.kernels.code_words import NIBBLES, number_of_byte, widen
-from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
+from engine.kernels.language import cdiv, has_fp8_casts, has_tensor_memory, has_tile_copies, jit, power_of_2, tl
 
 # T tokens, I input features, O output features, C experts chosen for each token
 
@@ -52,8 +52,8 @@ class Tile:
 
 
 def new_counters(num_outputs: int, device: torch.device) -> Tensor:
-    """For the products of one matrix: for each tile of outputs, and of two tiles of rows where it has two panels."""
-    return torch.zeros(2 * cdiv(num_outputs, 2 * ROWS), dtype=torch.int32, device=device)
+    """For the products of one matrix: for each tile of outputs, of which a panel has two at most, and of rows."""
+    return torch.zeros(2 * cdiv(num_outputs, ROWS), dtype=torch.int32, device=device)
 
 
 def coded_product(
@@ -99,7 +99,7 @@ def launch_coded_product(
     out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO
     if not num_rows:
         return out_TO
-    tile = tile or Tile.of(num_rows, panels.kind, panels.words.shape[-1], x_TI.device)
+    tile = tile or _fitted(Tile.of(num_rows, panels.kind, panels.words.shape[-1], x_TI.device), panels, x_TI.device)
     num_tiles = cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows)
     num_spans = panels.num_units // _units_of_a_span(panels)
     splits = splits or (splits_for(num_tiles[0] * num_tiles[1], num_spans, x_TI.device) if tile.is_split else 1)
@@ -146,6 +146,7 @@ def launch_expert_product(
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
     tile = Tile(64 if rows < 64 else 128, rows, 4 if rows < 128 else 8, 3 if panels.kind < NIBBLES else 2, False)
+    tile = _fitted(tile, panels, x_NI.device)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
         x_NI,
         *_pointers(panels),
@@ -184,6 +185,14 @@ def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -
         *_pointers(panels), out_OI, start // ROWS, end - start, num_inputs, panels.num_units, **constants
     )
     return out_OI
+
+
+def _fitted(tile: Tile, panels: CodePanels, device: torch.device) -> Tile:
+    """Triton has the products of all groups of a turn side by side in tensor memory, if a device has that; where they
+    do not fit, what it compiles is a trap. Tiles of 32 outputs are multiplied as on an A100, without it."""
+    inputs = _units_of_a_span(panels) * panels.num_positions * panels.words.shape[-1]
+    is_full = panels.group > 0 and inputs // panels.group * tile.rows >= 512
+    return replace(tile, outputs=32) if is_full and has_tensor_memory(device) else tile
 
 
 def _units_of_a_span(panels: CodePanels) -> int:

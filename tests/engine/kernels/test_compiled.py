@@ -97,6 +97,7 @@ def check_loops(capability: str, *kinds: str) -> None:
     for launch in launches(capability, *kinds, program="compiled_attention"):
         name, place = launch["name"], f"{launch['case']}: {launch['name']}{launch['grid']} on {capability}"
         seen.add(name)
+        assert launch["tensor_columns"] <= 512, f"{place} wants {launch['tensor_columns']} columns of tensor memory"
         loops = [loop for loop in launch["loops"] if loop["products"]]
         assert bool(loops) == (name in _INSTRUCTIONS[capability]), place
         for loop in loops:

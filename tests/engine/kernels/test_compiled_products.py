@@ -50,6 +50,7 @@ def check(form: str, capability: str = "9.0") -> None:
         place = f"{form}: {launch['name']}{launch['grid']} on {capability}"
         assert launch["stack_bytes"] == 0, f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
+        assert launch["tensor_columns"] <= 512, f"{place} wants {launch['tensor_columns']} columns of tensor memory"
         for loop in launch["loops"]:
             if launch["name"] == "_product" and loop["products"]:
                 check_loop(form, capability, loop, place)
