@@ -64,19 +64,19 @@ _INSTRUCTIONS = {
     "9.0": {
         "_attend_part": (327, 1140, 1407),
         "_attend_tile": (716, 1101, 1408),
-        "_attend_latents": (576, 1631, 1652),
+        "_attend_latents": (576, 1184, 1066),
         "_latent_values": (377, 377, 377),
     },
     "8.0": {
         "_attend_part": (324, 2184, 1707),
         "_attend_tile": (1041, 2275, 2017),
-        "_attend_latents": (512, 2330, 1952),
+        "_attend_latents": (512, 1152, 1066),
         "_latent_values": (328, 328, 328),
     },
     "10.0": {
         "_attend_part": (327, 1091, 1382),
         "_attend_tile": (696, 1530, 1838),
-        "_attend_latents": (554, 1624, 1635),
+        "_attend_latents": (554, 1172, 1055),
         "_latent_values": (358, 358, 358),
     },
 }
