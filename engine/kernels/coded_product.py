@@ -145,7 +145,8 @@ def launch_expert_product(
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
-    tile = Tile(64 if rows < 64 else 128, rows, 4 if rows < 128 else 8, 3 if panels.kind < NIBBLES else 2, False)
+    outputs = 64 if rows < (64 if panels.leasts is None else 128) else 128  # sums of rows take registers, too
+    tile = Tile(outputs, rows, 4 if rows < 128 else 8, 3 if outputs == 64 or panels.kind < NIBBLES else 2, False)
     tile = _fitted(tile, panels, x_NI.device)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
         x_NI,
