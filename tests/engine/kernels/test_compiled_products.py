@@ -22,6 +22,11 @@ _ROOT = Path(__file__).parents[3]
 _SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}  # of one program
 _IS_PINNED = triton.__version__ == "3.9.0"
 _DEVICES = tuple(_SHARED_KIB)
+_STACK_BYTES = {
+    "9.0": 0,
+    "8.0": 8,
+    "10.0": 0,
+}  # of a thread, outside of loops: one number of Q4_0's and Q4_1's few rows
 # Instructions of the longest loop over weights, as they were counted with the pinned Triton, on these devices. Those of
 # Q6_K for hundreds of rows on sm_100 were a trap, without a loop, until 2026-11-27.
 _INSTRUCTIONS = {
@@ -54,7 +59,8 @@ def check(form: str, capability: str = "9.0") -> None:
     assert len(found) >= 4
     for launch in found:
         place = f"{form}: {launch['name']}{launch['grid']} on {capability}"
-        assert launch["stack_bytes"] == 0, f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
+        most = _STACK_BYTES[capability]
+        assert launch["stack_bytes"] <= most, f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
         assert launch["tensor_columns"] <= 512, f"{place} wants {launch['tensor_columns']} columns of tensor memory"
         for loop in launch["loops"]:
