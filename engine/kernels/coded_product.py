@@ -11,7 +11,7 @@ at zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.kernels.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
 from engine.kernels.code_words import NIBBLES, number_of_byte, widen
-from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+from engine.kernels.language import cdiv, has_fp8_casts, has_tensor_memory, has_tile_copies, jit, power_of_2, tl
 
 # T tokens, I input features, O output features, C experts chosen for each token
 
@@ -39,7 +39,11 @@ class Tile:
     is_split: bool  # whether programs may share the inputs
 
     @classmethod
-    def of(cls, num_rows: int, kind: int) -> Tile:
+    def of(cls, num_rows: int, kind: int, num_words: int, device: torch.device) -> Tile:
+        """num_words: K of code_panels."""
+        if num_rows > 32 and kind == NIBBLES and num_words > 16 and not has_tile_copies(device):
+            # An A100's matrix units take rows out of registers, of which 64 rows of so many inputs have too few.
+            return cls(128, 32, 8, 3, num_rows <= 64)
         if num_rows <= 32:
             return cls(64, max(16, power_of_2(num_rows)), 4, 4 if kind < NIBBLES else 3, True)
         if num_rows <= 64:
@@ -48,8 +52,8 @@ class Tile:
 
 
 def new_counters(num_outputs: int, device: torch.device) -> Tensor:
-    """For the products of one matrix."""
-    return torch.zeros(cdiv(num_outputs, ROWS), dtype=torch.int32, device=device)
+    """For the products of one matrix: for each tile of outputs, of which a panel has two at most, and of rows."""
+    return torch.zeros(2 * cdiv(num_outputs, ROWS), dtype=torch.int32, device=device)
 
 
 def coded_product(
@@ -95,7 +99,7 @@ def launch_coded_product(
     out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO
     if not num_rows:
         return out_TO
-    tile = tile or Tile.of(num_rows, panels.kind)
+    tile = tile or _fitted(Tile.of(num_rows, panels.kind, panels.words.shape[-1], x_TI.device), panels, x_TI.device)
     num_tiles = cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows)
     num_spans = panels.num_units // _units_of_a_span(panels)
     splits = splits or (splits_for(num_tiles[0] * num_tiles[1], num_spans, x_TI.device) if tile.is_split else 1)
@@ -103,7 +107,7 @@ def launch_coded_product(
     splits = cdiv(num_spans, per_split)
     is_split = splits > 1
     parts = x_TI.new_empty(splits, num_rows, num_outputs, dtype=torch.float32) if is_split else out_TO
-    assert not is_split or (num_tiles[1] == 1 and len(counters) >= num_tiles[0])
+    assert not is_split or len(counters) >= num_tiles[0] * num_tiles[1]
     assert residual_TO is None or residual_TO.stride(1) == 1
     assert residual_TO is None or num_rows == 1 or residual_TO.stride(0) == out_TO.stride(0)
     _product[(*num_tiles, splits)](
@@ -141,7 +145,9 @@ def launch_expert_product(
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
-    tile = Tile(64 if rows < 64 else 128, rows, 4 if rows < 128 else 8, 3 if panels.kind < NIBBLES else 2, False)
+    outputs = 64 if rows < (64 if panels.leasts is None else 128) else 128  # sums of rows take registers, too
+    tile = Tile(outputs, rows, 4 if rows < 128 else 8, 3 if outputs == 64 or panels.kind < NIBBLES else 2, False)
+    tile = _fitted(tile, panels, x_NI.device)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
         x_NI,
         *_pointers(panels),
@@ -174,12 +180,20 @@ def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -
     num_inputs = panels.shape[1]
     out_OI = torch.empty(end - start, num_inputs, dtype=dtype, device=panels.words.device)
     constants = _constants(panels, Tile(ROWS, 16, 4, 1, False), out_OI)
-    del constants["BLOCK_T"]
+    del constants["BLOCK_T"], constants["IN_PLACE"]
     num_spans = panels.num_units // constants["SPAN"]
     _widen[(cdiv(end - start, ROWS), num_spans)](
         *_pointers(panels), out_OI, start // ROWS, end - start, num_inputs, panels.num_units, **constants
     )
     return out_OI
+
+
+def _fitted(tile: Tile, panels: CodePanels, device: torch.device) -> Tile:
+    """Triton has the products of all groups of a turn side by side in tensor memory, if a device has that; where they
+    do not fit, what it compiles is a trap. Tiles of 32 outputs are multiplied as on an A100, without it."""
+    inputs = _units_of_a_span(panels) * panels.num_positions * panels.words.shape[-1]
+    is_full = panels.group > 0 and inputs // panels.group * tile.rows >= 512
+    return replace(tile, outputs=32) if is_full and has_tensor_memory(device) else tile
 
 
 def _units_of_a_span(panels: CodePanels) -> int:
@@ -218,6 +232,7 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, int | boo
         "SPAN": _units_of_a_span(panels),
         "IS_EVEN": panels.shape[1] % RUN == 0,
         "NATIVE": x.dtype == torch.bfloat16 and has_fp8_casts(x.device),
+        "IN_PLACE": panels.group == 0 and not has_tile_copies(x.device),
         "BLOCK_O": tile.outputs,
         "BLOCK_T": tile.rows,
         "num_warps": tile.num_warps,
@@ -262,6 +277,7 @@ def _product(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     CHOICES: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
@@ -318,15 +334,16 @@ def _product(
                 rows = tl.load(x_row + i, mask=mask, other=0.0)
                 # Every turn ends with sums that are used: Triton (3.6) leaves a last product under way when the next
                 # turn begins, and the compiler then gives the registers of its codes to others, too early.
+                # Where products do not run beside anything, they are summed where they come to be.
                 if p % PER_GROUP == 0:
-                    product = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+                    product = acc if IN_PLACE else tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
                     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
                 product = tl.dot(codes[p], rows, product, input_precision="ieee")
                 if LEAST:
                     sums = tl.dot(ones, rows, sums, input_precision="ieee")
                 if p % PER_GROUP == PER_GROUP - 1:
                     if GROUP == 0:
-                        acc += product
+                        acc = product if IN_PLACE else acc + product
                     else:
                         of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
                         word_of_run = of_run * (OF_RUN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
@@ -358,9 +375,10 @@ def _product(
         stride = num_rows.to(tl.int64) * num_outputs
         tl.store(part + tl.program_id(2) * stride, acc, mask=mask)
         tl.debug_barrier()
-        if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") < splits - 1:
+        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") < splits - 1:
             return
-        tl.store(counters + tl.program_id(0), 0)
+        tl.store(counter, 0)
         acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
         for split in range(splits):
             acc += tl.load(part + split * stride, mask=mask, other=0.0, cache_modifier=".cg")

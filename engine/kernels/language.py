@@ -18,6 +18,7 @@ __all__ = [
     "cdiv",
     "descriptor",
     "has_fp8_casts",
+    "has_tensor_memory",
     "has_tile_copies",
     "is_interpreted",
     "jit",
@@ -85,3 +86,8 @@ def has_fp8_casts(device: torch.device) -> bool:
 def has_tile_copies(device: torch.device) -> bool:
     """Whether the device copies whole tiles into shared memory by itself. (So does the interpreter.)"""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether matrix units sum in a memory of their own: 512 columns of 128 numbers, for what a program has of each."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 11)

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.kernels.code_words import widen
 from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_codes
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.latent_values import launch_latent_values
@@ -148,6 +149,7 @@ def launch_latent_decode_attention(
         HAS_SCALES=has_scales,
         IS_INT8=codes.dtype == torch.int8,
         NATIVE=has_fp8_casts(device),
+        IN_PAIRS=q_RHD.dtype == torch.bfloat16 and device.type == "cuda",
         num_warps=4 if is_small else 8,
         num_stages=3 if is_small else 2,
     )
@@ -185,6 +187,7 @@ def _attend_latents(
     HAS_SCALES: tl.constexpr,
     IS_INT8: tl.constexpr,
     NATIVE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ) -> None:
     """One program: BLOCK_H heads over their share of blocks, of one row or of several."""
     program = tl.program_id(0)
@@ -226,7 +229,10 @@ def _attend_latents(
                 other=0,
             )
             if HAS_SCALES:
-                latent, odd = from_codes(latent, IS_INT8, q_latent.dtype, NATIVE)
+                if IN_PAIRS:
+                    latent, odd = widen(latent, latent, 0, 1 if IS_INT8 else 0, q_latent.dtype, True)
+                else:
+                    latent, odd = from_codes(latent, IS_INT8, q_latent.dtype, NATIVE)
             scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
             if HAS_SCALES:
                 scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision="ieee")

@@ -104,7 +104,7 @@ def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[i
     rows = max(1, min(_MAX_ROWS, _VALUES_PER_PROGRAM // block_d))
     grid = (cdiv(num_tokens * num_sides * num_heads, rows),)
     first, _, _ = heads.indices(pool_B2PSD.shape[2])
-    sizes = {"P": pool_B2PSD.shape[2], "S": pool_B2PSD.shape[3], "D": dim, "FIRST": first, "K": num_heads}
+    sizes = {"first_head": first, "P": pool_B2PSD.shape[2], "S": pool_B2PSD.shape[3], "D": dim, "K": num_heads}
     return grid, sizes | {"SIDES": num_sides, "ROWS": rows, "BLOCK_D": block_d}
 
 
@@ -117,10 +117,10 @@ def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
 def _rows(
     slots: tl.tensor,
     num_tokens: tl.tensor,
+    first_head: tl.tensor,
     P: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    FIRST: tl.constexpr,
     K: tl.constexpr,
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -131,30 +131,30 @@ def _rows(
     token, side, head = row // (SIDES * K), row // K % SIDES, row % K
     is_row = token < num_tokens
     slot = tl.load(slots + token, mask=is_row, other=0)
-    place = ((slot // S * SIDES + side) * P + FIRST + head) * S + slot % S
+    place = ((slot // S * SIDES + side) * P + first_head + head) * S + slot % S
     d = tl.arange(0, BLOCK_D)
     mask = is_row[:, None] & (d < D)[None, :]
     return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
 
 
-@partial(jit, do_not_specialize=["num_tokens"], anywhere=["slots"])
+@partial(jit, do_not_specialize=["num_tokens", "first_head"], anywhere=["slots"])
 def _pack_kv(
     pool: tl.tensor,
     slots: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
     num_tokens: tl.tensor,
+    first_head: tl.tensor,
     P: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    FIRST: tl.constexpr,
     K: tl.constexpr,
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ) -> None:
-    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, SIDES, ROWS, BLOCK_D)
+    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(pool + in_pool, mask=mask, other=0)
     if HAS_SCALES:
         code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
@@ -164,17 +164,17 @@ def _pack_kv(
         tl.store(codes + in_payload, x, mask=mask)
 
 
-@partial(jit, do_not_specialize=["num_tokens"], anywhere=["slots"])
+@partial(jit, do_not_specialize=["num_tokens", "first_head"], anywhere=["slots"])
 def _unpack_kv(
     codes: tl.tensor,
     scales: tl.tensor,
     pool: tl.tensor,
     slots: tl.tensor,
     num_tokens: tl.tensor,
+    first_head: tl.tensor,
     P: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    FIRST: tl.constexpr,
     K: tl.constexpr,
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -182,7 +182,7 @@ def _unpack_kv(
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, SIDES, ROWS, BLOCK_D)
+    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(codes + in_payload, mask=mask, other=0)
     if HAS_SCALES:
         scale = tl.load(scales + row, mask=is_row, other=0.0).to(tl.float32)

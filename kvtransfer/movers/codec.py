@@ -29,6 +29,7 @@ from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kernels.word_sum import launch_word_sum
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.protocol.plan import head_counts
 from kvtransfer.protocol.segment import Segment
 
 
@@ -73,20 +74,22 @@ class Codec:
             pool.features.index_copy_(0, self._full_blocks(segment, slots_T), features_NF)
 
     def warm_up(self, device: torch.device) -> None:
-        """On a GPU: compile now what packs, sums up and unpacks all heads of a rank, so that no handoff waits for it.
-        Over a pool of its own."""
+        """On a GPU: compile now what packs, sums up and unpacks as many heads as a replica of any tensor-parallel
+        degree asks for, so that no handoff waits for it. Over a pool of its own."""
         if device.type != "cuda":
             return
         layout = self._layout
         pool, num_layers = KVPool(layout, num_blocks=1, device=device), min(2, layout.num_layers)
-        for num_tokens in (layout.block_size, 1):  # behind one token, a layer's scales begin at no multiple of 16 bytes
+        # Behind one token, a layer's scales begin at no multiple of 16 bytes, where they ever do not.
+        every = [(layout.block_size, layout.heads_per_rank), *((1, num_heads) for num_heads in head_counts(layout))]
+        for num_tokens, num_heads in every:
             segment = Segment(
                 first_layer=layout.num_layers - num_layers,
                 num_layers=num_layers,
                 first_token=0,
                 num_tokens=num_tokens,
                 first_head=0,
-                num_heads=layout.heads_per_rank,
+                num_heads=num_heads,
             )
             slots_T = slots_of(pool, [0], 0, num_tokens)
             payload = torch.empty(self.num_bytes(segment), dtype=torch.uint8, device=device)

@@ -51,6 +51,18 @@ def plan_heads(*, sender: KVLayout, receiver: KVLayout) -> list[HeadCopy]:
     return copies
 
 
+def head_counts(layout: KVLayout) -> list[int]:
+    """How many heads at a time a rank of `layout` sends or gets, beside replicas of every degree that divides the
+    model's heads; a higher one has single heads, too."""
+    peers = (degree for degree in range(1, layout.num_kv_heads + 1) if layout.num_kv_heads % degree == 0)
+    counts = set()
+    for degree in peers:
+        peer = replace(layout, tensor_parallel=degree)
+        for sender, receiver in ((layout, peer), (peer, layout)):
+            counts |= {copy.num_heads for copy in plan_heads(sender=sender, receiver=receiver)}
+    return sorted(counts)
+
+
 def sending_ranks(layout: KVLayout, *, num_receivers: int) -> set[int]:
     """Which ranks of a replica of `layout` have something for a replica of so many ranks."""
     copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=num_receivers))

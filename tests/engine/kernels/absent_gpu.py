@@ -71,6 +71,7 @@ class Launch:
     num_warps: int
     loops: tuple[dict[str, int], ...]  # of each innermost loop, how often each of _COUNTED stands there
     ptx: str
+    tensor_columns: int  # of tensor memory, 32 bits wide, of which a processor has 512; where there are more: a trap
 
 
 @contextmanager
@@ -155,7 +156,15 @@ def _launch(name: str, grid: tuple[int, ...], kernel: Any) -> Launch:
     registers, stack = (int(re.search(rf"\b{what}:(\d+)", used)[1]) for what in ("REG", "STACK"))
     metadata = kernel.metadata
     return Launch(
-        name, grid, metadata.shared, registers, stack, metadata.num_warps, _innermost_loops(code), kernel.asm["ptx"]
+        name,
+        grid,
+        metadata.shared,
+        registers,
+        stack,
+        metadata.num_warps,
+        _innermost_loops(code),
+        kernel.asm["ptx"],
+        metadata.tmem_size or 0,
     )
 
 

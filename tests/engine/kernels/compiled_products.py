@@ -1,13 +1,13 @@
 """Products in few bits of an 8B model's matrix on a GPU that is not there: a program, which prints what was launched.
 
-python -m tests.engine.kernels.compiled_products 9.0 fp8 Q4_K …
+python -m tests.engine.kernels.compiled_products 9.0 fp8 Q4_K "experts of AWQ" …
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 # ruff: isort: off
 from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
@@ -16,11 +16,13 @@ import torch
 
 from engine.kernels.code_panels import CodePanels, words_of_a_unit
 from engine.kernels.code_words import E4M3, FIVE_BITS, INT8, NIBBLES, SIX_BITS
+from engine.kernels.coded_product import launch_expert_product
 from engine.layers.coded_matrix import CodedMatrix
 from engine.layers.int8_matrix import Int8Matrix
 # ruff: isort: on
 
 _O, _I, _P = 4096, 4096, 64
+_EXPERTS = "experts of "
 ROWS = (1, 17, 64, 300, 2048)
 FORMS = {  # kind, group, least numbers: none, "halves", "codes" of zero; nested in others
     "fp8": (E4M3, 0, None, False),
@@ -61,17 +63,30 @@ def panels(form: str) -> CodePanels:
     )
 
 
+def multiply_by_experts(form: str) -> None:
+    """In tiles of a step's few choices, and of a prompt's many."""
+    one = panels(form)
+    several = replace(one, **{name: of.expand(8, *of.shape) for name, of in one.tensors().items()})
+    x = torch.empty(300, _I, dtype=torch.bfloat16, device=DEVICE)
+    for rows in (16, 64):
+        choices, experts = (torch.empty(size, dtype=torch.int32, device=DEVICE) for size in (16 * rows, 16))
+        launch_expert_product(x, several, choices, experts, len(x), of_each=1)
+
+
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     for form in sys.argv[2:]:
         with absent_gpu(capability) as launches:
-            if form == "int8 rows":
+            if form.startswith(_EXPERTS):
+                multiply_by_experts(form.removeprefix(_EXPERTS))
+                matrix = None
+            elif form == "int8 rows":
                 counters = torch.zeros(_P, dtype=torch.int32, device=DEVICE)
                 codes = torch.empty(_O, _I, dtype=torch.int8, device=DEVICE)
                 matrix = Int8Matrix(codes, torch.empty(_O, device=DEVICE), _I, counters)
             else:
                 matrix = CodedMatrix.whole(panels(form))
-            for count in ROWS:
+            for count in ROWS if matrix else ():
                 x, residual = (torch.empty(count, width, dtype=torch.bfloat16, device=DEVICE) for width in (_I, _O))
                 assert matrix.multiply(x, residual_TO=residual).shape == (count, _O)
         print(json.dumps({"form": form, "launches": [asdict(launch) for launch in launches]}), flush=True)

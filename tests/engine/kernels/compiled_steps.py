@@ -267,8 +267,8 @@ def numbers_awaited() -> Iterator[list[Sequence[int]]]:
 
 
 def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
-    """Positions of some layers out of the pool, and in again: of all its heads, for which everything is compiled
-    before; then of some, where a layout has so many."""
+    """Positions of some layers out of the pool, and in again: of all its heads, and of some, if there are more;
+    for all of which everything is compiled before."""
     layout, pool = replica.layout, replica.pool
     codec, num_heads = codec_for(layout, wire_dtype), layout.heads_per_rank
     codec.warm_up(DEVICE)
@@ -287,7 +287,7 @@ def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
         codec.pack(pool, segment, slots, payload)
         launch_word_sum(payload)
         codec.unpack(payload, pool, segment, slots)
-        assert first_head or len(launches) == warm, f"a handoff waited for the compiler: {launches[warm:]}"
+        assert len(launches) == warm, f"a handoff waited for the compiler: {launches[warm:]}"
 
 
 if __name__ == "__main__":

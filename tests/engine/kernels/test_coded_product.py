@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from cluster.model.gguf_table import GGML_TYPES
+from engine.kernels import coded_product
 from engine.kernels.code_panels import CodePanels, numbers_of
 from engine.kernels.coded_experts import launch_coded_experts, reference_coded_experts
-from engine.kernels.coded_product import launch_coded_product, launch_widen, reference_coded_product
+from engine.kernels.coded_product import launch_coded_product, launch_widen, new_counters, reference_coded_product
 from engine.layers import coded_matrix
 from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.coded_matrix import CodedMatrix
@@ -101,6 +102,31 @@ def test_many_rows(name: str) -> None:
     assert (launched(x, panels) - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
 
 
+@pytest.mark.parametrize("num_rows, splits", [(20, 2), (64, 2), (130, None)])
+@pytest.mark.parametrize("name", ["fp8 channels", "int8 channels", "groups of 128", "one group"])
+def test_products_as_an_a100_has_them(name: str, num_rows: int, splits: int | None) -> None:
+    """Summed in place; and tiles of few rows, of which several share their outputs' inputs."""
+    weight = random_weight(name, 64, 512)  # of an odd number of panels
+    panels, _ = panels_and_order(weight)
+    x = random(num_rows, 512, dtype=torch.float16, seed=3)
+    expected = reference_coded_product(x.float(), panels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded_product, "has_tile_copies", lambda device: False)
+        got = launched(x, panels, splits=splits)
+    assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
+
+
+def test_tiles_of_rows_count_their_programs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first tile's count is wrong, the second is right."""
+    monkeypatch.setattr(coded_product, "has_tile_copies", lambda device: False)
+    panels, _ = panels_and_order(random_weight("groups of 128", 64, 512))
+    x, counters = random(64, 512, dtype=torch.float16, seed=3), new_counters(64, DEVICE)
+    counters[0] = 1
+    expected = reference_coded_product(x.float(), panels)[32:]
+    got = launch_coded_product(x, panels, counters, splits=2)[32:].double()
+    assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_widened_numbers_are_rounded_once(name: str) -> None:
     panels, _ = panels_and_order(random_weight(name, *shape_of(name, 150, 416)))
@@ -180,7 +206,7 @@ def stacked(weights: Sequence[QuantizedWeight]) -> CodePanels:
 
 
 def launched(x: Tensor, panels: CodePanels, *, splits: int | None = None) -> Tensor:
-    counters = torch.zeros(-(-panels.shape[0] // 64), dtype=torch.int32, device=DEVICE)
+    counters = new_counters(panels.shape[0], DEVICE)
     got = launch_coded_product(x, panels, counters, splits=splits)
     assert not counters.any(), "a counter was left behind"
     return got.double()

@@ -21,11 +21,14 @@ triton = pytest.importorskip("triton")
 _ROOT = Path(__file__).parents[3]
 _SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}  # of one program
 _IS_PINNED = triton.__version__ == "3.9.0"
-# Of a thread. An A100's tiles for hundreds of rows are beyond its registers: AWQ's by far, with Triton 3.6.
-_STACK_BYTES = {"9.0": 0, "8.0": 64 if _IS_PINNED else 80, "10.0": 8}
-_SPILLS = {"9.0": 0, "8.0": 8 if _IS_PINNED else 33, "10.0": 1}
 _DEVICES = tuple(_SHARED_KIB)
-# Instructions of the longest loop over weights, as they were counted with the pinned Triton, on these devices.
+_STACK_BYTES = {
+    "9.0": 0,
+    "8.0": 8,
+    "10.0": 0,
+}  # of a thread, outside of loops: one number of Q4_0's and Q4_1's few rows
+# Instructions of the longest loop over weights, as they were counted with the pinned Triton, on these devices. Those of
+# Q6_K for hundreds of rows on sm_100 were a trap, without a loop, until 2026-11-27.
 _INSTRUCTIONS = {
     "fp8": (329, 691, 342),
     "fp8 blocks": (339, 688, 396),
@@ -37,23 +40,29 @@ _INSTRUCTIONS = {
     "Q4_1": (1279, 1614, 1333),
     "Q4_K": (1293, 1627, 1353),
     "Q5_K": (1462, 1954, 1495),
-    "Q6_K": (1247, 1778, 1161),
+    "Q6_K": (1247, 1778, 1287),
 }
 _MORE = 1.1 if _IS_PINNED else 1.5  # 3.6 takes up to 1.42 times as many
 
 
-def check(form: str, capability: str = "9.0") -> None:
+def launches(form: str, capability: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = [sys.executable, "-m", "tests.engine.kernels.compiled_products", capability, form]
     done = subprocess.run(program, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    launches: list[dict[str, Any]] = json.loads(done.stdout)["launches"]
-    assert len(launches) >= 4
-    for launch in launches:
+    found: list[dict[str, Any]] = json.loads(done.stdout)["launches"]
+    return found
+
+
+def check(form: str, capability: str = "9.0") -> None:
+    found = launches(form, capability)
+    assert len(found) >= 4
+    for launch in found:
         place = f"{form}: {launch['name']}{launch['grid']} on {capability}"
         most = _STACK_BYTES[capability]
         assert launch["stack_bytes"] <= most, f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
+        assert launch["tensor_columns"] <= 512, f"{place} wants {launch['tensor_columns']} columns of tensor memory"
         for loop in launch["loops"]:
             if launch["name"] == "_product" and loop["products"]:
                 check_loop(form, capability, loop, place)
@@ -66,7 +75,7 @@ def check(form: str, capability: str = "9.0") -> None:
 def check_loop(form: str, capability: str, loop: dict[str, int], place: str) -> None:
     budget = _MORE * _INSTRUCTIONS[form][_DEVICES.index(capability)]
     assert loop["instructions"] <= budget, f"{place}: a loop of {loop['instructions']} instructions"
-    assert loop["spills"] <= _SPILLS[capability], f"{place} puts {loop['spills']} registers away"
+    assert loop["spills"] == 0, f"{place} puts {loop['spills']} registers away"
     assert loop["byte_loads"] == 0, f"{place} loads {loop['byte_loads']} bytes one by one"
     if capability != "8.0":  # which has no other way from whole numbers of 8 bits
         assert loop["conversions"] == 0, f"{place} converts {loop['conversions']} numbers one by one"
@@ -105,3 +114,18 @@ def test_a_product_fits_a_gpu() -> None:
 @pytest.mark.parametrize("form", _INSTRUCTIONS)
 def test_every_form_fits_a_gpu(form: str, capability: str) -> None:
     check(form, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("capability", _DEVICES)
+@pytest.mark.parametrize("form", ["AWQ", "Q4_K"])
+def test_products_of_experts_fit_a_gpu(form: str, capability: str) -> None:
+    """With their sums of rows, AWQ's tile of 64 choices is a few registers too large."""
+    found = launches(f"experts of {form}", capability)
+    assert len(found) == 2
+    for launch in found:
+        place = f"{form}: {launch['grid']} on {capability}"
+        assert launch["tensor_columns"] <= 512, place
+        assert launch["stack_bytes"] <= (48 if form == "AWQ" else 0), f"{place}: {launch['stack_bytes']} bytes"
+        assert all(loop["spills"] <= (4 if form == "AWQ" else 0) for loop in launch["loops"]), place

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv.layout import KVLayout
-from kvtransfer.protocol.plan import plan_heads
+from kvtransfer.protocol.plan import head_counts, plan_heads
 
 _FITS = [(heads, tp) for heads in (1, 2, 3, 4, 6, 8, 12) for tp in range(1, 25) if heads % tp == 0 or tp % heads == 0]
 
@@ -34,6 +34,12 @@ def test_every_head_of_every_receiver_comes_once_from_a_rank_that_holds_it(pair:
         arrived[copy.receiver] += range(first_received, first_received + copy.num_heads)
     for rank, heads in arrived.items():
         assert sorted(heads) == list(range(*receiver.head_range(rank)))
+
+
+@given(_pairs())
+def test_every_count_of_heads_that_travel_is_known(pair: tuple[KVLayout, KVLayout]) -> None:
+    for copy in plan_heads(sender=pair[0], receiver=pair[1]):
+        assert all(copy.num_heads in head_counts(layout) for layout in pair)
 
 
 @given(_pairs())

@@ -1,0 +1,91 @@
+"""Handoffs between a replica and others of every tensor-parallel degree, on a GPU that is not there: a program, which
+prints what was compiled, and which of it after the warm-up.
+
+python -m tests.engine.kernels.compiled_handoffs 9.0 bfloat16/fp8_e4m3/1 int8/raw/2 …
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+# ruff: isort: off
+from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
+
+import torch
+
+from engine.kernels.word_sum import launch_word_sum
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from kvtransfer.movers.codec import Codec, codec_for, slots_of
+from kvtransfer.protocol.plan import plan_heads
+from kvtransfer.protocol.segment import Segment
+from tests.engine.kernels.compiled_steps import without_numbers
+# ruff: isort: on
+
+_DEGREES, _KV_HEADS, _NUM_LAYERS, _BLOCK_SIZE = (1, 2, 4, 8, 16), 8, 3, 16
+
+
+def main() -> None:
+    capability = tuple(int(number) for number in sys.argv[1].split("."))
+    without_numbers()
+    for case in sys.argv[2:]:
+        dtype, wire_dtype, degree = case.split("/")
+        layout = KVLayout(
+            model="",
+            num_layers=_NUM_LAYERS,
+            num_kv_heads=_KV_HEADS,
+            head_dim=128,
+            block_size=_BLOCK_SIZE,
+            dtype=dtype,
+            tensor_parallel=int(degree),
+        )
+        with absent_gpu(capability) as launches:
+            codec, pool = codec_for(layout, wire_dtype), KVPool(layout, num_blocks=8, device=DEVICE)
+            codec.warm_up(DEVICE)
+            warm = len(launches)
+            runs = sorted(set(runs_of_heads(layout)))
+            for first_head, num_heads in runs:
+                for num_tokens in (51, 64):
+                    hand_over(codec, pool, first_head, num_heads, num_tokens)
+        print(
+            json.dumps(
+                {
+                    "case": case,
+                    "runs": runs,
+                    "launches": [asdict(launch) for launch in launches],
+                    "late": [launch.name for launch in launches[warm:]],
+                }
+            ),
+            flush=True,
+        )
+
+
+def runs_of_heads(layout: KVLayout) -> Iterator[tuple[int, int]]:
+    """The first and the number of heads that a rank sends to, or gets from, one of a replica of some other degree."""
+    for degree in _DEGREES:
+        peer = replace(layout, tensor_parallel=degree)
+        yield from ((copy.sender_head, copy.num_heads) for copy in plan_heads(sender=layout, receiver=peer))
+        yield from ((copy.receiver_head, copy.num_heads) for copy in plan_heads(sender=peer, receiver=layout))
+
+
+def hand_over(codec: Codec, pool: KVPool, first_head: int, num_heads: int, num_tokens: int) -> None:
+    segment = Segment(
+        first_layer=0,
+        num_layers=_NUM_LAYERS,
+        first_token=7,
+        num_tokens=num_tokens,
+        first_head=first_head,
+        num_heads=num_heads,
+    )
+    slots = slots_of(pool, range(8), 7, num_tokens)
+    payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=DEVICE)
+    codec.pack(pool, segment, slots, payload)
+    launch_word_sum(payload)
+    codec.unpack(payload, pool, segment, slots)
+
+
+if __name__ == "__main__":
+    main()
