@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -180,8 +181,7 @@ def _lines(process: subprocess.Popen[str], until: float) -> Iterator[str]:
                     return
             continue
         if line is None:
-            while not _has_ended(process) and time.monotonic() < until:
-                time.sleep(_LOOK_S / 10)
+            _wait_for(process, until)
             return
         yield line
 
@@ -192,6 +192,14 @@ def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[str | None]) -
         for line in process.stdout:
             said.put(line)
     said.put(None)
+
+
+def _wait_for(process: subprocess.Popen[str], until: float) -> None:
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+    finally:
+        os.close(descriptor)
 
 
 def _has_ended(process: subprocess.Popen[str]) -> bool:
