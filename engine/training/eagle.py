@@ -101,7 +101,7 @@ class EagleLearner:
         """Of each step what it knows (B, T - first, E), of the chains that begin at slot `first` and on."""
         embedded_BTE = F.embedding(batch.tokens_BT, self._teacher.embedding_VE)
         slots_T = torch.arange(batch.tokens_BT.shape[1])
-        g_BTE, chain = self._head.fuse(batch.fused_BTE3), None
+        g_BTE, chain = self._head.fuse(batch.fused_BTE3.to(self._teacher.dtype)), None
         for step in range(num_steps):
             begin = first if step else 0
             rotation: Rotation = self._teacher.rotary(slots_T[begin:] + step, torch.float32)

@@ -73,9 +73,8 @@ class EagleHead(nn.Module):
 
     def fuse(self, fused_BTE3: Tensor) -> Tensor:
         """g: (B, T, E) of slots 0 to T - 1 from the model's hidden states (B, T, 3 E) of positions 0 to T - 1, the last
-        of which is not used; in any dtype."""
-        known_BTE3 = fused_BTE3[:, :-1].to(self.fc.weight.dtype)
-        g_BTE: Tensor = F.pad(self.fc(known_BTE3).float(), (0, 0, 1, 0))
+        of which is not used."""
+        g_BTE: Tensor = F.pad(self.fc(fused_BTE3[:, :-1]).float(), (0, 0, 1, 0))
         return g_BTE
 
     def step(

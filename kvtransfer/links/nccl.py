@@ -151,7 +151,6 @@ class NcclLink:
             self._abort()
             # Until then the device may write to what is under way, and to what NCCL was given and has said nothing of.
             Mark(self.device).wait()
-            under_way.clear()
             self._launching = None
 
     def _make(self) -> None:

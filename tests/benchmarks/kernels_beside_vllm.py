@@ -19,13 +19,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu, ints, numbers
 from tests.engine.kernels.compiled_attention import attend
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from engine.kernels.fused_experts import launch_fused_experts
 # ruff: isort: on
@@ -82,7 +81,7 @@ def _say(case: str, launches: list[Launch]) -> None:
 
 
 def _attend(module: Any, rows: int, queries: int, dtype: torch.dtype, mode: str) -> None:
-    q = _numbers(rows * queries, _H, _D)
+    q = numbers(rows * queries, _H, _D)
     k, v = (torch.empty(4096, _S, _K, _D, dtype=dtype, device=DEVICE) for _ in range(2))
     has_scales = mode != "NONE"
     k_scale, v_scale = (torch.empty(4096, _S, _K, dtype=torch.float32, device=DEVICE) for _ in range(2))
@@ -91,14 +90,14 @@ def _attend(module: Any, rows: int, queries: int, dtype: torch.dtype, mode: str)
         k=k,
         v=v,
         out=torch.empty_like(q),
-        cu_seqlens_q=_ints(rows + 1),
+        cu_seqlens_q=ints(rows + 1),
         max_seqlen_q=queries,
-        seqused_k=_ints(rows),
+        seqused_k=ints(rows),
         max_seqlen_k=_CONTEXT,
         softmax_scale=0.1,
         causal=True,
         window_size=(-1, -1),
-        block_table=_ints(rows, _CONTEXT // _S),
+        block_table=ints(rows, _CONTEXT // _S),
         softcap=0,
         q_descale=None,
         k_descale=None,
@@ -116,7 +115,7 @@ def _attend(module: Any, rows: int, queries: int, dtype: torch.dtype, mode: str)
 
 def _our_experts(num_tokens: int) -> None:
     chosen = torch.empty(num_tokens, _C, dtype=torch.int64, device=DEVICE)
-    launch_fused_experts(_numbers(num_tokens, _E), _numbers(_X, 2 * _I, _E), _numbers(_X, _E, _I), chosen)
+    launch_fused_experts(numbers(num_tokens, _E), numbers(_X, 2 * _I, _E), numbers(_X, _E, _I), chosen)
 
 
 def _their_experts(module: Any, num_tokens: int) -> None:
@@ -125,19 +124,19 @@ def _their_experts(module: Any, num_tokens: int) -> None:
     rows = num_tokens * _C + _X * (config["BLOCK_SIZE_M"] - 1)
     weights = torch.empty(num_tokens, _C, dtype=torch.float32, device=DEVICE)
     for x, matrices, width, per_token in (
-        (_numbers(num_tokens, _E), _numbers(_X, 2 * _I, _E), 2 * _I, _C),
-        (_numbers(num_tokens * _C, _I), _numbers(_X, _E, _I), _E, 1),
+        (numbers(num_tokens, _E), numbers(_X, 2 * _I, _E), 2 * _I, _C),
+        (numbers(num_tokens * _C, _I), numbers(_X, _E, _I), _E, 1),
     ):
         module.invoke_fused_moe_triton_kernel(
             x,
             matrices,
-            _numbers(num_tokens, _C, width),
+            numbers(num_tokens, _C, width),
             None,
             None,
             weights,
-            _ints(rows),
-            _ints(rows // config["BLOCK_SIZE_M"]),
-            _ints(1),
+            ints(rows),
+            ints(rows // config["BLOCK_SIZE_M"]),
+            ints(1),
             mul_routed_weight=per_token == 1,
             top_k=per_token,
             config=config,
@@ -206,14 +205,6 @@ def _whatever(name: str) -> Any:
     if name.startswith("__"):  # what Python itself looks for
         raise AttributeError(name)
     return MagicMock()
-
-
-def _ints(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device=DEVICE)
-
-
-def _numbers(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 if __name__ == "__main__":

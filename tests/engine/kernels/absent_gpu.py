@@ -136,6 +136,16 @@ class _Pointer:
         return self.address
 
 
+def ints(*shape: int) -> Tensor:
+    """Without numbers, as all that such a GPU computes with."""
+    return torch.empty(shape, dtype=torch.int32, device=DEVICE)
+
+
+def numbers(*shape: int) -> Tensor:
+    """In bf16."""
+    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+
+
 def _described(value: Any) -> Any:
     if isinstance(value, TensorDescriptor):
         return replace(value, base=_described(value.base))

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu, ints, numbers
 
 import torch
 from torch import Tensor
@@ -40,18 +40,18 @@ def main() -> None:
 
 
 def attend(pool_dtype: torch.dtype) -> None:
-    contexts = _ints(_ROWS)
-    tables = _ints(_ROWS, _CONTEXT // _S)
+    contexts = ints(_ROWS)
+    tables = ints(_ROWS, _CONTEXT // _S)
     is_wide = pool_dtype == torch.bfloat16
     codes = torch.empty(4096, 2, _K, _S, _D, dtype=pool_dtype, device=DEVICE)
-    scales = None if is_wide else _numbers(4096, 2, _K, _S)
-    q = _numbers(_QUERIES, _H, _D)
+    scales = None if is_wide else numbers(4096, 2, _K, _S)
+    q = numbers(_QUERIES, _H, _D)
     rows = {"tables_RB": tables, "contexts_R": contexts, "window": None}
     launch_decode_attention(
         q,
         codes,
         scales,
-        tokens_R=_ints(_ROWS),
+        tokens_R=ints(_ROWS),
         **rows,
         splits=Splits.of(
             contexts,
@@ -62,27 +62,25 @@ def attend(pool_dtype: torch.dtype) -> None:
         ),
         out_THD=torch.empty_like(q),
     )
-    tiles = QueryTiles(*(_ints(size) for size in (_QUERIES // 64, _QUERIES // 64, _ROWS, _ROWS)))
+    tiles = QueryTiles(*(ints(size) for size in (_QUERIES // 64, _QUERIES // 64, _ROWS, _ROWS)))
     for num_splits in (2,):
         launch_prefill_attention(
             q, codes, scales, tiles=tiles, **rows, out_THD=torch.empty_like(q), num_splits=num_splits
         )
-    k, v = launch_gather_rows(codes, scales, _ints(_CONTEXT // _S), q.dtype)
+    k, v = launch_gather_rows(codes, scales, ints(_CONTEXT // _S), q.dtype)
     dense(q, k, None, v, tiles, WHOLE)
     if is_wide:  # latents are widened before
         carry = Carry.empty(_QUERIES, _LATENT_HEADS, _D, DEVICE)
         for part in (WHOLE, Slice(_CONTEXT, 2 * _CONTEXT, is_last=False, carry=carry)):
             shape = (_CONTEXT, _LATENT_HEADS, _D)
-            query = _numbers(_QUERIES, _LATENT_HEADS, _D + _ROPE)
-            dense(
-                query, _numbers(*shape), _numbers(_CONTEXT, _LATENT + _ROPE)[:, _LATENT:], _numbers(*shape), tiles, part
-            )
+            query = numbers(_QUERIES, _LATENT_HEADS, _D + _ROPE)
+            dense(query, numbers(*shape), numbers(_CONTEXT, _LATENT + _ROPE)[:, _LATENT:], numbers(*shape), tiles, part)
     width = _LATENT + (_ROPE if is_wide else 2 * _ROPE)
     launch_latent_decode_attention(
-        _numbers(_ROWS, _LATENT_HEADS, _LATENT + _ROPE),
+        numbers(_ROWS, _LATENT_HEADS, _LATENT + _ROPE),
         torch.empty(4096, 1, 1, _S, width, dtype=pool_dtype, device=DEVICE),
-        None if is_wide else _numbers(4096, 1, 1, _S),
-        _numbers(_LATENT_HEADS, _D, _LATENT),
+        None if is_wide else numbers(4096, 1, 1, _S),
+        numbers(_LATENT_HEADS, _D, _LATENT),
         scale=0.1,
         tables_RB=tables,
         contexts_R=contexts,
@@ -97,20 +95,12 @@ def dense(q: Tensor, k: Tensor, shared: Tensor | None, v: Tensor, tiles: QueryTi
         shared,
         v,
         tiles=tiles,
-        firsts_R=_ints(_ROWS),
-        contexts_R=_ints(_ROWS),
+        firsts_R=ints(_ROWS),
+        contexts_R=ints(_ROWS),
         scale=0.1,
         out_THW=torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=DEVICE),
         part=part,
     )
-
-
-def _ints(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device=DEVICE)
-
-
-def _numbers(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 if __name__ == "__main__":

@@ -156,8 +156,7 @@ class SendingRank:
         """What cluster.worker.gang_runner does with such an order."""
         self.begin(Job(handoff, blocks))
         if passage := self.passages.get((handoff.id, handoff.epoch)):
-            for layer in range(NUM_LAYERS):
-                passage.layer_ready(layer, 0, num_tokens)
+            passage.all_layers_ready(0, num_tokens)
             passage.commit(num_tokens)
 
     def follow(self) -> None:
