@@ -14,7 +14,7 @@ from engine.attention.attention import AttentionPlan, paged_attention
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints, Row
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import KERNELS, TORCH, MeasuredWays
+from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.structs import AttentionCall, Coding, Kind, PoolView, RotaryCall, Step
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
@@ -29,12 +29,24 @@ _MEASURED = (512, 2048)  # queries of a row, and the context that they end
 class CompiledHeads:
     """See engine.attention.heads.Heads. bf16 only, over a pool of bf16 or of 8 bits.
 
-    What a query gets depends on its own tokens only: not on the queries beside it, nor on how its prompt was cut.
+    What a query gets depends on its own tokens only: not on the queries beside it, nor on how its prompt was cut. Where
+    AMX attends to the many queries of a prompt it does so within rounding.
     """
 
-    def __init__(self, kernels: Kernels, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        batch: Batch,
+        pool: KVPool,
+        cos_T1F: Tensor,
+        sin_T1F: Tensor,
+        *,
+        by_tiles: bool = False,
+    ) -> None:
+        """by_tiles: where it can be, by AMX."""
         self._kernels = kernels
         self._pool = pool
+        self._by_tiles = by_tiles
         self._rows = StepRows(batch, cos_T1F, sin_T1F)
 
     def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
@@ -48,7 +60,8 @@ class CompiledHeads:
         return out_THD
 
     def _attend(self, layer: int, q_THD: Tensor, out_THD: Tensor, window: int | None, step: Step) -> None:
-        Program(self._kernels, [attention_call(self._pool, layer, q_THD, out_THD, window=window)]).run(step)
+        call = attention_call(self._pool, layer, q_THD, out_THD, window=window, by_tiles=self._by_tiles)
+        Program(self._kernels, [call]).run(step)
 
 
 class SharedHeads(CompiledHeads):
@@ -87,8 +100,8 @@ def num_long_rows(batch: Batch) -> int:
     return len(batch.query_lens) - (int(short[-1]) + 1 if len(short) else 0)
 
 
-def is_shared_quicker(kernels: Kernels, layout: KVLayout, num_heads: int, measured: MeasuredWays) -> bool:
-    """Whether torch attends to long rows in less time than the kernels on this machine."""
+def quickest_way(kernels: Kernels, layout: KVLayout, num_heads: int, measured: MeasuredWays) -> str:
+    """Who attends to long rows in the least time on this machine: KERNELS, TILES or TORCH."""
     num_queries, context = _MEASURED
     pool = KVPool(
         replace(layout, num_layers=1), num_blocks=-(-context // layout.block_size), device=torch.device("cpu")
@@ -96,15 +109,16 @@ def is_shared_quicker(kernels: Kernels, layout: KVLayout, num_heads: int, measur
     row = Row([0] * num_queries, start=context - num_queries, blocks=range(pool.num_blocks), num_logits=0)
     batch = Batch.of([row], block_size=layout.block_size)
     angles = torch.ones(num_queries, 1, layout.head_dim // 2)
-    ours = CompiledHeads(kernels, batch, pool, angles, angles)
-    theirs = SharedHeads(kernels, batch, pool, angles, angles, [None])
+    heads: dict[str, CompiledHeads] = {KERNELS: CompiledHeads(kernels, batch, pool, angles, angles)}
+    if kernels.has_tiles:
+        heads[TILES] = CompiledHeads(kernels, batch, pool, angles, angles, by_tiles=True)
+    heads[TORCH] = SharedHeads(kernels, batch, pool, angles, angles, [None])
     q_THD = torch.ones(num_queries, num_heads, layout.head_dim, dtype=torch.bfloat16)
     what = (
         f"ATTEND {num_queries} of {context}, {num_heads} heads on {layout.heads_per_rank} of {layout.head_dim}, "
         f"{layout.dtype}"
     )
-    ways = {KERNELS: partial(ours.attend, 0, q_THD, window=None), TORCH: partial(theirs.attend, 0, q_THD, window=None)}
-    return measured.quickest(what, ways) == TORCH
+    return measured.quickest(what, {way: partial(some.attend, 0, q_THD, window=None) for way, some in heads.items()})
 
 
 class StepRows:
@@ -171,7 +185,9 @@ def rotary_call(
     return call
 
 
-def attention_call(pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, window: int | None) -> AttentionCall:
+def attention_call(
+    pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, window: int | None, by_tiles: bool = False
+) -> AttentionCall:
     """q_THD may be a part of wider rows; out_THD is contiguous."""
     return AttentionCall(
         kind=Kind.ATTEND,
@@ -181,6 +197,7 @@ def attention_call(pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, 
         out=out_THD.data_ptr(),
         q_heads=q_THD.shape[1],
         window=window or 0,
+        by_tiles=by_tiles,
     )
 
 

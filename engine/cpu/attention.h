@@ -1,13 +1,14 @@
 // softmax(q k / sqrt(D)) v over paged keys and values, read where they lie.
 //
 // The work is cut into (sequence, some kv heads, some positions). The query heads that share a kv head, at those positions,
-// are that head's rows of a piece: each key is fetched and transposed once for all of them. For each stretch of 64 keys:
+// are that head's rows of a piece: each key is fetched and transposed once for all of them. For each stretch of keys:
 //
 //   1  keys become columns, so that a vector holds one query's scores with 16 keys
 //   2  six rows at a time: their scores; what that makes of each row's greatest score, and of its weights so far; then
 //      out = out * shrink + p v, while the weights are in the first cache
 //
-// Where there are no more rows than that, all of it happens in registers (few_rows.h).
+// Where there are no more rows than that, all of it happens in registers (few_rows.h). Where there are units for tiles, and
+// they are quicker, sixteen rows and more go through 2 together (tiles.h).
 // Sums run over keys in the order of their positions, in stretches that begin at multiples of 64, and a stretch in which
 // a query sees nothing changes nothing: what it gets depends neither on the queries beside it nor on how its prompt was
 // cut.
@@ -19,26 +20,29 @@
 
 #include "few_rows.h"
 #include "pieces.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int KEYS = 64;           // of one stretch
+constexpr int KEYS = HAS_TILES ? 128 : 64;  // of one stretch
 constexpr int WEIGHT_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
+constexpr int MOST_ROWS_AT_ONCE = HAS_TILES ? TILED_ROWS : ROWS_AT_ONCE;
+constexpr int KEYS_AT_ONCE = HAS_TILES ? 2 * LANES : LANES;  // of a stretch: what a row sees of it is rounded up to so many
 
 // What happens to a stretch of one head's keys and values; nothing of it is kept.
 struct Stretch {
     const char* addresses[KEYS];        // of each key, or value, as words
     alignas(64) float key_scales[KEYS], value_scales[KEYS];
-    alignas(64) float scores[ROWS_AT_ONCE][KEYS];
-    alignas(64) uint32_t weights[ROWS_AT_ONCE][WEIGHT_WORDS];
-    float shrink[ROWS_AT_ONCE];         // of what the row has so far
+    alignas(64) float scores[MOST_ROWS_AT_ONCE][KEYS];
+    alignas(64) uint32_t weights[MOST_ROWS_AT_ONCE][WEIGHT_WORDS];
+    float shrink[MOST_ROWS_AT_ONCE];        // of what the row has so far
     int64_t first, seen;                // its first key, and how many keys of it any row sees
 };
 
 class Work {
 public:
-    Work(const AttentionCall& a, const Step& step, const Piece& piece, Desk& desk)
-        : a(a), step(step), piece(piece), group(a.q_heads / a.pool.kv_heads), dim(a.pool.head_dim),
+    Work(const AttentionCall& a, const Step& step, const Piece& piece, Desk& desk, TileUnits& units)
+        : a(a), step(step), piece(piece), units(units), group(a.q_heads / a.pool.kv_heads), dim(a.pool.head_dim),
           num_words(Word::count(dim)), padded_dim(num_words * Word::NUMBERS), rows(piece.count * group),
           end(piece.position + piece.count), scale(1.44269504f / std::sqrt(float(dim))), ahead(desk.ahead) {
         auto room = [](std::vector<Floats>& memory, int64_t count) {
@@ -80,6 +84,7 @@ private:
     const AttentionCall& a;
     const Step& step;
     const Piece& piece;
+    TileUnits& units;
     const int64_t group, dim, num_words, padded_dim;  // num_words: of a key; padded_dim: numbers in so many
     const int64_t rows, end;                // rows: of each head; end: of the keys
     const float scale;                      // of scores, as powers of two
@@ -148,7 +153,7 @@ private:
         }
     }
 
-    // columns: (words of a key, keys)
+    // columns: (words of a key, keys), as by_words wants them
     void transpose_keys(int64_t kv_head) {
         find(0, kv_head, stretch.key_scales);
         for (int64_t k = 0; k < stretch.seen; k += PART_LANES) {
@@ -157,20 +162,23 @@ private:
                 FloatPart square[PART_LANES];
                 for (int i = 0; i < PART_LANES; i++) square[i] = load<FloatPart>(stretch.addresses[k + i] + w * 4);
                 transpose(square);
-                for (int i = 0; i < PART_LANES; i++) store(columns + (w + i) * KEYS + k, square[i]);
+                for (int i = 0; i < PART_LANES; i++) store(columns + k * num_words + (w + i) * PART_LANES, square[i]);
             }
         }
     }
 
-    // values: (words of keys, numbers)
+    // values: (words of keys, numbers), too
     void pair_values(int64_t kv_head) {
         find(1, kv_head, stretch.value_scales);
-        for (int64_t k = 0; k < round_up(stretch.seen, LANES); k += Word::NUMBERS) {  // zeros behind the last, as weights are
+        for (int64_t k = 0; k < round_up(stretch.seen, KEYS_AT_ONCE); k += Word::NUMBERS) {  // zeros behind the last, as weights are
             ahead.fetch(Word::NUMBERS * num_words / LANES);
             for (int64_t w = 0; w < num_words; w += PART_LANES) {
                 WordPart both[Word::NUMBERS];
                 Word::pair(stretch.addresses + k, w * 4, both);
-                std::memcpy(values + k / Word::NUMBERS * padded_dim + w * Word::NUMBERS, both, sizeof both);
+                for (int i = 0; i < Word::NUMBERS; i++) {
+                    const int64_t column = w * Word::NUMBERS + i * PART_LANES;
+                    store(values + column * WEIGHT_WORDS + k / Word::NUMBERS * PART_LANES, both[i]);
+                }
             }
         }
     }
@@ -213,6 +221,7 @@ private:
     void many_rows(int64_t h, int64_t row) {
         transpose_keys(piece.first_head + h);
         pair_values(piece.first_head + h);
+        row = tiled_rows(h, row);
         while (row < rows) {
             switch (std::min<int64_t>(rows - row, ROWS_AT_ONCE)) {
                 case 1: row += some_rows<1>(h, row); break;
@@ -226,15 +235,87 @@ private:
 
     template <int ROWS> int64_t some_rows(int64_t h, int64_t row) {
         const int64_t own = h * rows + row, width = width_of(row + ROWS - 1);
-        by_words<ROWS>(q + own * num_words, num_words, columns, KEYS, num_words, width,
+        by_words<ROWS>(q + own * num_words, num_words, columns, num_words, num_words, width,
                        [](int, int64_t) { return FloatPart{}; },
                        [&](int r, int64_t i, FloatPart sum) { store(&stretch.scores[r][i], sum); });
         for (int r = 0; r < ROWS; r++) weigh(own + r, position(row + r), r, width);
-        by_words<ROWS>(stretch.weights[0], WEIGHT_WORDS, values, padded_dim, width / Word::NUMBERS, padded_dim,
+        by_words<ROWS>(stretch.weights[0], WEIGHT_WORDS, values, WEIGHT_WORDS, width / Word::NUMBERS, padded_dim,
                        [&](int r, int64_t i) { return load<FloatPart>(out + (own + r) * padded_dim + i) * stretch.shrink[r]; },
                        [&](int r, int64_t i, FloatPart sum) { store(out + (own + r) * padded_dim + i, sum); });
         return ROWS;
     }
+
+#if HAS_TILES
+    // From `row` on as many as fill tiles; the first one that is left. A few queries (a decoding sequence, with a draft or
+    // without) go without, so that what they get does not depend on how many they are.
+    int64_t tiled_rows(int64_t h, int64_t row) {
+        if (!a.by_tiles || piece.count < FEW_QUERIES || rows - row < TILE_ROWS) return row;
+        units.use();
+        for (; rows - row >= TILED_ROWS; row += TILED_ROWS) rows_of_tiles<2>(h, row);
+        for (; rows - row >= TILE_ROWS; row += TILE_ROWS) rows_of_tiles<1>(h, row);
+        return row;
+    }
+
+    template <int TILES> void rows_of_tiles(int64_t h, int64_t row) {
+        constexpr int ROWS = TILES * TILE_ROWS;
+        const int64_t own = h * rows + row, width = round_up(width_of(row + ROWS - 1), KEYS_AT_ONCE);
+        for (int64_t k = 0; k < width; k += KEYS_AT_ONCE) {
+            Tiles<TILES>::zero();
+            Tiles<TILES>::add(q + own * num_words, num_words, columns + k * num_words, num_words, num_words);
+            Tiles<TILES>::store(stretch.scores[0] + k, KEYS);
+        }
+        for (int r = 0; r < ROWS; r += TILE_ROWS) weigh_tile(own + r, row + r, r, width);
+        for (int r = 0; r < ROWS; r++)
+            if (stretch.shrink[r] != 1)
+                for (int64_t i = 0; i < padded_dim; i += LANES) {
+                    float* some = out + (own + r) * padded_dim + i;
+                    ::store(some, load<Floats>(some) * stretch.shrink[r]);
+                }
+        for (int64_t i = 0; i < padded_dim; i += KEYS_AT_ONCE) {
+            float* some = out + own * padded_dim + i;
+            Tiles<TILES>::load(some, padded_dim);
+            Tiles<TILES>::add(stretch.weights[0], WEIGHT_WORDS, values + i * WEIGHT_WORDS, WEIGHT_WORDS, width / Word::NUMBERS);
+            Tiles<TILES>::store(some, padded_dim);
+        }
+    }
+
+    // As `weigh`, of as many rows at once as a vector has lanes.
+    void weigh_tile(int64_t own, int64_t row, int first, int64_t width) {
+        Floats tops[LANES];
+        for (int r = 0; r < LANES; r++) {
+            float* scores = stretch.scores[first + r];
+            if (a.pool.scales)
+                for (int64_t i = 0; i < width; i += LANES)
+                    ::store(scores + i, load<Floats>(scores + i) * load<Floats>(stretch.key_scales + i));
+            hide(scores, position(row + r), width);
+            tops[r] = load<Floats>(scores);
+            for (int64_t i = LANES; i < width; i += LANES) {
+                const Floats s = load<Floats>(scores + i);
+                tops[r] = s > tops[r] ? s : tops[r];
+            }
+        }
+        transpose(tops);
+        Floats top = tops[0];
+        for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+        const Floats before = load<Floats>(most + own), high = top * scale, now = high > before ? high : before;
+        ::store(most + own, now);
+        ::store(stretch.shrink + first, power_of_two(before - now));
+        for (int r = 0; r < LANES; r++) {
+            const float* scores = stretch.scores[first + r];
+            const Floats highest = all(most[own + r]);
+            Floats total = load<Floats>(totals + (own + r) * LANES) * stretch.shrink[first + r];
+            for (int64_t i = 0; i < width; i += LANES) {
+                Floats weights = power_of_two(load<Floats>(scores + i) * scale - highest);
+                total += weights;
+                if (a.pool.scales) weights *= load<Floats>(stretch.value_scales + i);
+                Word::of_weights(weights, stretch.weights[first + r] + i / Word::NUMBERS);
+            }
+            ::store(totals + (own + r) * LANES, total);
+        }
+    }
+#else
+    int64_t tiled_rows(int64_t, int64_t row) { return row; }
+#endif
 
     // How many keys this row sees of the stretch, in whole vectors.
     int64_t width_of(int64_t row) const {
@@ -291,8 +372,9 @@ inline void attend(const AttentionCall& a, const Step& step, Worker& me) {
         return i < pieces.size() ? &pieces[i] : nullptr;
     };
     me.desk.ahead.clear();
+    TileUnits units;
     for (const Piece *piece = taken(), *next = nullptr; piece; piece = next)
-        Work(a, step, *piece, me.desk).run([&] { return next = taken(); });
+        Work(a, step, *piece, me.desk, units).run([&] { return next = taken(); });
 }
 
 }  // namespace

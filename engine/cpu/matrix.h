@@ -61,14 +61,6 @@ struct Bf16 {
 #endif
     }
     static inline Floats value(Sum sum, const ProductCall&, int64_t, float) { return sum; }
-#if HAS_TILES
-    static inline void add_tiles() {  // see tiles.h
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-#endif
 };
 
 // Rows are quantised too, each with its own scale: codes of 7 bits and a sign. Where the units multiply unsigned by signed
@@ -120,14 +112,6 @@ struct Int8 {
         const Ints shifted = sum - SHIFT * load<Ints>(p.sums + first);
         return __builtin_convertvector(shifted, Floats) * (load<Floats>(p.scales + first) * scale);
     }
-#if HAS_TILES
-    static inline void add_tiles() {
-        _tile_dpbusd(0, 4, 6);
-        _tile_dpbusd(1, 4, 7);
-        _tile_dpbusd(2, 5, 6);
-        _tile_dpbusd(3, 5, 7);
-    }
-#endif
 };
 
 // ---- multiplying ----
@@ -135,14 +119,20 @@ struct Int8 {
 // Rows as they are multiplied: their scales, then their inputs.
 template <class Weights> struct Rows {
     typedef typename Weights::Input Input;
-    int64_t count, stride;
+    int64_t count, groups, stride;
     float* scales;
     Input* x;
 
     Rows(const ProductCall& p, int64_t count, char* memory = nullptr)
-        : count(count), stride(round_up(p.inputs, Weights::GROUP)), scales(reinterpret_cast<float*>(memory)),
+        : count(count), groups(round_up(p.inputs, Weights::GROUP) / Weights::GROUP), stride(stride_of(groups)), scales(reinterpret_cast<float*>(memory)),
           x(reinterpret_cast<Input*>(memory + scales_bytes())) {}
     int64_t scales_bytes() const { return round_up((count + ROOM_ROWS) * sizeof(float), 64); }
+    // Rows that are read sixteen at a time would drive each other out of a cache whose lines they share.
+    static int64_t stride_of(int64_t groups) {
+        constexpr int64_t LINE = 64 / sizeof(Input);
+        const int64_t inputs = groups * Weights::GROUP;
+        return HAS_TILES && inputs % (2 * LINE) == 0 ? inputs + LINE : inputs;
+    }
     static int64_t panel_bytes(const ProductCall& p) { return round_up(p.inputs, Weights::GROUP) / Weights::GROUP * 64; }
     int64_t bytes() const { return scales_bytes() + (count + ROOM_ROWS) * stride * sizeof(Input); }
 
@@ -151,7 +141,7 @@ template <class Weights> struct Rows {
         for (int64_t row = first; row < end; row++) {
             prepared(p, row, y.data());
             Weights::keep(y.data(), p.inputs, x + row * stride, scales[row]);
-            std::fill(x + row * stride + p.inputs, x + (row + 1) * stride, Input{});
+            std::fill(x + row * stride + p.inputs, x + row * stride + groups * Weights::GROUP, Input{});
         }
         if (end == count) {
             std::fill_n(x + count * stride, SPARE_ROWS * stride, Input{});
@@ -165,7 +155,7 @@ constexpr int LINES_AHEAD = 16;  // of a panel: a tenth less time of one row tha
 // ahead: a panel that is fetched meanwhile, if it FETCHES.
 template <class Weights, int ROWS, int PANELS, bool FETCHES>
 inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t panel, const char* ahead) {
-    const int64_t groups = rows.stride / Weights::GROUP;
+    const int64_t groups = rows.groups;
     const uint32_t* w = static_cast<const uint32_t*>(p.panels) + panel * groups * LANES;
     const typename Weights::Input* x = rows.x + row * rows.stride;
     constexpr int COUNT = PANELS * PARTS;
@@ -233,7 +223,7 @@ inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row
 // share of the panels with all rows; of many rows, block by block, whatever blocks the others leave: one that has lost
 // its processor has fewer.
 template <class F>
-inline void each_block(int64_t rows, int64_t panels, int64_t at_once, Worker& me, const F& f) {
+inline void each_block(int64_t rows, int64_t panels, int64_t rows_at_once, int64_t at_once, Worker& me, const F& f) {
     if (rows <= BLOCK_ROWS) {
         for (int64_t panel = me.first(panels), end = me.end(panels), last; panel < end; panel = last) {
             last = std::min(panel + at_once, end);
@@ -241,35 +231,48 @@ inline void each_block(int64_t rows, int64_t panels, int64_t at_once, Worker& me
         }
         return;
     }
-    const int64_t across = (panels + at_once - 1) / at_once, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * across;
+    const int64_t across = (panels + at_once - 1) / at_once, blocks = (rows + rows_at_once - 1) / rows_at_once * across;
     for (int64_t i; (i = me.take()) < blocks;) {
-        const int64_t row = i / across * BLOCK_ROWS, panel = i % across * at_once;
+        const int64_t row = i / across * rows_at_once, panel = i % across * at_once;
         const int64_t last = std::min(panel + at_once, panels);
-        f(row, std::min(row + BLOCK_ROWS, rows), panel, last, last);
+        f(row, std::min(row + rows_at_once, rows), panel, last, last);
     }
 }
 
 // Of panels that all rows of a block meet, one tile after the other: in the second cache.
 constexpr int64_t BYTES_AT_ONCE = 320 << 10;
 
+#if HAS_TILES
+
+// Processors with tiles have a second cache of 2 MiB, and fill it from the third so slowly that panels should come once.
+template <class Weights> void multiply_by_tiles(const ProductCall& p, const Rows<Weights>& rows, Worker& me) {
+    constexpr int64_t ROWS_BYTES = 640 << 10, PIECES = 6;
+    const int64_t panels = round_up(p.outputs, LANES) / LANES;
+    const int64_t most_rows = std::max<int64_t>(BLOCK_ROWS, ROWS_BYTES / (rows.groups * 4));
+    const int64_t down = (rows.count + most_rows - 1) / most_rows;
+    const int64_t rows_at_once = round_up((rows.count + down - 1) / down, TILED_ROWS);
+    const int64_t share = std::max<int64_t>(1, panels * down / (PIECES * me.threads));  // for all threads to end together
+    const int64_t at_once = std::max<int64_t>(2, std::min(BYTES_AT_ONCE / Rows<Weights>::panel_bytes(p), share) / 2 * 2);
+    TileUnits units;
+    units.use(rows.count);
+    each_block(rows.count, panels, rows_at_once, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last, int64_t) {
+        tiled_rows_of<Weights>(p, rows, row, last_row, panel, last);
+    });
+}
+
+#endif
+
 template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
     const Rows<Weights> rows = prepared_rows<Rows<Weights>>(p, step.tokens, Rows<Weights>::panel_bytes(p), me);
     const int64_t panels = round_up(p.outputs, LANES) / LANES, bytes = Rows<Weights>::panel_bytes(p);
     const int64_t at_once = std::max<int64_t>(2, BYTES_AT_ONCE / bytes / 2 * 2);
 #if HAS_TILES
-    const bool by_tiles = p.inputs % (TILE_ROWS * Weights::GROUP) == 0 && rows.count >= p.tile_rows;
-    if (by_tiles) _tile_loadconfig(&ALL_WHOLE);
+    if (p.inputs % (TILE_ROWS * Weights::GROUP) == 0 && rows.count >= std::max<int64_t>(1, p.tile_rows)) return multiply_by_tiles(p, rows, me);
 #endif
-    each_block(rows.count, panels, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last, int64_t next) {
-#if HAS_TILES
-        if (by_tiles) return tiled_rows_of<Weights>(p, rows, row, last_row, panel, last);
-#endif
+    each_block(rows.count, panels, BLOCK_ROWS, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last, int64_t next) {
         const char* memory = static_cast<const char*>(p.panels);
         rows_of(p, rows, row, last_row, panel, last, {memory + last * bytes, memory + next * bytes});
     });
-#if HAS_TILES
-    if (by_tiles) _tile_release();
-#endif
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "pool.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace {
 
@@ -16,6 +17,7 @@ struct AttentionCall {
     bf16* out;               // (tokens, q heads, head_dim)
     int64_t q_heads;
     int64_t window;          // 0: none
+    int32_t by_tiles;        // many queries by tiles.h, where there are such units
 };
 
 struct Piece {
@@ -25,7 +27,7 @@ struct Piece {
     int64_t position, count;        // of its queries
 };
 
-constexpr int64_t POSITIONS = 64, PIECE_ROWS = 256;  // of one piece at most: queries and outputs stay in the second cache
+constexpr int64_t POSITIONS = HAS_TILES ? 128 : 64, PIECE_ROWS = HAS_TILES ? 512 : 256;  // of one piece at most: queries and outputs stay in the second cache
 constexpr int64_t FEW_QUERIES = 16;  // for which keys and values take longer to come than to be used
 
 // Where there are enough of them, pieces with few queries have all heads: a block's keys and values lie beside each other.

@@ -143,6 +143,7 @@ class AttentionCall(ctypes.Structure):
         ("out", c_void_p),
         ("q_heads", c_int64),
         ("window", c_int64),
+        ("by_tiles", c_int32),
     )
 
 

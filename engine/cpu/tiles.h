@@ -15,6 +15,8 @@
 #endif
 
 #include <algorithm>
+#include <type_traits>
+#include <utility>
 
 #include "product.h"
 
@@ -26,13 +28,20 @@ constexpr int64_t SPARE_TILED_ROWS = HAS_TILES ? TILED_ROWS - 1 : 0;  // beyond 
 
 #if HAS_TILES
 
-struct TileShapes {
+struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES};
     uint8_t rows[16] = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS};
+
+    // Sums, and the tile of the rows that they are of, have so many.
+    constexpr explicit TileShapes(int num_rows) {
+        for (int tile = 0; tile <= 4; tile++) rows[tile] = num_rows;
+    }
 };
 
-alignas(64) constexpr TileShapes ALL_WHOLE;  // no local one: compilers believe that only its first bytes are read
+// No local ones: compilers believe that only their first bytes are read.
+template <int... N> struct Shapes { static constexpr TileShapes OF_ROWS[] = {TileShapes(N + 1)...}; };
+template <int... N> constexpr const TileShapes* shapes(std::integer_sequence<int, N...>) { return Shapes<N...>::OF_ROWS; }
 
 // The system has to be asked once for a process, before anybody uses them. False: it does not let us.
 inline bool may_use_tiles() {
@@ -44,43 +53,169 @@ inline bool may_use_tiles() {
 #endif
 }
 
+inline void zero_four() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+// Their use, by one thread, until this ends.
+class TileUnits {
+public:
+    ~TileUnits() {
+        if (are_used) _tile_release();
+    }
+    // num_rows: what fewer rows than a tile has do not fill is neither read nor computed.
+    void use(int64_t num_rows = TILE_ROWS) {
+        if (are_used) return;
+        constexpr const TileShapes* OF_ROWS = shapes(std::make_integer_sequence<int, TILE_ROWS>());
+        _tile_loadconfig(OF_ROWS + std::min<int64_t>(num_rows, TILE_ROWS) - 1);
+        are_used = true;
+    }
+
+private:
+    bool are_used = false;
+};
+
+// Sums of TILES tiles of rows (of pairs of bf16, as words) by two tiles' width of words.
+template <int TILES> struct Tiles {
+    static void zero() {
+        zero_four();
+    }
+    static void load(const float* sums, int64_t stride) {
+        _tile_loadd(0, sums, stride * 4);
+        _tile_loadd(1, sums + LANES, stride * 4);
+        if constexpr (TILES == 1) return;
+        _tile_loadd(2, sums + TILE_ROWS * stride, stride * 4);
+        _tile_loadd(3, sums + TILE_ROWS * stride + LANES, stride * 4);
+    }
+    static void store(float* sums, int64_t stride) {
+        _tile_stored(0, sums, stride * 4);
+        _tile_stored(1, sums + LANES, stride * 4);
+        if constexpr (TILES == 1) return;
+        _tile_stored(2, sums + TILE_ROWS * stride, stride * 4);
+        _tile_stored(3, sums + TILE_ROWS * stride + LANES, stride * 4);
+    }
+    // words: (num_words, 2 LANES), two columns as in words.h. num_words: whole tiles.
+    static void add(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t height, int64_t num_words) {
+        for (int64_t w = 0; w < num_words; w += LANES) {
+            _tile_loadd(4, rows + w, stride * 4);
+            _tile_loadd(6, words + w * LANES, TILE_BYTES);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, words + (height + w) * LANES, TILE_BYTES);
+            _tile_dpbf16ps(1, 4, 7);
+            if constexpr (TILES == 1) continue;
+            _tile_loadd(5, rows + TILE_ROWS * stride + w, stride * 4);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+};
+
+// What tiles have added up becomes results while the next ones are added up: units for tiles leave the others free.
+template <class Weights, class Rows> class Results {
+public:
+    Results(const ProductCall& p, const Rows& rows) : p(p), rows(rows) {}
+
+    // Of rows [row, end) and panels [panel, last), as they lie in the tiles. Those before must have been put.
+    void take(int64_t row, int64_t end, int64_t panel, int64_t last) {
+        first_row = at_row = row, end_row = end, first_panel = at_panel = panel, end_panel = last;
+        _tile_stored(0, sums[0], TILE_BYTES);
+        _tile_stored(1, sums[1], TILE_BYTES);
+        _tile_stored(2, sums[2], TILE_BYTES);
+        _tile_stored(3, sums[3], TILE_BYTES);
+    }
+
+    void put_some(int64_t count) {
+        for (; count > 0 && at_row < end_row; count--) {
+            const int64_t r = at_row - first_row, i = at_panel - first_panel;
+            const auto sum = sums[r / TILE_ROWS * 2 + i][r % TILE_ROWS];
+            put(p, Weights::value(sum, p, at_panel * LANES, rows.scales[at_row]), at_row, at_panel * LANES);
+            if (++at_panel == end_panel) at_panel = first_panel, at_row++;
+        }
+    }
+    void put_all() { put_some(INT64_MAX); }
+
+private:
+    const ProductCall& p;
+    const Rows& rows;
+    alignas(64) typename Weights::Sum sums[4][TILE_ROWS];
+    int64_t first_row, at_row = 0, end_row = 0, first_panel, at_panel = 0, end_panel;
+};
+
+// The instruction's operands are names of tiles, which no variable can hold.
+#define ADD_TILE(SUM, X, W) \
+    if constexpr (std::is_same_v<typename Weights::Sum, Floats>) _tile_dpbf16ps(SUM, X, W); \
+    else _tile_dpbusd(SUM, X, W)
+
+// Sums of two tiles of rows with two panels. meanwhile(): is called for each 64 bytes of inputs.
+template <class Weights, class F>
+inline void two_by_two(const char* x, int64_t stride, const char* w, const char* next, int64_t bytes, const F& meanwhile) {
+    const char* below = x + TILE_ROWS * stride;
+    zero_four();
+    for (int64_t at = 0; at < bytes; at += TILE_BYTES) {
+        _tile_loadd(4, x + at, stride);
+        _tile_loadd(6, w + at * TILE_ROWS, TILE_BYTES);
+        ADD_TILE(0, 4, 6);
+        _tile_loadd(7, next + at * TILE_ROWS, TILE_BYTES);
+        ADD_TILE(1, 4, 7);
+        _tile_loadd(5, below + at, stride);
+        ADD_TILE(2, 5, 6);
+        ADD_TILE(3, 5, 7);
+        meanwhile();
+    }
+}
+
+// Of one tile of rows with four panels: as many as have room.
+template <class Weights, class F>
+inline void one_by_four(const char* x, int64_t stride, const char* const (&w)[4], int64_t bytes, const F& meanwhile) {
+    zero_four();
+    for (int64_t at = 0; at < bytes; at += TILE_BYTES) {
+        const int64_t place = at * TILE_ROWS;
+        _tile_loadd(4, x + at, stride);
+        _tile_loadd(5, w[0] + place, TILE_BYTES);
+        ADD_TILE(0, 4, 5);
+        _tile_loadd(6, w[1] + place, TILE_BYTES);
+        ADD_TILE(1, 4, 6);
+        _tile_loadd(7, w[2] + place, TILE_BYTES);
+        ADD_TILE(2, 4, 7);
+        _tile_loadd(5, w[3] + place, TILE_BYTES);
+        ADD_TILE(3, 4, 5);
+        meanwhile();
+    }
+}
+
+#undef ADD_TILE
+
 // Rows [row, end) by panels [first, last). Inputs fill whole tiles.
 template <class Weights, class Rows>
 inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, int64_t first, int64_t last) {
-    const int64_t row_bytes = rows.stride * sizeof(*rows.x), panel_bytes = row_bytes * TILE_ROWS;
-    alignas(64) typename Weights::Sum sums[4][TILE_ROWS];
+    const int64_t stride = rows.stride * sizeof(*rows.x), row_bytes = rows.groups * 4, panel_bytes = row_bytes * TILE_ROWS;
+    const char* panels = static_cast<const char*>(p.panels);
+    const auto address = [&](int64_t panel) { return panels + std::min(panel, last - 1) * panel_bytes; };
+    const int64_t at_once = (4 * TILE_ROWS * TILE_BYTES + row_bytes - 1) / row_bytes;
+    Results<Weights, Rows> results(p, rows);
+    const auto meanwhile = [&] { results.put_some(at_once); };
     for (; row < end; row += TILED_ROWS) {
-        const char* x = reinterpret_cast<const char*>(rows.x) + row * row_bytes;
-        for (int64_t panel = first; panel < last; panel += 2) {
-            const char* w = static_cast<const char*>(p.panels) + panel * panel_bytes;
-            const char* next = panel + 1 < last ? w + panel_bytes : w;
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            for (int64_t at = 0; at < row_bytes; at += TILE_BYTES) {
-                _tile_loadd(4, x + at, row_bytes);
-                _tile_loadd(5, x + TILE_ROWS * row_bytes + at, row_bytes);
-                _tile_loadd(6, w + at * TILE_ROWS, TILE_BYTES);
-                _tile_loadd(7, next + at * TILE_ROWS, TILE_BYTES);
-                Weights::add_tiles();
-            }
-            _tile_stored(0, sums[0], TILE_BYTES);
-            _tile_stored(1, sums[1], TILE_BYTES);
-            _tile_stored(2, sums[2], TILE_BYTES);
-            _tile_stored(3, sums[3], TILE_BYTES);
-            for (int64_t r = row; r < std::min(row + TILED_ROWS, end); r++)
-                for (int64_t i = panel; i < std::min(panel + 2, last); i++) {
-                    const auto sum = sums[(r - row) / TILE_ROWS * 2 + i - panel][(r - row) % TILE_ROWS];
-                    put(p, Weights::value(sum, p, i * LANES, rows.scales[r]), r, i * LANES);
-                }
+        const char* x = reinterpret_cast<const char*>(rows.x) + row * stride;
+        const bool is_tall = end - row > TILE_ROWS;
+        const int wide = is_tall ? 2 : 4;
+        for (int64_t panel = first; panel < last; panel += wide) {
+            const char* const w[4] = {address(panel), address(panel + 1), address(panel + 2), address(panel + 3)};
+            if (is_tall) two_by_two<Weights>(x, stride, w[0], w[1], row_bytes, meanwhile);
+            else one_by_four<Weights>(x, stride, w, row_bytes, meanwhile);
+            results.take(row, std::min(row + TILED_ROWS, end), panel, std::min(panel + wide, last));
         }
     }
+    results.put_all();
 }
 
 #else
 
 inline bool may_use_tiles() { return false; }
+
+class TileUnits {};
 
 #endif
 

@@ -62,14 +62,14 @@ struct Word {
                 std::memcpy(reinterpret_cast<char*>(&odd) + part * sizeof(FloatPart), sums + i + (2 * part + 1) * PART_LANES, sizeof(FloatPart));
             }
             even /= total, odd /= total;
-            const Words both = __builtin_convertvector(narrow(even), Words) | __builtin_convertvector(narrow(odd), Words) << 16;
+            const Words both = words_of(narrow(even)) | words_of(narrow(odd)) << 16;
             std::memcpy(out + i, &both, std::min<int64_t>(dim - i, 2 * LANES) * sizeof(bf16));
         }
     }
 
 private:
     // Of numbers that bf16 has.
-    static Halves upper_half(Floats x) { return __builtin_convertvector(Words(x) >> 16, Halves); }
+    static Halves upper_half(Floats x) { return halves_of(Words(x) >> 16); }
 };
 
 #else
@@ -130,7 +130,7 @@ constexpr int ROWS_AT_ONCE = 6;
 constexpr int VECTORS_AT_ONCE = REGISTERS == 16 ? 2 : 4;
 
 template <int ROWS, int COUNT, class Begin, class End>
-inline void few_vectors(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t width, int64_t num_words,
+inline void few_vectors(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t height, int64_t num_words,
                         int64_t at, const Begin& begin, const End& end) {
     FloatPart sums[ROWS][COUNT];
 #pragma GCC unroll 8
@@ -138,7 +138,7 @@ inline void few_vectors(const uint32_t* rows, int64_t stride, const uint32_t* wo
         for (int c = 0; c < COUNT; c++) sums[r][c] = begin(r, at + c * PART_LANES);
     for (int64_t g = 0; g < num_words; g++) {
         WordPart some[COUNT];
-        for (int c = 0; c < COUNT; c++) some[c] = load<WordPart>(words + g * width + at + c * PART_LANES);
+        for (int c = 0; c < COUNT; c++) some[c] = load<WordPart>(words + (at + c * PART_LANES) * height + g * PART_LANES);
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < COUNT; c++) sums[r][c] = Word::add(sums[r][c], some[c], rows[r * stride + g]);
     }
@@ -147,15 +147,15 @@ inline void few_vectors(const uint32_t* rows, int64_t stride, const uint32_t* wo
         for (int c = 0; c < COUNT; c++) end(r, at + c * PART_LANES, sums[r][c]);
 }
 
-// sum of rows (ROWS, num_words, a row every `stride`) by words (num_words, count of a row of `width`), which `begin` begins
-// and `end` takes: (row, place of the first lane).
+// sum of rows (ROWS, num_words, a row every `stride`) by words (num_words, count), which `begin` begins and `end` takes: (row,
+// place of the first lane). Words lie in columns of one register's width, each of `height` rows: as tiles want them, too.
 template <int ROWS, class Begin, class End>
-inline void by_words(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t width, int64_t num_words,
+inline void by_words(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t height, int64_t num_words,
                      int64_t count, const Begin& begin, const End& end) {
     int64_t at = 0;
     for (; at + VECTORS_AT_ONCE * PART_LANES <= count; at += VECTORS_AT_ONCE * PART_LANES)
-        few_vectors<ROWS, VECTORS_AT_ONCE>(rows, stride, words, width, num_words, at, begin, end);
-    for (; at < count; at += PART_LANES) few_vectors<ROWS, 1>(rows, stride, words, width, num_words, at, begin, end);
+        few_vectors<ROWS, VECTORS_AT_ONCE>(rows, stride, words, height, num_words, at, begin, end);
+    for (; at < count; at += PART_LANES) few_vectors<ROWS, 1>(rows, stride, words, height, num_words, at, begin, end);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays
+from engine.cpu.measured_ways import GAIN, KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.structs import FormatName, Kind, ProductCall, Step, StoredRows
 from engine.layers.codes import format_of
 from engine.layers.few_bits import pack
@@ -29,6 +29,9 @@ _NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of product.h
 
 NEVER = 1 << 62
 _ROWS_MEASURED = (2048, 512, 128, 32)  # of a step: from above, for as long as the kernels lose
+_FEW_ROWS = 8  # of a step of sequences that decode, or of one with a draft: AMX may be quicker, torch is not
+_WORTH_ONE_ORDER = 0.9  # so much of its speed may a step of one row lose, for all steps to add up in one order
+_FULL_TILES = 32  # rows
 _LEAST_WEIGHTS = 1 << 17  # with fewer, a call from Python costs what it could save
 _MOST_ERROR = 0.02  # of AMX's products: two that bf16 rounds apart differ by less
 _WIDENED_AT_ONCE = 1 << 21  # weights; more would only push them through memory
@@ -46,7 +49,7 @@ class PackedPart:
 
 class PackedMatrix:
     """A (O, I) matrix in the order of matrix.h, or of formats.h. A row's product does not depend on the rows beside
-    it, until `measure` has found out from how many rows on AMX or torch is quicker."""
+    it, unless `measure` has found out that AMX or torch is quicker from some number of rows on."""
 
     is_fixed = False  # nothing records on a CPU
 
@@ -64,28 +67,46 @@ class PackedMatrix:
         """Find out what is quickest on this machine for the first part, unless somebody has before: all go that way."""
         if self.num_outputs * self.num_inputs < _LEAST_WEIGHTS:
             return
-        first = self._parts[0]
-        num_outputs = min(first.num_outputs, max(_PANEL, _WIDENED_AT_ONCE // self.num_inputs))
-        some, tiled = (
-            PackedMatrix(self._kernels, self.num_inputs, replace(first, num_outputs=num_outputs)) for _ in "ab"
-        )
-        tiled.tile_rows = 0
-        is_few_bits = first.kind is Kind.MULTIPLY_FEW_BITS
-        name = first.format_name.name if is_few_bits else first.kind.name
-        has_tiles = self._kernels.has_tiles and not is_few_bits and _agree(some, tiled)
-        for num_rows in _ROWS_MEASURED:
+        some, tiled = self._some(), self._some(tile_rows=0)
+        has_tiles = self._has_tiles(some, tiled)
+
+        def way(num_rows: int, gain: float = GAIN) -> str:
             x_TI = torch.ones(num_rows, self.num_inputs, dtype=torch.bfloat16)
-            ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
+            ways: dict[str, Callable[[], object]] = {KERNELS: partial(some.multiply, x_TI)}
             if has_tiles:
                 ways[TILES] = partial(tiled.multiply, x_TI)
-            what = f"{name} {num_outputs} x {self.num_inputs}, {num_rows} rows"
-            way = measured.quickest(what, ways)
-            if way == TORCH and self.tile_rows == NEVER:
+            if num_rows > _FEW_ROWS:
+                ways[TORCH] = partial(some.multiply_by_torch, x_TI)
+            what = f"{_name(self._parts[0])} {some.num_outputs} x {self.num_inputs}, {num_rows} rows"
+            return measured.quickest(what, ways, gain=gain)
+
+        for num_rows in _ROWS_MEASURED:
+            taken = way(num_rows)
+            if taken == TORCH and self.tile_rows == NEVER:
                 self.torch_rows = num_rows
-            elif way == TILES:
+            elif taken == TILES:
                 self.tile_rows = num_rows
             else:
                 break
+        if self.tile_rows == _ROWS_MEASURED[-1] and way(_FEW_ROWS) == TILES:
+            self.tile_rows = 0 if way(1, _WORTH_ONE_ORDER) == TILES else _FEW_ROWS
+
+    def fix(self) -> None:
+        """Add up in one order whatever the number of rows is: AMX's, where there is one. Whole numbers need none."""
+        if self._has_tiles(self._some(), self._some(tile_rows=0)):
+            self.tile_rows = 0 if self._parts[0].kind is Kind.MULTIPLY_BF16 else _FULL_TILES
+
+    def _some(self, *, tile_rows: int = NEVER) -> PackedMatrix:
+        """As many of the first part's outputs as there is any use in measuring."""
+        first = self._parts[0]
+        num_outputs = min(first.num_outputs, max(_PANEL, _WIDENED_AT_ONCE // self.num_inputs))
+        matrix = PackedMatrix(self._kernels, self.num_inputs, replace(first, num_outputs=num_outputs))
+        matrix.tile_rows = tile_rows
+        return matrix
+
+    def _has_tiles(self, some: PackedMatrix, tiled: PackedMatrix) -> bool:
+        is_few_bits = self._parts[0].kind is Kind.MULTIPLY_FEW_BITS
+        return self._kernels.has_tiles and not is_few_bits and _agree(some, tiled)
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
@@ -230,13 +251,17 @@ class PackedMatrix:
 
 
 def _agree(matrix: PackedMatrix, tiled: PackedMatrix) -> bool:
-    """Whether AMX gives what the kernels give without it. Nobody who wrote this had such a processor."""
+    """Whether AMX gives what the kernels give without it: an emulation may not, nor a processor nobody has tried."""
     x_TI = torch.linspace(-2.0, 3.0, 40 * matrix.num_inputs).view(40, -1).to(torch.bfloat16)
     ours, theirs = matrix.multiply(x_TI).float(), tiled.multiply(x_TI).float()
     error = float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-30))
     if error > _MOST_ERROR:
         logger.error("AMX gives other products than the kernels do without it (by %.3g of them): not used", error)
     return error <= _MOST_ERROR
+
+
+def _name(part: PackedPart) -> str:
+    return part.format_name.name if part.kind is Kind.MULTIPLY_FEW_BITS else part.kind.name
 
 
 def _from(values: Tensor | None, first: int) -> int | None:

@@ -39,7 +39,7 @@ class ShardReader:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels | None = None  # for which matrices are packed; None: for torch
-    measured: MeasuredWays | None = None  # by which kernels and torch share the work; None: kernels do it all
+    measured: MeasuredWays | None = None  # by which kernels and torch share the work; None: kernels do it all, in one order
     weights: str = "as_stored"  # one of WEIGHTS
     spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
     redundant_experts: int = 0  # places for further copies, over all ranks, where experts are whole
@@ -115,7 +115,9 @@ class ShardReader:
         return packed and self._measured(packed)
 
     def _measured(self, matrix: PackedMatrix) -> PackedMatrix:
-        if self.measured is not None:
+        if self.measured is None:
+            matrix.fix()
+        else:
             matrix.measure(self.measured)
         return matrix
 

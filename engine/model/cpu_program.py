@@ -30,11 +30,12 @@ _WORTH_LEAVING_OUT = 32  # positions of which only keys and values are needed
 class CompiledLayers:
     """The layers of a rank that is alone and whose matrices are all packed. Owned by the step thread."""
 
-    def __init__(self, kernels: Kernels, layers: Sequence[DecoderLayer], pool: KVPool) -> None:
-        """layers: see can_compile."""
+    def __init__(self, kernels: Kernels, layers: Sequence[DecoderLayer], pool: KVPool, *, by_tiles: bool) -> None:
+        """layers: see can_compile. by_tiles: attention, as in CompiledHeads."""
         self._kernels = kernels
         self._layers = layers
         self._pool = pool
+        self._by_tiles = by_tiles
         self._most_tokens = min(_packed(part).torch_rows for layer in layers for part in _parts(layer)) - 1
         self._make_room(1)
 
@@ -119,7 +120,9 @@ class CompiledLayers:
         q_CHD = heads_CND[:, : attended_CHD.shape[1]]
         yield from _products(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
         yield rotary_call(self._pool, layer.index, heads_CND, q_norm=layer.q_norm, k_norm=layer.k_norm)
-        yield attention_call(self._pool, layer.index, q_CHD, attended_CHD, window=layer.window)
+        yield attention_call(
+            self._pool, layer.index, q_CHD, attended_CHD, window=layer.window, by_tiles=self._by_tiles
+        )
         yield from _products(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
         yield from _products(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
         yield from _products(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cluster.model.shape import ModelConfig
-from engine.attention.cpu_heads import CompiledHeads, SharedHeads, is_shared_quicker, num_long_rows
+from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows, quickest_way
 from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.latent_heads import Rotation, TorchLatentHeads
@@ -25,6 +25,7 @@ from engine.attention.triton_heads import KernelHeads
 from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
+from engine.cpu.measured_ways import KERNELS, TILES, TORCH
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, is_plain
@@ -99,10 +100,10 @@ class Transformer:
         if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         self._flashinfer: FlashInfer | None = None
-        self._shares_heads = False  # long rows are attended to by torch
+        self._way = KERNELS  # in which long rows are attended to
         if reader.kernels and reader.measured and not config.latent:
             q_first, q_end = reader.parallel.span(config.num_q_heads)
-            self._shares_heads = is_shared_quicker(reader.kernels, layout, q_end - q_first, reader.measured)
+            self._way = quickest_way(reader.kernels, layout, q_end - q_first, reader.measured)
 
     def __call__(
         self,
@@ -135,7 +136,7 @@ class Transformer:
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
             x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, taps)
         elif self._kernels is not None:
-            is_shared = self._shares_heads and num_long_rows(batch) > 0
+            is_shared = self._way == TORCH and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
                 compute = partial(compiled, x_TE, batch, cos_T1F, sin_T1F, on_layer, taps)
@@ -144,7 +145,11 @@ class Transformer:
                 x_TE = compute(is_whole=True)
             else:
                 rows = self._kernels, batch, pool, cos_T1F, sin_T1F
-                heads: Heads = SharedHeads(*rows, self._config.sliding_windows) if is_shared else CompiledHeads(*rows)
+                heads: Heads
+                if is_shared:
+                    heads = SharedHeads(*rows, self._config.sliding_windows)
+                else:
+                    heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
                 x_TE = _pass(self._layers, x, heads, on_layer, taps)
         else:
             heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
@@ -246,7 +251,7 @@ class Transformer:
         """All layers at once, where nothing lies between their calls that is not a CPU kernel."""
         if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
             if can_compile(self._layers):
-                self._compiled = CompiledLayers(self._kernels, self._layers, pool)
+                self._compiled = CompiledLayers(self._kernels, self._layers, pool, by_tiles=self._way == TILES)
         return self._compiled
 
 

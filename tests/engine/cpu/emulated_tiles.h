@@ -17,15 +17,17 @@ namespace emulated {
 
 constexpr int TILES = 8, ROWS = 16, BYTES = 64;
 thread_local char tiles[TILES][ROWS][BYTES];
+thread_local int rows_of[TILES];
 thread_local bool is_ready = false;
 
-inline void configure(const void* shapes) {  // all are whole tiles; they begin as zeros
+inline void configure(const void* shapes) {  // all are as wide as can be; they begin as zeros
     const uint8_t* bytes = static_cast<const uint8_t*>(shapes);
     is_ready = bytes[0] == 1;
     for (int t = 0; t < TILES; t++) {
         uint16_t row_bytes;
         std::memcpy(&row_bytes, bytes + 16 + 2 * t, 2);
-        is_ready = is_ready && row_bytes == BYTES && bytes[48 + t] == ROWS;
+        rows_of[t] = bytes[48 + t];
+        is_ready = is_ready && row_bytes == BYTES && 0 < rows_of[t] && rows_of[t] <= ROWS;
     }
     std::memset(tiles, 0, sizeof tiles);
 }
@@ -41,12 +43,13 @@ inline void zero(int t) {
 
 inline void load(int t, const void* from, int64_t stride) {
     check();
-    for (int r = 0; r < ROWS; r++) std::memcpy(tiles[t][r], static_cast<const char*>(from) + r * stride, BYTES);
+    std::memset(tiles[t], 0, sizeof tiles[t]);
+    for (int r = 0; r < rows_of[t]; r++) std::memcpy(tiles[t][r], static_cast<const char*>(from) + r * stride, BYTES);
 }
 
 inline void keep(int t, void* to, int64_t stride) {
     check();
-    for (int r = 0; r < ROWS; r++) std::memcpy(static_cast<char*>(to) + r * stride, tiles[t][r], BYTES);
+    for (int r = 0; r < rows_of[t]; r++) std::memcpy(static_cast<char*>(to) + r * stride, tiles[t][r], BYTES);
 }
 
 template <class T> inline T at(int t, int row, int index) {
@@ -62,10 +65,16 @@ inline float wide(uint16_t half) {
     return value;
 }
 
+// A sum has the rows of what is multiplied, whose columns are as many as the other's rows.
+inline void check(int c, int a, int b) {
+    check();
+    if (rows_of[c] != rows_of[a] || rows_of[b] != ROWS) __builtin_trap();
+}
+
 // Even and odd inputs are added up apart, then together.
 inline void add_bf16(int c, int a, int b) {
-    check();
-    for (int m = 0; m < ROWS; m++) {
+    check(c, a, b);
+    for (int m = 0; m < rows_of[c]; m++) {
         float even[16] = {}, odd[16] = {};
         for (int k = 0; k < 16; k++)
             for (int n = 0; n < 16; n++) {
@@ -81,8 +90,8 @@ inline void add_bf16(int c, int a, int b) {
 
 // Unsigned bytes of the first by signed ones of the second.
 inline void add_int8(int c, int a, int b) {
-    check();
-    for (int m = 0; m < ROWS; m++)
+    check(c, a, b);
+    for (int m = 0; m < rows_of[c]; m++)
         for (int k = 0; k < 16; k++)
             for (int n = 0; n < 16; n++) {
                 int32_t sum = at<int32_t>(c, m, n);

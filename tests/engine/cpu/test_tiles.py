@@ -8,13 +8,19 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from engine.attention.cpu_heads import CompiledHeads, quickest_way
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.cpu import library
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import TILES, TORCH, MeasuredWays, Ways
+from engine.cpu.measured_ways import GAIN, KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.cpu.structs import Step
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, RMSNorm
 from engine.layers.packed_matrix import NEVER, PackedMatrix
 
@@ -26,7 +32,7 @@ _EMULATED = Path(__file__).parent / "emulated_tiles.h"
 class TilesWin(MeasuredWays):
     """And torch is next."""
 
-    def quickest(self, what: str, ways: Ways) -> str:
+    def quickest(self, what: str, ways: Ways, *, gain: float = GAIN) -> str:
         return TILES if TILES in ways else TORCH
 
 
@@ -56,6 +62,11 @@ def tiled_kernels(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) ->
     return emulated
 
 
+@pytest.fixture(autouse=True)
+def nobody_has_used_them(tiled_kernels: Emulated) -> None:
+    tiled_kernels.have_been_used()
+
+
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -63,7 +74,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     "before", [None, RMSNorm(random(576, seed=3), 1e-5), GatedSiLU()], ids=["plain", "norm", "gated"]
 )
-@pytest.mark.parametrize("num_rows", [1, 15, 32, 33, 95, 97, 130])
+@pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 17, 32, 33, 47, 95, 97, 130, 700])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_products_agree(
     tiled_kernels: Emulated, tmp_path: Path, kind: str, num_rows: int, before: Before | None
@@ -77,7 +88,7 @@ def test_products_agree(
     assert not tiled_kernels.have_been_used()
     matrix.tile_rows = num_rows
     theirs = matrix.multiply(x_TI, before=before, **extras)
-    assert tiled_kernels.have_been_used()
+    assert tiled_kernels.have_been_used() == (num_rows > 0)
     if kind == "int8":
         assert torch.equal(theirs, ours), "whole numbers"
     else:
@@ -110,7 +121,30 @@ def test_inputs_that_fill_no_tile_go_without(tiled_kernels: Emulated) -> None:
 def test_they_are_used_where_they_are_quicker(tiled_kernels: Emulated, tmp_path: Path) -> None:
     matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
     matrix.measure(TilesWin(tmp_path))
-    assert matrix.tile_rows == 32 and matrix.torch_rows == NEVER
+    assert matrix.tile_rows == 0 and matrix.torch_rows == NEVER
+
+
+@pytest.mark.parametrize(("loses_at", "tile_rows"), [("1 rows", 8), ("8 rows", 32), ("32 rows", 128)])
+def test_they_are_used_from_so_many_rows_on(
+    tiled_kernels: Emulated, tmp_path: Path, loses_at: str, tile_rows: int
+) -> None:
+    class TilesLose(MeasuredWays):
+        def quickest(self, what: str, ways: Ways, *, gain: float = GAIN) -> str:
+            return KERNELS if what.endswith(f" {loses_at}") else TILES
+
+    matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
+    matrix.measure(TilesLose(tmp_path))
+    assert matrix.tile_rows == tile_rows
+
+
+def test_one_order_is_theirs_for_any_number_of_rows(tiled_kernels: Emulated) -> None:
+    """As a deterministic deployment wants it: a row's bits do not depend on the rows beside it."""
+    matrix, x_TI = PackedMatrix.bf16(tiled_kernels, random(200, 576) / 24), random(70, 576, seed=1)
+    matrix.fix()
+    whole = matrix.multiply(x_TI)
+    assert tiled_kernels.have_been_used()
+    for first, end in ((0, 1), (1, 9), (9, 40), (40, 56), (56, 70)):
+        assert torch.equal(matrix.multiply(x_TI[first:end]), whole[first:end])
 
 
 def test_they_are_not_used_where_they_are_wrong(
@@ -128,3 +162,35 @@ def test_they_are_not_used_where_they_are_wrong(
     matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
     matrix.measure(TilesWin(tmp_path))
     assert matrix.tile_rows == NEVER and matrix.torch_rows == 32, "the quickest of the others is taken"
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("head_dim", [12, 64, 80])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
+def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, window: int | None) -> None:
+    """Prompts that fill whole tiles and that do not, over a pool in which every slot holds something; a few queries, as a
+    draft's are, get the same bits as without."""
+    spans = [(140, 1), (30, 9), (0, 150), (101, 40), (0, 16), (255, 17), (0, 5)]
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
+    blocks = iter(np.random.default_rng(0).permutation(120).tolist())
+    rows = [Row([0] * n, start, [next(blocks) for _ in range(-(-(start + n) // 8))], 1) for start, n in spans]
+    batch, pool = Batch.of(rows, block_size=8), KVPool(layout, num_blocks=120, device=torch.device("cpu"))
+    pool.write(0, torch.arange(960), random(960, 2, head_dim, seed=1), random(960, 2, head_dim, seed=2))
+    angles, q_THD = torch.ones(batch.num_tokens, 1, head_dim // 2), random(batch.num_tokens, 6, head_dim, seed=3)
+    without = CompiledHeads(tiled_kernels, batch, pool, angles, angles).attend(0, q_THD, window=window)
+    assert not tiled_kernels.have_been_used()
+    heads = CompiledHeads(tiled_kernels, batch, pool, angles, angles, by_tiles=True)
+    got = heads.attend(0, q_THD, window=window)
+    assert tiled_kernels.have_been_used()
+    torch.testing.assert_close(got, without, atol=0.02, rtol=0.02)
+    assert float((got.float() - without.float()).abs().mean() / without.float().abs().mean()) < 4e-3
+    first = 0
+    for _, count in spans:
+        if count < 16:
+            assert torch.equal(got[first : first + count], without[first : first + count])
+        first += count
+
+
+def test_they_attend_where_they_are_quicker(tiled_kernels: Emulated, tmp_path: Path) -> None:
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=64, block_size=8, dtype="bfloat16")
+    assert quickest_way(tiled_kernels, layout, 6, TilesWin(tmp_path)) == TILES
