@@ -24,7 +24,7 @@
 
 namespace {
 
-constexpr int KEYS = HAS_TILES ? 128 : 64;  // of one stretch
+constexpr int KEYS = HAS_TILES ? 256 : 64;  // of one stretch
 constexpr int WEIGHT_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
 constexpr int MOST_ROWS_AT_ONCE = HAS_TILES ? TILED_ROWS : ROWS_AT_ONCE;
 constexpr int KEYS_AT_ONCE = HAS_TILES ? 2 * LANES : LANES;  // of a stretch: what a row sees of it is rounded up to so many
@@ -265,12 +265,6 @@ private:
             Tiles<TILES>::store(stretch.scores[0] + k, KEYS);
         }
         for (int r = 0; r < ROWS; r += TILE_ROWS) weigh_tile(own + r, row + r, r, width);
-        for (int r = 0; r < ROWS; r++)
-            if (stretch.shrink[r] != 1)
-                for (int64_t i = 0; i < padded_dim; i += LANES) {
-                    float* some = out + (own + r) * padded_dim + i;
-                    ::store(some, load<Floats>(some) * stretch.shrink[r]);
-                }
         for (int64_t i = 0; i < padded_dim; i += KEYS_AT_ONCE) {
             float* some = out + own * padded_dim + i;
             Tiles<TILES>::load(some, padded_dim);
@@ -279,15 +273,36 @@ private:
         }
     }
 
-    // As `weigh`, of as many rows at once as a vector has lanes.
+    // As `weigh`, of sixteen rows. Weights are relative to the greatest score that was looked for last: while none is
+    // beyond it by far, nobody looks for another, and nothing shrinks.
     void weigh_tile(int64_t own, int64_t row, int first, int64_t width) {
-        Floats tops[LANES];
-        for (int r = 0; r < LANES; r++) {
+        const bool is_seen = !a.window && stretch.first + width - 1 <= position(row);  // by all rows, whole
+        for (int r = 0; r < TILE_ROWS; r++) {
             float* scores = stretch.scores[first + r];
             if (a.pool.scales)
                 for (int64_t i = 0; i < width; i += LANES)
                     ::store(scores + i, load<Floats>(scores + i) * load<Floats>(stretch.key_scales + i));
-            hide(scores, position(row + r), width);
+            if (!is_seen) hide(scores, position(row + r), width);
+        }
+        if (stretch.first != first_key(piece) && add_weights(own, first, width, TOO_MUCH)) return;
+        find_most(own, first, width);
+        for (int r = 0; r < TILE_ROWS; r++) {
+            if (stretch.shrink[r] == 1) continue;
+            shrink(totals + (own + r) * LANES, LANES, stretch.shrink[r]);
+            shrink(out + (own + r) * padded_dim, padded_dim, stretch.shrink[r]);
+        }
+        add_weights(own, first, width, std::numeric_limits<float>::infinity());
+    }
+
+    static void shrink(float* numbers, int64_t count, float by) {
+        for (int64_t i = 0; i < count; i += LANES) ::store(numbers + i, load<Floats>(numbers + i) * by);
+    }
+
+    // Each row's greatest score so far, and by what its sums are to shrink for it.
+    void find_most(int64_t own, int first, int64_t width) {
+        Floats tops[LANES];
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const float* scores = stretch.scores[first + r];
             tops[r] = load<Floats>(scores);
             for (int64_t i = LANES; i < width; i += LANES) {
                 const Floats s = load<Floats>(scores + i);
@@ -299,19 +314,33 @@ private:
         for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
         const Floats before = load<Floats>(most + own), high = top * scale, now = high > before ? high : before;
         ::store(most + own, now);
-        ::store(stretch.shrink + first, power_of_two(before - now));
-        for (int r = 0; r < LANES; r++) {
+        ::store(stretch.shrink, power_of_two(before - now));
+    }
+
+    static constexpr float TOO_MUCH = 0x1p64f;  // far from where floats end, and bf16
+
+    // The weights of each row, added to its total. False, and nothing is added: one total would be above `limit`.
+    bool add_weights(int64_t own, int first, int64_t width, float limit) {
+        Floats added[LANES], much = all(0.0f);
+        for (int r = 0; r < TILE_ROWS; r++) {
             const float* scores = stretch.scores[first + r];
             const Floats highest = all(most[own + r]);
-            Floats total = load<Floats>(totals + (own + r) * LANES) * stretch.shrink[first + r];
-            for (int64_t i = 0; i < width; i += LANES) {
-                Floats weights = power_of_two(load<Floats>(scores + i) * scale - highest);
-                total += weights;
-                if (a.pool.scales) weights *= load<Floats>(stretch.value_scales + i);
-                Word::of_weights(weights, stretch.weights[first + r] + i / Word::NUMBERS);
+            added[r] = load<Floats>(totals + (own + r) * LANES);
+            for (int64_t i = 0; i < width; i += KEYS_AT_ONCE) {
+                Floats weights[2];
+                for (int part = 0; part < 2; part++) {
+                    const int64_t at = i + part * LANES;
+                    weights[part] = about_power_of_two(load<Floats>(scores + at) * scale - highest);
+                    added[r] += weights[part];
+                    if (a.pool.scales) weights[part] *= load<Floats>(stretch.value_scales + at);
+                }
+                store_narrow(stretch.weights[first + r] + i / Word::NUMBERS, weights[0], weights[1]);
             }
-            ::store(totals + (own + r) * LANES, total);
+            much = added[r] > much ? added[r] : much;
         }
+        if (greatest(much) > limit) return false;
+        std::memcpy(totals + own * LANES, added, sizeof added);
+        return true;
     }
 #else
     int64_t tiled_rows(int64_t, int64_t row) { return row; }

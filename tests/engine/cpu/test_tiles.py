@@ -191,6 +191,28 @@ def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, wi
         first += count
 
 
+@pytest.mark.parametrize("steps", [(0, 20), (20, 0), (0, 1, 0, 5, 5.5, 2)])
+def test_scores_may_grow_or_fall_by_any_amount(tiled_kernels: Emulated, steps: tuple[float, ...]) -> None:
+    """From key to key, past what floats hold: a weight is looked for anew where it would be."""
+    num_keys, num_queries = 1500, 40
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=64, block_size=8, dtype="bfloat16")
+    pool = KVPool(layout, num_blocks=188, device=torch.device("cpu"))
+    sizes = np.interp(np.linspace(0, 1, num_keys), np.linspace(0, 1, len(steps)), steps)
+    keys = torch.from_numpy(sizes).view(-1, 1, 1).expand(-1, 1, 64).bfloat16().contiguous()
+    values = random(num_keys, 1, 64, seed=2)
+    pool.write(0, torch.arange(num_keys), keys, values)
+    row = Row([0] * num_queries, num_keys - num_queries, range(188), 1)
+    batch, angles = Batch.of([row], block_size=8), torch.ones(num_queries, 1, 32)
+    q_THD = torch.full((num_queries, 2, 64), 4.0, dtype=torch.bfloat16)
+    got = CompiledHeads(tiled_kernels, batch, pool, angles, angles, by_tiles=True).attend(0, q_THD, window=None)
+    assert tiled_kernels.have_been_used()
+    scores = q_THD[0, 0].double() @ keys[:, 0].double().T / 8
+    for query in range(num_queries):
+        seen = num_keys - num_queries + query + 1
+        wanted = scores[:seen].softmax(0) @ values[:seen, 0].double()
+        torch.testing.assert_close(got[query, 0].double(), wanted, atol=0.02, rtol=0.02)
+
+
 def test_they_attend_where_they_are_quicker(tiled_kernels: Emulated, tmp_path: Path) -> None:
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=64, block_size=8, dtype="bfloat16")
     assert quickest_way(tiled_kernels, layout, 6, TilesWin(tmp_path)) == TILES
