@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #if defined(__AVX512F__)
@@ -148,7 +149,7 @@ template <class V> inline V power_of_two(V x) {
     return x <= -126.0f ? V{} : scaled;
 }
 
-// Below, `about_` is within 9e-5 of it: for what becomes bf16.
+// Below, `about_` is within 9e-5 of it, for any x, and infinite from 2^128 on: for what becomes bf16.
 #ifdef __AMX_TILE__
 // Both in fewer instructions: processors with AMX carry out each of them in half a cycle. On others nobody has looked.
 constexpr int WHOLE_BELOW = 9;  // _mm512_reduce_ps: x less the next whole number below, which scalef puts into the exponent
@@ -173,7 +174,10 @@ inline Floats about_power_of_two(Floats x) {
     return scaled(p * f + 1.0f, x);
 }
 #else
-inline Floats about_power_of_two(Floats x) { return power_of_two(x); }
+inline Floats about_power_of_two(Floats x) {
+    const Floats p = power_of_two(x);
+    return x >= 128.0f ? all(std::numeric_limits<float>::infinity()) : p;
+}
 #endif
 
 // 1 / x within 2 ulp, for numbers of ordinary size.

@@ -1,6 +1,7 @@
 // AMX's tiles in memory, as Intel's manual describes the instructions: for processors that have none.
 #pragma once
 #define EMULATED_TILES
+#undef __AMX_TILE__  // all else is as there, too, wherever this is compiled
 
 #include <cstdint>
 #include <cstring>

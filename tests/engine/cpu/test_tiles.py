@@ -191,9 +191,19 @@ def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, wi
         first += count
 
 
-@pytest.mark.parametrize("steps", [(0, 20), (20, 0), (0, 1, 0, 5, 5.5, 2)])
-def test_scores_may_grow_or_fall_by_any_amount(tiled_kernels: Emulated, steps: tuple[float, ...]) -> None:
-    """From key to key, past what floats hold: a weight is looked for anew where it would be."""
+@pytest.mark.parametrize("whose", ["tiled_kernels", "kernels"])
+@pytest.mark.parametrize(
+    "steps",
+    [(0, 20), (20, 0), (0, 1, 0, 5, 5.5, 2), pytest.param((0,) * 750 + (5,) * 750, id="at once")],
+)
+def test_scores_may_grow_or_fall_by_any_amount(
+    request: pytest.FixtureRequest, whose: str, steps: tuple[float, ...]
+) -> None:
+    """From key to key, past what floats hold: a weight is looked for anew where it would be. Also by this processor's own
+    units, where it has some: their powers of two are others."""
+    some: Kernels = request.getfixturevalue(whose)
+    if not some.has_tiles:
+        pytest.skip("no such units here")
     num_keys, num_queries = 1500, 40
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=64, block_size=8, dtype="bfloat16")
     pool = KVPool(layout, num_blocks=188, device=torch.device("cpu"))
@@ -204,8 +214,8 @@ def test_scores_may_grow_or_fall_by_any_amount(tiled_kernels: Emulated, steps: t
     row = Row([0] * num_queries, num_keys - num_queries, range(188), 1)
     batch, angles = Batch.of([row], block_size=8), torch.ones(num_queries, 1, 32)
     q_THD = torch.full((num_queries, 2, 64), 4.0, dtype=torch.bfloat16)
-    got = CompiledHeads(tiled_kernels, batch, pool, angles, angles, by_tiles=True).attend(0, q_THD, window=None)
-    assert tiled_kernels.have_been_used()
+    got = CompiledHeads(some, batch, pool, angles, angles, by_tiles=True).attend(0, q_THD, window=None)
+    assert not isinstance(some, Emulated) or some.have_been_used()
     scores = q_THD[0, 0].double() @ keys[:, 0].double().T / 8
     for query in range(num_queries):
         seen = num_keys - num_queries + query + 1
