@@ -45,7 +45,8 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         self.version = path.stem  # of sources, compiler and processor
         self.memory = HugePages()  # for what they read in each step
-        self.has_tiles = bool(library.may_use_tiles_here())  # AMX, and the system lets us
+        library.may_use_tiles_here.restype = ctypes.c_bool  # one byte: what lies beside it is anything
+        self.has_tiles: bool = library.may_use_tiles_here()  # AMX, and the system lets us
         self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
         self.run.restype = None

@@ -6,12 +6,14 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from cluster.model.source import cache_root
 from engine.attention.cpu_heads import CompiledHeads, quickest_way
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
@@ -27,6 +29,24 @@ from engine.layers.packed_matrix import NEVER, PackedMatrix
 # T tokens, I input features, O output features
 
 _EMULATED = Path(__file__).parent / "emulated_tiles.h"
+# The system says no to whoever has a stack for signals that tiles would not fit.
+_WITHOUT_PERMISSION = """
+import ctypes
+from pathlib import Path
+import sys
+import torch
+from engine.cpu.library import Kernels
+from engine.layers.packed_matrix import PackedMatrix
+
+memory = ctypes.create_string_buffer(4096)
+stack = (ctypes.c_uint64 * 3)(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(stack, None) == 0
+kernels = Kernels(Path(sys.argv[1]))
+assert not kernels.has_tiles
+matrix = PackedMatrix.bf16(kernels, torch.ones(64, 64))
+matrix.fix()
+assert matrix.multiply(torch.ones(40, 64, dtype=torch.bfloat16)).eq(64).all()
+"""
 
 
 class TilesWin(MeasuredWays):
@@ -164,12 +184,19 @@ def test_they_are_not_used_where_they_are_wrong(
     assert matrix.tile_rows == NEVER and matrix.torch_rows == 32, "the quickest of the others is taken"
 
 
+def test_they_are_not_used_where_the_system_does_not_let_us(kernels: Kernels) -> None:
+    if not kernels.has_tiles:
+        pytest.skip("no such units here")
+    path = cache_root() / "kernels" / f"{kernels.version}.so"
+    subprocess.run([sys.executable, "-c", _WITHOUT_PERMISSION, str(path)], check=True, timeout=100)
+
+
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("head_dim", [12, 64, 80])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
 def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, window: int | None) -> None:
-    """Prompts that fill whole tiles and that do not, over a pool in which every slot holds something; a few queries, as a
-    draft's are, get the same bits as without."""
+    """Prompts that fill whole tiles and that do not, over a pool in which every slot holds something; a few queries, as
+    a draft's are, get the same bits as without."""
     spans = [(140, 1), (30, 9), (0, 150), (101, 40), (0, 16), (255, 17), (0, 5)]
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
     blocks = iter(np.random.default_rng(0).permutation(120).tolist())
@@ -199,8 +226,8 @@ def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, wi
 def test_scores_may_grow_or_fall_by_any_amount(
     request: pytest.FixtureRequest, whose: str, steps: tuple[float, ...]
 ) -> None:
-    """From key to key, past what floats hold: a weight is looked for anew where it would be. Also by this processor's own
-    units, where it has some: their powers of two are others."""
+    """From key to key, past what floats hold: a weight is looked for anew where it would be. Also by this processor's
+    own units, where it has some: their powers of two are others."""
     some: Kernels = request.getfixturevalue(whose)
     if not some.has_tiles:
         pytest.skip("no such units here")
