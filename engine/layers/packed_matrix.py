@@ -105,8 +105,7 @@ class PackedMatrix:
         return matrix
 
     def _has_tiles(self, some: PackedMatrix, tiled: PackedMatrix) -> bool:
-        is_few_bits = self._parts[0].kind is Kind.MULTIPLY_FEW_BITS
-        return self._kernels.has_tiles and not is_few_bits and _agree(some, tiled)
+        return self._kernels.has_tiles and _agree(some, tiled)
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:

@@ -23,6 +23,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, RMSNorm
 from engine.layers.packed_matrix import NEVER, PackedMatrix
+from tests.engine.cpu.coded_weights import FORMATS, random_weight
 
 # T tokens, I input features, O output features
 
@@ -164,12 +165,28 @@ def test_they_are_not_used_where_they_are_wrong(
     assert matrix.tile_rows == NEVER and matrix.torch_rows == 32, "the quickest of the others is taken"
 
 
+@pytest.mark.parametrize("num_rows", [1, 40, 700])
+@pytest.mark.parametrize("name", FORMATS)
+def test_few_bits_are_multiplied_as_the_numbers_that_they_are(
+    tiled_kernels: Emulated, name: str | int, num_rows: int
+) -> None:
+    """In bf16, rows too: bit by bit what a matrix of those numbers gives."""
+    coded = PackedMatrix.few_bits(tiled_kernels, [random_weight(name, 88, 768)])
+    assert coded is not None
+    plain = PackedMatrix.bf16(tiled_kernels, coded.rows(torch.arange(88)))
+    coded.tile_rows = plain.tile_rows = 0
+    x_TI, extras = random(num_rows, 768, seed=1), {"bias_O": random(88), "residual_TO": random(num_rows, 88, seed=5)}
+    got = coded.multiply(x_TI, **extras)
+    assert tiled_kernels.have_been_used()
+    assert torch.equal(got, plain.multiply(x_TI, **extras)) and got.float().std() > 0
+
+
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("head_dim", [12, 64, 80])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
 def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, window: int | None) -> None:
-    """Prompts that fill whole tiles and that do not, over a pool in which every slot holds something; a few queries, as a
-    draft's are, get the same bits as without."""
+    """Prompts that fill whole tiles and that do not, over a pool in which every slot holds something; a few queries,
+    as a draft's are, get the same bits as without."""
     spans = [(140, 1), (30, 9), (0, 150), (101, 40), (0, 16), (255, 17), (0, 5)]
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
     blocks = iter(np.random.default_rng(0).permutation(120).tolist())
