@@ -317,7 +317,7 @@ private:
         ::store(stretch.shrink, power_of_two(before - now));
     }
 
-    static constexpr int64_t TILED_QUERIES = 64;  // at least: no draft is as long
+    static constexpr int64_t TILED_QUERIES = 80;  // at least: a draft has 64 tokens at most
     static constexpr float TOO_MUCH = 0x1p64f;  // far from where floats end, and bf16
 
     // The weights of each row, added to its total. False, and nothing is added: one total would be above `limit`.
