@@ -8,9 +8,12 @@
 // in the order of the inputs, whatever the number of rows: a row's result does not depend on the rows beside it. Few rows
 // take the codes from the panel as they go; many take them from a copy of the panel with a byte for each, made in the
 // first cache. The copy has the same numbers, hence the same results.
+//
+// Where units for tiles are quicker, a copy has the numbers in bf16, and rows stay as they are: scales of each run would
+// cost more than what the tiles save.
 #pragma once
 #include "formats.h"
-#include "product.h"
+#include "matrix.h"
 
 namespace {
 
@@ -121,11 +124,59 @@ inline void few_bits_panel(const ProductCall& p, const Rows& rows, int64_t row, 
 
 template <class Format> int64_t few_bits_panel_bytes(const ProductCall& p) { return p.inputs / Format::SPAN * Format::BYTES; }
 
+inline bool is_by_tiles(const ProductCall& p, int64_t num_rows) {
+    return HAS_TILES && p.inputs % (TILE_ROWS * Bf16::GROUP) == 0 && num_rows >= std::max<int64_t>(1, p.tile_rows);
+}
+
+template <class Format> int64_t few_bits_scratch_bytes(const ProductCall& p, int64_t num_rows) {
+    return is_by_tiles(p, num_rows) ? Rows<Bf16>(p, num_rows).bytes() : RunRows<Format::BITS, Format::RUN>(p, num_rows).bytes();
+}
+
+#if HAS_TILES
+
+// A panel as matrix.h has it of bf16.
+template <class Format> void widen_panel(const uint8_t* panel, int64_t inputs, uint32_t* words) {
+    const auto pair = [](Floats x, Floats y) { return words_of(narrow(x)) | words_of(narrow(y)) << 16; };
+    for (int64_t span = 0; span < inputs / Format::SPAN; span++, panel += Format::BYTES)
+        for (int run = 0; run < Format::SPAN / Format::RUN; run++) {
+            const Floats scale = Format::scale(panel, run, 0), least = Format::least(panel, run, 0, scale);
+#pragma GCC unroll 8
+            for (int g = 0; g < Format::RUN / 4; g++, words += 2 * LANES) {
+                const Words codes = Words(Format::codes(panel, run, g, 0));
+                Floats numbers[4];
+                for (int k = 0; k < 4; k++)
+                    numbers[k] = __builtin_convertvector(Ints(codes >> 8 * k & 0xffu), Floats) * scale + least;
+                store(words, pair(numbers[0], numbers[1]));
+                store(words + LANES, pair(numbers[2], numbers[3]));
+            }
+        }
+}
+
+template <class Format> void multiply_widened(const ProductCall& p, const Step& step, Worker& me) {
+    constexpr int64_t WIDENED_BYTES = 128 << 10;  // at once
+    const int64_t panel_bytes = few_bits_panel_bytes<Format>(p), widened_bytes = Rows<Bf16>::panel_bytes(p);
+    const Rows<Bf16> rows = prepared_rows<Rows<Bf16>>(p, step.tokens, panel_bytes, me);
+    const int64_t most_panels = std::max<int64_t>(2, WIDENED_BYTES / widened_bytes / 2 * 2);
+    std::vector<char>& copy = me.desk.copy;
+    copy.resize(std::max<size_t>(copy.size(), most_panels * widened_bytes));
+    each_tiled_block(p, rows, most_panels, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last) {
+        for (int64_t i = panel; i < last; i++)
+            widen_panel<Format>(static_cast<const uint8_t*>(p.panels) + i * panel_bytes, p.inputs,
+                                reinterpret_cast<uint32_t*>(copy.data() + (i - panel) * widened_bytes));
+        tiled_rows_of<Bf16>(p, rows, row, last_row, panel, last, copy.data());
+    });
+}
+
+#endif
+
 template <class Format> void multiply_few_bits(const ProductCall& p, const Step& step, Worker& me) {
-    typedef RunRows<Format::BITS, Format::RUN> Rows;
+#if HAS_TILES
+    if (is_by_tiles(p, step.tokens)) return multiply_widened<Format>(p, step, me);
+#endif
+    typedef RunRows<Format::BITS, Format::RUN> Runs;
     typedef Copy<Format::BITS, Format::RUN> Copied;
     const int64_t panels = round_up(p.outputs, LANES) / LANES, panel_bytes = few_bits_panel_bytes<Format>(p);
-    const Rows rows = prepared_rows<Rows>(p, step.tokens, panel_bytes, me);
+    const Runs rows = prepared_rows<Runs>(p, step.tokens, panel_bytes, me);
     std::vector<char>& copy = me.desk.copy;
     copy.resize(std::max<size_t>(copy.size(), rows.runs * Copied::BYTES));
     for (int64_t row = 0; row < rows.count; row += BLOCK_ROWS) {

@@ -37,7 +37,7 @@ int64_t scratch_bytes(const Kind* call, const Step& step) {
         case MULTIPLY_INT8: return Rows<Int8>(as<ProductCall>(call), step.tokens).bytes();
         case MULTIPLY_FEW_BITS:
             return with_format(as<ProductCall>(call).format, [&](auto format) {
-                return RunRows<format.BITS, format.RUN>(as<ProductCall>(call), step.tokens).bytes();
+                return few_bits_scratch_bytes<decltype(format)>(as<ProductCall>(call), step.tokens);
             });
         default: return 0;
     }

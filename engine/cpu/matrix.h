@@ -244,19 +244,27 @@ constexpr int64_t BYTES_AT_ONCE = 320 << 10;
 
 #if HAS_TILES
 
-// Processors with tiles have a second cache of 2 MiB, and fill it from the third so slowly that panels should come once.
-template <class Weights> void multiply_by_tiles(const ProductCall& p, const Rows<Weights>& rows, Worker& me) {
-    constexpr int64_t ROWS_BYTES = 640 << 10, PIECES = 6;
+// f(row, end of the rows, panel, end of the panels) for this thread's part of the work, of at most so many panels. Processors
+// with tiles have a second cache of 2 MiB, and fill it from the third so slowly that panels should come once.
+template <class Rows, class F>
+inline void each_tiled_block(const ProductCall& p, const Rows& rows, int64_t most_panels, Worker& me, const F& f) {
+    constexpr int64_t ROWS_BYTES = 1 << 20, PIECES = 6;
     const int64_t panels = round_up(p.outputs, LANES) / LANES;
     const int64_t most_rows = std::max<int64_t>(BLOCK_ROWS, ROWS_BYTES / (rows.groups * 4));
     const int64_t down = (rows.count + most_rows - 1) / most_rows;
     const int64_t rows_at_once = round_up((rows.count + down - 1) / down, TILED_ROWS);
-    const int64_t share = std::max<int64_t>(1, panels * down / (PIECES * me.threads));  // for all threads to end together
-    const int64_t at_once = std::max<int64_t>(2, std::min(BYTES_AT_ONCE / Rows<Weights>::panel_bytes(p), share) / 2 * 2);
+    const int64_t share = panels * down / (PIECES * me.threads);  // for all threads to end together
+    const int64_t at_once = std::max<int64_t>(2, std::min(most_panels, share) / 2 * 2);
     TileUnits units;
     units.use(rows.count);
-    each_block(rows.count, panels, rows_at_once, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last, int64_t) {
-        tiled_rows_of<Weights>(p, rows, row, last_row, panel, last);
+    each_block(rows.count, panels, rows_at_once, at_once, me,
+               [&](int64_t row, int64_t last_row, int64_t panel, int64_t last, int64_t) { f(row, last_row, panel, last); });
+}
+
+template <class Weights> void multiply_by_tiles(const ProductCall& p, const Rows<Weights>& rows, Worker& me) {
+    const int64_t panel_bytes = Rows<Weights>::panel_bytes(p);
+    each_tiled_block(p, rows, BYTES_AT_ONCE / panel_bytes, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last) {
+        tiled_rows_of<Weights>(p, rows, row, last_row, panel, last, static_cast<const char*>(p.panels) + panel * panel_bytes);
     });
 }
 

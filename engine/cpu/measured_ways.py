@@ -25,7 +25,7 @@ from cluster.words.errors import DeployError
 logger = logging.getLogger(__name__)
 
 KERNELS, TILES, TORCH = "kernels", "tiles", "torch"  # our kernels, also by AMX
-GAIN = 1.3  # less is noise, or lost again between calls from Python
+_GAIN = 1.3  # less is noise, or lost again between calls from Python
 _TRIES = 5  # the best counts: others use the machine, too
 _BY = "thread_time"  # times by another clock are not comparable
 _LEAST_S = 1e-9  # what the clock says of less
@@ -43,7 +43,7 @@ class MeasuredWays:
         """path: of the file; processes of one machine share it."""
         self._path = path
         self._times: Times = {}
-        self._used: dict[str, tuple[Mapping[str, float], str]] = {}  # what was asked for by this process, and taken
+        self._used: Times = {}  # what was asked for by this process
         self._wait_s = _MEASURE_S
 
     @classmethod
@@ -53,15 +53,10 @@ class MeasuredWays:
         key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
         return cls(cache_root() / "kernels" / f"{key}-ways.json")
 
-    def quickest(self, what: str, ways: Ways, *, gain: float = GAIN) -> str:
-        """ways: KERNELS, and others that compute `what`. They are called only where nobody has measured them before.
-
-        gain: so much quicker than the one before another must be.
-        """
-        seconds = self._seconds(what, ways)
-        taken = _quickest(seconds, gain)
-        self._used[what] = seconds, taken
-        return taken
+    def quickest(self, what: str, ways: Ways) -> str:
+        """ways: KERNELS, and others that compute `what`. They are called only where nobody has measured them before."""
+        self._used[what] = self._seconds(what, ways)
+        return _quickest(self._used[what])
 
     def table(self) -> list[dict[str, Any]]:
         """What was asked for, as plain values."""
@@ -69,9 +64,9 @@ class MeasuredWays:
             {
                 "what": what,
                 "ms": {name: round(took * 1e3, 3) for name, took in seconds.items()},
-                "taken": taken,
+                "taken": _quickest(seconds),
             }
-            for what, (seconds, taken) in self._used.items()
+            for what, seconds in self._used.items()
         ]
 
     def _seconds(self, what: str, ways: Ways) -> dict[str, float]:
@@ -107,11 +102,11 @@ class MeasuredWays:
             logger.warning("what was measured is not kept: %s", error)
 
 
-def _quickest(seconds: Mapping[str, float], gain: float = GAIN) -> str:
+def _quickest(seconds: Mapping[str, float]) -> str:
     """Torch's only where it is better than either of ours: it leaves no step one program."""
     taken = KERNELS
     for name in (TILES, TORCH):
-        if seconds[taken] > gain * seconds.get(name, float("inf")):
+        if seconds[taken] > _GAIN * seconds.get(name, float("inf")):
             taken = name
     return taken
 

@@ -188,12 +188,12 @@ inline void one_by_four(const char* x, int64_t stride, const char* const (&w)[4]
 
 #undef ADD_TILE
 
-// Rows [row, end) by panels [first, last). Inputs fill whole tiles.
+// Rows [row, end) by panels [first, last), of which the first lies at `panels`. Inputs fill whole tiles.
 template <class Weights, class Rows>
-inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, int64_t first, int64_t last) {
+inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, int64_t first, int64_t last,
+                          const char* panels) {
     const int64_t stride = rows.stride * sizeof(*rows.x), row_bytes = rows.groups * 4, panel_bytes = row_bytes * TILE_ROWS;
-    const char* panels = static_cast<const char*>(p.panels);
-    const auto address = [&](int64_t panel) { return panels + std::min(panel, last - 1) * panel_bytes; };
+    const auto address = [&](int64_t panel) { return panels + (std::min(panel, last - 1) - first) * panel_bytes; };
     const int64_t at_once = (4 * TILE_ROWS * TILE_BYTES + row_bytes - 1) / row_bytes;
     Results<Weights, Rows> results(p, rows);
     const auto meanwhile = [&] { results.put_some(at_once); };

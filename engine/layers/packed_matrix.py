@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import GAIN, KERNELS, TILES, TORCH, MeasuredWays
+from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.structs import FormatName, Kind, ProductCall, Step, StoredRows
 from engine.layers.codes import format_of
 from engine.layers.few_bits import pack
@@ -28,10 +28,8 @@ _PANEL = 16
 _NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of product.h
 
 NEVER = 1 << 62
-_ROWS_MEASURED = (2048, 512, 128, 32)  # of a step: from above, for as long as the kernels lose
-_FEW_ROWS = 8  # of a step of sequences that decode, or of one with a draft: AMX may be quicker, torch is not
-_WORTH_ONE_ORDER = 0.9  # so much of its speed may a step of one row lose, for all steps to add up in one order
-_FULL_TILES = 32  # rows
+_ROWS_OF_PROMPTS = (2048, 512, 128)  # of a step: from above, for as long as the kernels lose
+_FULL_TILES = 32  # rows; of sequences that decode, too
 _LEAST_WEIGHTS = 1 << 17  # with fewer, a call from Python costs what it could save
 _MOST_ERROR = 0.02  # of AMX's products: two that bf16 rounds apart differ by less
 _WIDENED_AT_ONCE = 1 << 21  # weights; more would only push them through memory
@@ -69,27 +67,22 @@ class PackedMatrix:
             return
         some, tiled = self._some(), self._some(tile_rows=0)
         has_tiles = self._has_tiles(some, tiled)
-
-        def way(num_rows: int, gain: float = GAIN) -> str:
+        kind = self._parts[0].kind
+        for num_rows in _ROWS_OF_PROMPTS if kind is Kind.MULTIPLY_FEW_BITS else (*_ROWS_OF_PROMPTS, _FULL_TILES):
             x_TI = torch.ones(num_rows, self.num_inputs, dtype=torch.bfloat16)
-            ways: dict[str, Callable[[], object]] = {KERNELS: partial(some.multiply, x_TI)}
+            ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
             if has_tiles:
                 ways[TILES] = partial(tiled.multiply, x_TI)
-            if num_rows > _FEW_ROWS:
-                ways[TORCH] = partial(some.multiply_by_torch, x_TI)
             what = f"{_name(self._parts[0])} {some.num_outputs} x {self.num_inputs}, {num_rows} rows"
-            return measured.quickest(what, ways, gain=gain)
-
-        for num_rows in _ROWS_MEASURED:
-            taken = way(num_rows)
-            if taken == TORCH and self.tile_rows == NEVER:
+            way = measured.quickest(what, ways)
+            if way == TORCH and self.tile_rows == NEVER:
                 self.torch_rows = num_rows
-            elif taken == TILES:
+            elif way == TILES:
                 self.tile_rows = num_rows
             else:
                 break
-        if self.tile_rows == _ROWS_MEASURED[-1] and way(_FEW_ROWS) == TILES:
-            self.tile_rows = 0 if way(1, _WORTH_ONE_ORDER) == TILES else _FEW_ROWS
+        if self.tile_rows == _FULL_TILES and kind is Kind.MULTIPLY_BF16:
+            self.tile_rows = 0  # a step with drafts, or of many sequences, adds up as one of a single row does
 
     def fix(self) -> None:
         """Add up in one order whatever the number of rows is: AMX's, where there is one. Whole numbers need none."""
@@ -105,8 +98,7 @@ class PackedMatrix:
         return matrix
 
     def _has_tiles(self, some: PackedMatrix, tiled: PackedMatrix) -> bool:
-        is_few_bits = self._parts[0].kind is Kind.MULTIPLY_FEW_BITS
-        return self._kernels.has_tiles and not is_few_bits and _agree(some, tiled)
+        return self._kernels.has_tiles and _agree(some, tiled)
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:

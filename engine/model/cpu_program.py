@@ -120,9 +120,7 @@ class CompiledLayers:
         q_CHD = heads_CND[:, : attended_CHD.shape[1]]
         yield from _products(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
         yield rotary_call(self._pool, layer.index, heads_CND, q_norm=layer.q_norm, k_norm=layer.k_norm)
-        yield attention_call(
-            self._pool, layer.index, q_CHD, attended_CHD, window=layer.window, by_tiles=self._by_tiles
-        )
+        yield attention_call(self._pool, layer.index, q_CHD, attended_CHD, window=layer.window, by_tiles=self._by_tiles)
         yield from _products(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
         yield from _products(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
         yield from _products(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)

@@ -12,41 +12,25 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from cluster.model.gguf_import import import_gguf
-from cluster.model.gguf_table import GGML_TYPES
 from engine.cpu import library
 from engine.cpu.library import Kernels
 from engine.layers.codes import format_of
 from engine.layers.layers import Before, GatedSiLU, RMSNorm
 from engine.layers.packed_matrix import PackedMatrix
 from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
-from tests.engine.gguf_files import random_blocks, write_model
+from tests.engine.cpu.coded_weights import FORMATS, random_weight
+from tests.engine.gguf_files import write_model
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import MakeRunner, random_model, reference_logits, tiny_config
 
 # T tokens, I input features, O output features
 
 CPU = torch.device("cpu")
-OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-OF_GROUPS = [32, 64, 128]
-FORMATS: list[str | int] = [*OF_GGUF, *OF_GROUPS]
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 14, 97, 100)  # every tile; at once, and in blocks of rows
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_weight(name: str | int, num_outputs: int, num_inputs: int) -> QuantizedWeight:
-    """Any codes at all, so that each of their bits matters."""
-    if isinstance(name, str):
-        kind = next(kind for kind in GGML_TYPES.values() if kind.name == name)
-        blocks = random_blocks(GGMLQuantizationType[name], num_outputs * num_inputs // kind.block)
-        return GGMLWeight(torch.from_numpy(blocks).view(num_outputs, -1), kind)
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
-    zeros = torch.randint(0, 17, (num_outputs, num_inputs // name), generator=generator).float()
-    scales = random(num_outputs, num_inputs // name).half().float()
-    return GroupedWeight.of_4_bits(codes, scales, zeros, torch.arange(num_inputs) // name)
 
 
 def packed(kernels: Kernels, *weights: QuantizedWeight) -> PackedMatrix:

@@ -13,7 +13,7 @@ from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu.library import Kernels
-from engine.cpu.measured_ways import GAIN, KERNELS, TILES, TORCH, MeasuredWays, Ways
+from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import GatedSiLU, RMSNorm
@@ -42,7 +42,7 @@ class Clock:
 
 
 class TorchWins(MeasuredWays):
-    def quickest(self, what: str, ways: Ways, *, gain: float = GAIN) -> str:
+    def quickest(self, what: str, ways: Ways) -> str:
         for compute in ways.values():
             compute()  # what would be measured can be computed
         return TORCH
@@ -129,7 +129,7 @@ def test_a_matrix_asks_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> 
     asked: list[str] = []
 
     class FromRows128(MeasuredWays):
-        def quickest(self, what: str, ways: Ways, *, gain: float = GAIN) -> str:
+        def quickest(self, what: str, ways: Ways) -> str:
             asked.append(what)
             return KERNELS if "32 rows" in what else TORCH
 

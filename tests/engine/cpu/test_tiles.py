@@ -19,12 +19,13 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu import library
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import GAIN, KERNELS, TILES, TORCH, MeasuredWays, Ways
+from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.cpu.structs import Step
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, RMSNorm
 from engine.layers.packed_matrix import NEVER, PackedMatrix
+from tests.engine.cpu.coded_weights import FORMATS, random_weight
 
 # T tokens, I input features, O output features
 
@@ -52,7 +53,7 @@ assert matrix.multiply(torch.ones(40, 64, dtype=torch.bfloat16)).eq(64).all()
 class TilesWin(MeasuredWays):
     """And torch is next."""
 
-    def quickest(self, what: str, ways: Ways, *, gain: float = GAIN) -> str:
+    def quickest(self, what: str, ways: Ways) -> str:
         return TILES if TILES in ways else TORCH
 
 
@@ -144,12 +145,12 @@ def test_they_are_used_where_they_are_quicker(tiled_kernels: Emulated, tmp_path:
     assert matrix.tile_rows == 0 and matrix.torch_rows == NEVER
 
 
-@pytest.mark.parametrize(("loses_at", "tile_rows"), [("1 rows", 8), ("8 rows", 32), ("32 rows", 128)])
+@pytest.mark.parametrize(("loses_at", "tile_rows"), [("32 rows", 128), ("128 rows", 512), ("2048 rows", NEVER)])
 def test_they_are_used_from_so_many_rows_on(
     tiled_kernels: Emulated, tmp_path: Path, loses_at: str, tile_rows: int
 ) -> None:
     class TilesLose(MeasuredWays):
-        def quickest(self, what: str, ways: Ways, *, gain: float = GAIN) -> str:
+        def quickest(self, what: str, ways: Ways) -> str:
             return KERNELS if what.endswith(f" {loses_at}") else TILES
 
     matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
@@ -191,18 +192,34 @@ def test_they_are_not_used_where_the_system_does_not_let_us(kernels: Kernels) ->
     subprocess.run([sys.executable, "-c", _WITHOUT_PERMISSION, str(path)], check=True, timeout=100)
 
 
+@pytest.mark.parametrize("num_rows", [1, 40, 700])
+@pytest.mark.parametrize("name", FORMATS)
+def test_few_bits_are_multiplied_as_the_numbers_that_they_are(
+    tiled_kernels: Emulated, name: str | int, num_rows: int
+) -> None:
+    """In bf16, rows too: bit by bit what a matrix of those numbers gives."""
+    coded = PackedMatrix.few_bits(tiled_kernels, [random_weight(name, 88, 768)])
+    assert coded is not None
+    plain = PackedMatrix.bf16(tiled_kernels, coded.rows(torch.arange(88)))
+    coded.tile_rows = plain.tile_rows = 0
+    x_TI, extras = random(num_rows, 768, seed=1), {"bias_O": random(88), "residual_TO": random(num_rows, 88, seed=5)}
+    got = coded.multiply(x_TI, **extras)
+    assert tiled_kernels.have_been_used()
+    assert torch.equal(got, plain.multiply(x_TI, **extras)) and got.float().std() > 0
+
+
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("head_dim", [12, 64, 80])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
 def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, window: int | None) -> None:
-    """Prompts that fill whole tiles and that do not, over a pool in which every slot holds something; a few queries, as
-    a draft's are, get the same bits as without."""
-    spans = [(140, 1), (30, 9), (0, 150), (101, 40), (0, 16), (255, 17), (0, 5)]
+    """Prompts that fill whole tiles and that do not, over a pool in which every slot holds something; a few
+    queries, as a draft's are, get the same bits as without."""
+    spans = [(140, 1), (30, 9), (0, 150), (101, 79), (0, 80), (255, 90), (0, 5)]
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
-    blocks = iter(np.random.default_rng(0).permutation(120).tolist())
+    blocks = iter(np.random.default_rng(0).permutation(150).tolist())
     rows = [Row([0] * n, start, [next(blocks) for _ in range(-(-(start + n) // 8))], 1) for start, n in spans]
-    batch, pool = Batch.of(rows, block_size=8), KVPool(layout, num_blocks=120, device=torch.device("cpu"))
-    pool.write(0, torch.arange(960), random(960, 2, head_dim, seed=1), random(960, 2, head_dim, seed=2))
+    batch, pool = Batch.of(rows, block_size=8), KVPool(layout, num_blocks=150, device=torch.device("cpu"))
+    pool.write(0, torch.arange(1200), random(1200, 2, head_dim, seed=1), random(1200, 2, head_dim, seed=2))
     angles, q_THD = torch.ones(batch.num_tokens, 1, head_dim // 2), random(batch.num_tokens, 6, head_dim, seed=3)
     without = CompiledHeads(tiled_kernels, batch, pool, angles, angles).attend(0, q_THD, window=window)
     assert not tiled_kernels.have_been_used()
@@ -213,7 +230,7 @@ def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, wi
     assert float((got.float() - without.float()).abs().mean() / without.float().abs().mean()) < 4e-3
     first = 0
     for _, count in spans:
-        if count < 16:
+        if count < 80:
             assert torch.equal(got[first : first + count], without[first : first + count])
         first += count
 
@@ -231,7 +248,7 @@ def test_scores_may_grow_or_fall_by_any_amount(
     some: Kernels = request.getfixturevalue(whose)
     if not some.has_tiles:
         pytest.skip("no such units here")
-    num_keys, num_queries = 1500, 40
+    num_keys, num_queries = 1500, 90
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=64, block_size=8, dtype="bfloat16")
     pool = KVPool(layout, num_blocks=188, device=torch.device("cpu"))
     sizes = np.interp(np.linspace(0, 1, num_keys), np.linspace(0, 1, len(steps)), steps)
