@@ -9,9 +9,9 @@
 //
 // Where there are no more rows than that, all of it happens in registers (few_rows.h). Where there are units for tiles, and
 // they are quicker, sixteen rows and more go through 2 together (tiles.h).
-// Sums run over keys in the order of their positions, in stretches that begin at multiples of 64, and a stretch in which
-// a query sees nothing changes nothing: what it gets depends neither on the queries beside it nor on how its prompt was
-// cut.
+// Sums run over keys in the order of their positions, in stretches that begin at multiples of their length, and a stretch
+// in which a query sees nothing changes nothing: but by tiles, what it gets depends neither on the queries beside it nor on
+// how its prompt was cut.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -85,9 +85,11 @@ class PackedMatrix:
             self.tile_rows = 0  # a step with drafts, or of many sequences, adds up as one of a single row does
 
     def fix(self) -> None:
-        """Add up in one order whatever the number of rows is: AMX's, where there is one. Whole numbers need none."""
-        if self._has_tiles(self._some(), self._some(tile_rows=0)):
-            self.tile_rows = 0 if self._parts[0].kind is Kind.MULTIPLY_BF16 else _FULL_TILES
+        """Add up in one order whatever the number of rows is: AMX's, where there is one. Whole numbers need none; of
+        few bits it is that without AMX, which takes rows otherwise (few_bits.h)."""
+        kind = self._parts[0].kind
+        if kind is not Kind.MULTIPLY_FEW_BITS and self._has_tiles(self._some(), self._some(tile_rows=0)):
+            self.tile_rows = 0 if kind is Kind.MULTIPLY_BF16 else _FULL_TILES
 
     def _some(self, *, tile_rows: int = NEVER) -> PackedMatrix:
         """As many of the first part's outputs as there is any use in measuring."""

@@ -168,6 +168,14 @@ def test_one_order_is_theirs_for_any_number_of_rows(tiled_kernels: Emulated) -> 
         assert torch.equal(matrix.multiply(x_TI[first:end]), whole[first:end])
 
 
+def test_one_order_of_few_bits_is_that_without_them(tiled_kernels: Emulated) -> None:
+    coded = PackedMatrix.few_bits(tiled_kernels, [random_weight("Q4_0", 88, 768)])
+    assert coded is not None
+    coded.fix()
+    x_TI = random(40, 768, seed=1)
+    assert torch.equal(coded.multiply(x_TI)[:1], coded.multiply(x_TI[:1]))
+
+
 def test_they_are_not_used_where_they_are_wrong(
     tiled_kernels: Emulated, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
