@@ -146,10 +146,7 @@ def launch_expert_product(
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
     outputs = 64 if rows < (64 if panels.leasts is None else 128) else 128  # sums of rows take registers, too
-    # Of 64 choices, with least numbers that are not nested, a third stage takes an H100 a few registers too many.
-    is_full = rows == 64 and panels.leasts is not None and panels.supers is None and has_tile_copies(x_NI.device)
-    num_stages = 3 if (outputs == 64 or panels.kind < NIBBLES) and not is_full else 2
-    tile = Tile(outputs, rows, 4 if rows < 128 else 8, num_stages, False)
+    tile = Tile(outputs, rows, 4 if rows < 128 else 8, 3 if outputs == 64 or panels.kind < NIBBLES else 2, False)
     tile = _fitted(tile, panels, x_NI.device)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
         x_NI,
