@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code
+from engine.kernels.code_words import widen
+from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code, from_codes
 from engine.kernels.language import jit, tl
 
 # M queries (or heads of one query), N keys, L keys of a row, B blocks, K kv heads, S block_size, D head_dim
@@ -75,13 +76,15 @@ def weigh(
 @jit
 def attend_block(
     out: tl.tensor,
+    odd: tl.tensor,
     largest: tl.tensor,
     total: tl.tensor,
     q: tl.tensor,
+    q_odd: tl.tensor,
     position: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    codes: tl.tensor,
+    numbers: tl.tensor,
     scales: tl.tensor,
     table: tl.tensor,
     head: tl.tensor,
@@ -93,14 +96,20 @@ def attend_block(
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    STEP: tl.constexpr,
+    IS_INT8: tl.constexpr,
     NATIVE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Take keys [first, first + BLOCK_N) of a row into (out (M, D), largest (M), total (M)), which are returned.
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Take keys [first, first + BLOCK_N) of a row into (out (M, D), odd, largest (M), total (M)), which are returned.
 
     q: (M, D). position: (M), of each query. end: keys from there on do not exist. table: where the row's block ids
     begin. scale: log2(e) / sqrt(D), for powers of two are what the device computes. MASKED: some key may be hidden from
     some query; else all of them are there and seen by all.
+
+    STEP: 1, or of codes of 8 bits 2: D counts pairs of them then, each an int16 of `numbers`; q and out are the even
+    features, q_odd and odd the others, which else nobody looks at. NATIVE: see from_code; IN_PAIRS: see widen, STEP 2.
     """
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -112,11 +121,15 @@ def attend_block(
     value = key + K * S
 
     k = tl.load(
-        codes + (block * D)[None, :] + (key[None, :] * D + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0
+        numbers + (block * D)[None, :] + (key[None, :] * D + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0
     )
-    if HAS_SCALES:
+    if STEP == 2:
+        k, k_odd = _widened(k, IS_INT8, q.dtype, NATIVE, IN_PAIRS)
+    elif HAS_SCALES:
         k = from_code(k, q.dtype, NATIVE)
     scores = tl.dot(q, k, input_precision="ieee")
+    if STEP == 2:
+        scores = tl.dot(q_odd, k_odd, scores, input_precision="ieee")
     if HAS_SCALES:
         scores *= (tl.load(scales + (block + key), mask=is_key, other=0.0).to(tl.float32) * scale)[None, :]
         scale = 1.0
@@ -127,10 +140,29 @@ def attend_block(
     total = total * fade + tl.sum(weights, axis=1)
 
     v = tl.load(
-        codes + (block * D)[:, None] + (value[:, None] * D + d[None, :]), mask=is_key[:, None] & is_d[None, :], other=0
+        numbers + (block * D)[:, None] + (value[:, None] * D + d[None, :]),
+        mask=is_key[:, None] & is_d[None, :],
+        other=0,
     )
-    if HAS_SCALES:
+    if STEP == 2:
+        v, v_odd = _widened(v, IS_INT8, q.dtype, NATIVE, IN_PAIRS)
+    elif HAS_SCALES:
         v = from_code(v, q.dtype, NATIVE)
+    if HAS_SCALES:
         weights *= tl.load(scales + (block + value), mask=is_key, other=0.0).to(tl.float32)[None, :]
-    out = tl.dot(weights.to(q.dtype), v, out * fade[:, None], input_precision="ieee")
-    return out, grown, total
+    weights = weights.to(q.dtype)
+    out = tl.dot(weights, v, out * fade[:, None], input_precision="ieee")
+    if STEP == 2:
+        odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+    return out, odd, grown, total
+
+
+@jit
+def _widened(
+    pair: tl.tensor, IS_INT8: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr, IN_PAIRS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    if IN_PAIRS:
+        even, odd = widen(pair, pair, 0, 1 if IS_INT8 else 0, dtype, True)
+    else:
+        even, odd = from_codes(pair, IS_INT8, dtype, NATIVE)
+    return even, odd

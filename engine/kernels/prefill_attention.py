@@ -2,7 +2,9 @@
 
 Queries are cut into tiles (tiles.py). Where few of them come behind many keys, the keys of a tile are split among
 programs, too. This reads the pool's blocks where they lie; keys that many queries see are gathered first: see
-dense_prefill.py.
+dense_prefill.py. An A100, whose matrix units take codes of 8 bits out of registers, would load those of values byte by
+byte. There they are read two features at a time, as one number of 16 bits, and split into even and odd features when
+they lie in registers; devices that multiply out of shared memory have fewer instructions one by one.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.kernels.eight_bits import as_bytes
-from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
 from engine.kernels.online_softmax import attend_block, gather_row, reference_row
 from engine.kernels.tiles import TILE_QUERIES, QueryTiles
 
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
 # P splits of a tile's keys
 
-_KEYS = 64  # of one step of a program
+_KEYS = 64  # of one step of a program; of pairs half as many, for even and odd features take registers
 _PROGRAMS_PER_PROCESSOR = 2
 _MIN_KEYS_PER_SPLIT = 512
 
@@ -85,13 +87,16 @@ def launch_prefill_attention(
     window: int | None,
     out_THD: Tensor,
     num_splits: int | None = None,
+    codes_at_once: int | None = None,
 ) -> None:
-    """num_splits: for tests; else as many as keep the device busy."""
+    """num_splits: for tests; else as many as keep the device busy. codes_at_once: one or two, of 8 bits, for tests."""
     _, num_heads, dim = q_THD.shape
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     has_scales = scales_B2KS is not None
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
-    num_tiles, block_d = len(tiles.rows_N), max(16, power_of_2(dim))
+    step = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales else 1
+    num_tiles, block_d = len(tiles.rows_N), max(16 * step, power_of_2(dim))
+    codes = as_bytes(codes_B2KSD)
     if num_splits is None:
         num_splits = _splits_for(num_tiles * num_heads, tables_RB.shape[1] * block_size, q_THD.device)
     sums = [q_THD.new_empty(1, dtype=torch.float32)] * 3
@@ -102,8 +107,8 @@ def launch_prefill_attention(
     where = (tiles.rows_N, tiles.firsts_N, tiles.begins_R, tiles.lengths_R)
     _attend_tile[(num_tiles, num_heads, num_splits)](
         q_THD,
-        as_bytes(codes_B2KSD),
-        scales_B2KS if has_scales else codes_B2KSD,
+        codes.view(torch.int16) if step == 2 else codes,
+        scales_B2KS if has_scales else codes,
         *where,
         tables_RB,
         contexts_R,
@@ -118,11 +123,14 @@ def launch_prefill_attention(
         S=block_size,
         D=dim,
         BLOCK_M=TILE_QUERIES,
-        BLOCK_N=_KEYS,
+        BLOCK_N=_KEYS // step,
         BLOCK_D=block_d,
         WINDOW=window or 0,
         HAS_SCALES=has_scales,
+        STEP=step,
+        IS_INT8=codes.dtype == torch.int8,
         NATIVE=has_fp8_casts(q_THD.device),
+        IN_PAIRS=q_THD.dtype == torch.bfloat16 and q_THD.is_cuda,
         num_warps=4,
         num_stages=2,
     )
@@ -142,7 +150,7 @@ def _splits_for(num_programs: int, longest: int, device: torch.device) -> int:
 @partial(jit, do_not_specialize=["table_stride"])
 def _attend_tile(
     q: tl.tensor,
-    codes: tl.tensor,
+    numbers: tl.tensor,
     scales: tl.tensor,
     tile_rows: tl.tensor,
     tile_firsts: tl.tensor,
@@ -167,7 +175,10 @@ def _attend_tile(
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    STEP: tl.constexpr,
+    IS_INT8: tl.constexpr,
     NATIVE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ) -> None:
     """One program: BLOCK_M queries of one row and one head, over one part of the keys that they see.
 
@@ -197,17 +208,23 @@ def _attend_tile(
     kv_head = head // (H // K)
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    q_odd = queries
+    if STEP == 2:
+        queries, q_odd = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
+    result = tl.zeros([BLOCK_M, BLOCK_D // STEP], tl.float32)
+    odd = result
     for n in range(first, plain, BLOCK_N):
-        result, largest, total = attend_block(
-            result, largest, total, queries, position, n, end, codes, scales, table, kv_head, scale,
-            K, S, D, BLOCK_N, BLOCK_D, WINDOW, HAS_SCALES, NATIVE, False,
+        result, odd, largest, total = attend_block(
+            result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, NATIVE, IN_PAIRS, False,
         )  # fmt: skip
     for n in range(plain, end, BLOCK_N):
-        result, largest, total = attend_block(
-            result, largest, total, queries, position, n, end, codes, scales, table, kv_head, scale,
-            K, S, D, BLOCK_N, BLOCK_D, WINDOW, HAS_SCALES, NATIVE, True,
+        result, odd, largest, total = attend_block(
+            result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, NATIVE, IN_PAIRS, True,
         )  # fmt: skip
+    if STEP == 2:
+        result = tl.reshape(tl.join(result, odd), [BLOCK_M, BLOCK_D])
     if tl.num_programs(2) > 1:
         in_parts = ((tile.to(tl.int64) * H + head) * tl.num_programs(2) + split) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(part + in_parts[:, None] * D + d[None, :], result, mask=mask)

@@ -39,7 +39,7 @@ class ShardReader:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels | None = None  # for which matrices are packed; None: for torch
-    measured: MeasuredWays | None = None  # by which kernels and torch share the work; None: kernels alone, in one order
+    measured: MeasuredWays | None = None  # who multiplies what; None: kernels all, in one order
     weights: str = "as_stored"  # one of WEIGHTS
     spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
     redundant_experts: int = 0  # places for further copies, over all ranks, where experts are whole

@@ -1,6 +1,6 @@
 """The attention kernels alone on a GPU that is not there: a program, which prints what was compiled, as JSON.
 
-python -m tests.engine.kernels.compiled_attention 9.0 bf16 fp8 int8
+python -m tests.engine.kernels.compiled_attention 9.0 bf16 fp8 int8 latents/128/fp8
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     for kind in sys.argv[2:]:
         with absent_gpu(capability) as launches:
-            attend(_DTYPES[kind])
+            if kind.startswith("latents/"):
+                num_heads, pool = kind.split("/")[1:]
+                attend_latents(_DTYPES[pool], int(num_heads))
+            else:
+                attend(_DTYPES[kind])
         print(json.dumps({"case": kind, "launches": [asdict(launch) for launch in launches]}), flush=True)
 
 
@@ -75,16 +79,21 @@ def attend(pool_dtype: torch.dtype) -> None:
             shape = (_CONTEXT, _LATENT_HEADS, _D)
             query = numbers(_QUERIES, _LATENT_HEADS, _D + _ROPE)
             dense(query, numbers(*shape), numbers(_CONTEXT, _LATENT + _ROPE)[:, _LATENT:], numbers(*shape), tiles, part)
+    attend_latents(pool_dtype, _LATENT_HEADS)
+
+
+def attend_latents(pool_dtype: torch.dtype, num_heads: int) -> None:
+    is_wide, contexts = pool_dtype == torch.bfloat16, ints(_ROWS)
     width = _LATENT + (_ROPE if is_wide else 2 * _ROPE)
     launch_latent_decode_attention(
-        numbers(_ROWS, _LATENT_HEADS, _LATENT + _ROPE),
+        numbers(_ROWS, num_heads, _LATENT + _ROPE),
         torch.empty(4096, 1, 1, _S, width, dtype=pool_dtype, device=DEVICE),
         None if is_wide else numbers(4096, 1, 1, _S),
-        numbers(_LATENT_HEADS, _D, _LATENT),
+        numbers(num_heads, _D, _LATENT),
         scale=0.1,
-        tables_RB=tables,
+        tables_RB=ints(_ROWS, _CONTEXT // _S),
         contexts_R=contexts,
-        splits=splits_of_latents(contexts, num_heads=_LATENT_HEADS, longest=_CONTEXT),
+        splits=splits_of_latents(contexts, num_heads=num_heads, longest=_CONTEXT),
     )
 
 

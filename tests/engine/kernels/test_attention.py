@@ -141,8 +141,17 @@ def test_values_of_any_size_keep_their_share(kind: str) -> None:
     torch.testing.assert_close(outs[0], outs[1], atol=2e-2 * outs[1].abs().max().item(), rtol=2e-2)
 
 
-@pytest.mark.parametrize(("case", "num_splits"), [*product(CASES, [1]), *product(CASES[1:5], [3])], ids=str)
-def test_prefill(case: tuple, num_splits: int) -> None:
+# Fewer pairs of codes than a matrix unit multiplies, and such that fill no tile.
+FEW_PAIRS = [(2, 1, 16, 16, None, "int8", torch.float16), (2, 1, 80, 8, None, "fp8", torch.float32)]
+PREFILLS = [
+    (case, num_splits, codes_at_once)
+    for case, num_splits in [*product([*CASES, *FEW_PAIRS], [1]), *product(CASES[1:5], [3])]
+    for codes_at_once in ((1, 2) if case[5] else (1,))
+]
+
+
+@pytest.mark.parametrize(("case", "num_splits", "codes_at_once"), PREFILLS, ids=str)
+def test_prefill(case: tuple, num_splits: int, codes_at_once: int) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
     contexts, lengths = [135, 70, 3], [135, 40, 2]  # a whole prompt of two tiles, and chunks behind a prefix
     begins = np.array([1, 136, 178])  # tokens 0, 176 and 177 belong to other rows
@@ -150,7 +159,7 @@ def test_prefill(case: tuple, num_splits: int) -> None:
     codes, scales = random_pool(220 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
     q = random(180, num_heads, dim, dtype=dtype)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
-    launch = partial(launch_prefill_attention, num_splits=num_splits)
+    launch = partial(launch_prefill_attention, num_splits=num_splits, codes_at_once=codes_at_once)
     for attend, out in zip((launch, reference_prefill_attention), outs, strict=True):
         attend(
             q,

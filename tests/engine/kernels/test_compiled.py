@@ -69,7 +69,7 @@ _INSTRUCTIONS = {
     },
     "8.0": {
         "_attend_part": (324, 2184, 1707),
-        "_attend_tile": (1041, 2275, 2017),
+        "_attend_tile": (1041, 1091, 966),
         "_attend_latents": (512, 1152, 1066),
         "_latent_values": (328, 328, 328),
     },
@@ -106,9 +106,8 @@ def check_loops(capability: str, *kinds: str) -> None:
             assert loop["conversions"] == 0, f"{place} converts {loop['conversions']} numbers one by one"
             if capability == "9.0":
                 assert loop["serialized"] <= 3, f"{place}: ptxas lets no product run beside anything"
-            if capability != "8.0" or name != "_attend_tile":
-                assert loop["byte_loads"] == 0, f"{place} loads {loop['byte_loads']} bytes one by one"
-                assert loop["spills"] == 0, f"{place} puts {loop['spills']} registers away"
+            assert loop["byte_loads"] == 0, f"{place} loads {loop['byte_loads']} bytes one by one"
+            assert loop["spills"] == 0, f"{place} puts {loop['spills']} registers away"
         wanted = _WARPS_OF_AN_A100 if capability == "8.0" else _WARPS
         assert resident_warps(launch, capability) >= wanted.get(name, 0), place
     assert {"_attend_part", "_attend_tile", "_attend_latents", "_gather_rows"} <= seen
@@ -124,6 +123,25 @@ def test_attention_loops_over_codes() -> None:
 @pytest.mark.parametrize("capability", ["9.0", "8.0", "10.0"])
 def test_attention_loops(capability: str) -> None:
     check_loops(capability, *_KINDS)
+
+
+# Registers that a step puts away, bytes of a thread, and instructions of a step, by the pinned Triton.
+_LATENTS_OF_128_HEADS = {"fp8": (104, 536, 1846), "int8": (104, 536, 1798)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", _LATENTS_OF_128_HEADS)
+def test_latents_of_128_heads_get_no_worse(kind: str) -> None:
+    """In 8 bits, 64 heads at a time, they do not fit the registers of an H100: this holds what it costs, and does not
+    say that it is well. With 32 at a time nothing is put away, for nearly twice the instructions of a head."""
+    spills, stack_bytes, instructions = _LATENTS_OF_128_HEADS[kind]
+    found = launches("9.0", f"latents/128/{kind}", program="compiled_attention")
+    (launch,) = (launch for launch in found if launch["name"] == "_attend_latents")
+    (loop,) = (loop for loop in launch["loops"] if loop["products"])
+    assert loop["spills"] <= spills and launch["stack_bytes"] <= stack_bytes
+    assert loop["instructions"] <= _MORE * instructions
+    assert loop["conversions"] == loop["byte_loads"] == 0
 
 
 @pytest.mark.slow

@@ -109,6 +109,35 @@ def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(
     assert fake.num_listening == 0
 
 
+def test_links_have_met_when_the_device_has_carried_a_first_message(
+    fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL connects two ranks, and loads its kernels, in their first operation, which may wait for all that the device
+    has under way. That is while the ends meet, before any payload is announced."""
+
+    done, asking = threading.Event(), set[int]()
+
+    class DoneWhenSaid(FakeMark):
+        @property
+        def is_over(self) -> bool:  # type: ignore[override]
+            asking.add(threading.get_ident())
+            return done.is_set()
+
+    monkeypatch.setattr(nccl_module, "Mark", DoneWhenSaid)
+    sending, receiving = fakes(), fakes()
+    links = [_link(tmp_path / "store", fake, is_sender=fake is sending) for fake in (sending, receiving)]
+    with ThreadPoolExecutor(2) as pool:
+        meetings = [pool.submit(link.meet) for link in links]
+        _until(lambda: len(asking) == 2)
+        assert ("send", "kv-nccl") in sending.called and ("recv", "kv-nccl") in receiving.called
+        assert not any(meeting.done() for meeting in meetings)
+        done.set()
+        for meeting in meetings:
+            meeting.result(10)
+    for link in links:
+        link.close()
+
+
 @pytest.mark.parametrize("hanging", ["send", "recv"])
 def test_an_operation_that_does_not_come_back_is_aborted_from_beside(
     fakes: FakeNccls, hanging: str, tmp_path: Path

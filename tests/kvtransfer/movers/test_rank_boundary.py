@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from cluster.words.errors import HandoffExpired, RequestError, TransferError
 from cluster.words.handoff import Handoff
 from cluster.words.wire_version import WIRE_VERSION
 from cluster.worker.inbox import Inbox
+from engine import streams
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
@@ -249,6 +251,51 @@ async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() 
             assert (await asyncio.wait_for(shipments.get(), 10)).error is None
         await sender.close()
         assert (rank.receiver.config.pool.codes[1][[3, 1]] == 1.5).all()
+
+
+class FakeDevice:
+    """Of which only is noted which threads have anything to do with it: any of them may have to wait for it."""
+
+    is_at_once = False
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def streams_of(self, device: torch.device) -> FakeDevice:
+        return self
+
+    def mark(self) -> FakeDevice:
+        self.threads.add(threading.get_ident())
+        return self
+
+    lane = mark
+
+    def __getattr__(self, name: str) -> Any:
+        self.threads.add(threading.get_ident())
+        return getattr(streams.AtOnce(), name)
+
+
+async def test_the_event_loop_leaves_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may be many steps behind, and every other call of the rank would wait for it as well."""
+    async with _rank() as rank:
+        sender, _ = _sender()
+        device = FakeDevice()
+        monkeypatch.setattr(streams, "streams_of", device.streams_of)
+
+        def ship() -> None:  # as a replica's thread of steps does
+            passage = sender.begin(_handoff(rank.address), [0, 1, 2])
+            assert passage
+            for layer in range(2):
+                passage.layer_ready(layer, 0, _NUM_TOKENS)
+            passage.commit(_NUM_TOKENS, [7])
+
+        await rank.stub.Open(_OPEN, timeout=10)
+        assert device.threads, "slots were not brought to it"
+        await asyncio.to_thread(ship)
+        await asyncio.wait_for(rank.landings.get(), 10)
+        await rank.stub.Close(pb.CloseRequest(handoff="h"), timeout=10)
+        await sender.close()
+    assert threading.get_ident() not in device.threads
 
 
 async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
