@@ -211,9 +211,9 @@ def test_few_bits_are_multiplied_as_the_numbers_that_they_are(
     plain = PackedMatrix.bf16(tiled_kernels, coded.rows(torch.arange(88)))
     coded.tile_rows = plain.tile_rows = 0
     x_TI, extras = random(num_rows, 768, seed=1), {"bias_O": random(88), "residual_TO": random(num_rows, 88, seed=5)}
-    got = coded.multiply(x_TI, **extras)
+    got = coded.multiply(x_TI, before=None, **extras)
     assert tiled_kernels.have_been_used()
-    assert torch.equal(got, plain.multiply(x_TI, **extras)) and got.float().std() > 0
+    assert torch.equal(got, plain.multiply(x_TI, before=None, **extras)) and got.float().std() > 0
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
