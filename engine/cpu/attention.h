@@ -249,7 +249,7 @@ private:
     // From `row` on as many as fill tiles; the first one that is left. A few queries (a decoding sequence, with a draft or
     // without) go without, so that what they get does not depend on how many they are.
     int64_t tiled_rows(int64_t h, int64_t row) {
-        if (!a.by_tiles || piece.count < TILED_QUERIES || rows - row < TILE_ROWS) return row;
+        if (!a.by_tiles || step.query_lens[piece.sequence] < TILED_QUERIES || rows - row < TILE_ROWS) return row;
         units.use();
         for (; rows - row >= TILED_ROWS; row += TILED_ROWS) rows_of_tiles<2>(h, row);
         for (; rows - row >= TILE_ROWS; row += TILE_ROWS) rows_of_tiles<1>(h, row);
@@ -318,7 +318,7 @@ private:
     }
 
     static constexpr int64_t TILED_QUERIES = 80;  // at least: a draft has 64 tokens at most
-    static constexpr float TOO_MUCH = 0x1p64f;  // far from where floats end, and bf16
+    static constexpr float TOO_MUCH = 0x1p32f;  // far from where floats end, and bf16
 
     // The weights of each row, added to its total. False, and nothing is added: one total would be above `limit`.
     bool add_weights(int64_t own, int first, int64_t width, float limit) {

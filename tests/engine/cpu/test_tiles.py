@@ -275,6 +275,20 @@ def test_scores_may_grow_or_fall_by_any_amount(
         torch.testing.assert_close(got[query, 0].double(), wanted, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 33])
+def test_any_group_of_heads_attends_by_them(tiled_kernels: Emulated, num_heads: int) -> None:
+    """Pieces of a prompt have fewer queries where more heads share a key."""
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=64, block_size=8, dtype="bfloat16")
+    pool = KVPool(layout, num_blocks=25, device=torch.device("cpu"))
+    pool.write(0, torch.arange(200), random(200, 1, 64, seed=1), random(200, 1, 64, seed=2))
+    batch, angles = Batch.of([Row([0] * 200, 0, range(25), 1)], block_size=8), torch.ones(200, 1, 32)
+    q_THD = random(200, num_heads, 64, seed=3)
+    without = CompiledHeads(tiled_kernels, batch, pool, angles, angles).attend(0, q_THD, window=None)
+    got = CompiledHeads(tiled_kernels, batch, pool, angles, angles, by_tiles=True).attend(0, q_THD, window=None)
+    assert tiled_kernels.have_been_used()
+    torch.testing.assert_close(got, without, atol=0.02, rtol=0.02)
+
+
 def test_they_attend_where_they_are_quicker(tiled_kernels: Emulated, tmp_path: Path) -> None:
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=64, block_size=8, dtype="bfloat16")
     assert quickest_way(tiled_kernels, layout, 6, TilesWin(tmp_path)) == TILES
