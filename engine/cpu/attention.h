@@ -28,6 +28,8 @@ constexpr int KEYS = HAS_TILES ? 256 : 64;  // of one stretch
 constexpr int WEIGHT_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
 constexpr int MOST_ROWS_AT_ONCE = HAS_TILES ? TILED_ROWS : ROWS_AT_ONCE;
 constexpr int KEYS_AT_ONCE = HAS_TILES ? 2 * LANES : LANES;  // of a stretch: what a row sees of it is rounded up to so many
+constexpr int64_t TILED_QUERIES = 80;  // of a sequence, at least, to attend by tiles: a draft has 64 tokens at most
+constexpr float TOO_MUCH = 0x1p32f;    // for sums of weights: far from where floats end, and bf16
 
 // What happens to a stretch of one head's keys and values; nothing of it is kept.
 struct Stretch {
@@ -260,7 +262,7 @@ private:
         constexpr int ROWS = TILES * TILE_ROWS;
         const int64_t own = h * rows + row, width = round_up(width_of(row + ROWS - 1), KEYS_AT_ONCE);
         for (int64_t k = 0; k < width; k += KEYS_AT_ONCE) {
-            Tiles<TILES>::zero();
+            zero_four();
             Tiles<TILES>::add(q + own * num_words, num_words, columns + k * num_words, num_words, num_words);
             Tiles<TILES>::store(stretch.scores[0] + k, KEYS);
         }
@@ -316,9 +318,6 @@ private:
         ::store(most + own, now);
         ::store(stretch.shrink, power_of_two(before - now));
     }
-
-    static constexpr int64_t TILED_QUERIES = 80;  // at least: a draft has 64 tokens at most
-    static constexpr float TOO_MUCH = 0x1p32f;  // far from where floats end, and bf16
 
     // The weights of each row, added to its total. False, and nothing is added: one total would be above `limit`.
     bool add_weights(int64_t own, int first, int64_t width, float limit) {

@@ -124,19 +124,14 @@ inline void few_bits_panel(const ProductCall& p, const Rows& rows, int64_t row, 
 
 template <class Format> int64_t few_bits_panel_bytes(const ProductCall& p) { return p.inputs / Format::SPAN * Format::BYTES; }
 
-inline bool is_by_tiles(const ProductCall& p, int64_t num_rows) {
-    return HAS_TILES && p.inputs % (TILE_ROWS * Bf16::GROUP) == 0 && num_rows >= std::max<int64_t>(1, p.tile_rows);
-}
-
 template <class Format> int64_t few_bits_scratch_bytes(const ProductCall& p, int64_t num_rows) {
-    return is_by_tiles(p, num_rows) ? Rows<Bf16>(p, num_rows).bytes() : RunRows<Format::BITS, Format::RUN>(p, num_rows).bytes();
+    return is_by_tiles<Bf16>(p, num_rows) ? Rows<Bf16>(p, num_rows).bytes() : RunRows<Format::BITS, Format::RUN>(p, num_rows).bytes();
 }
 
 #if HAS_TILES
 
 // A panel as matrix.h has it of bf16.
 template <class Format> void widen_panel(const uint8_t* panel, int64_t inputs, uint32_t* words) {
-    const auto pair = [](Floats x, Floats y) { return words_of(narrow(x)) | words_of(narrow(y)) << 16; };
     for (int64_t span = 0; span < inputs / Format::SPAN; span++, panel += Format::BYTES)
         for (int run = 0; run < Format::SPAN / Format::RUN; run++) {
             const Floats scale = Format::scale(panel, run, 0), least = Format::least(panel, run, 0, scale);
@@ -146,8 +141,8 @@ template <class Format> void widen_panel(const uint8_t* panel, int64_t inputs, u
                 Floats numbers[4];
                 for (int k = 0; k < 4; k++)
                     numbers[k] = __builtin_convertvector(Ints(codes >> 8 * k & 0xffu), Floats) * scale + least;
-                store(words, pair(numbers[0], numbers[1]));
-                store(words + LANES, pair(numbers[2], numbers[3]));
+                store(words, pairs_of(numbers[0], numbers[1]));
+                store(words + LANES, pairs_of(numbers[2], numbers[3]));
             }
         }
 }
@@ -171,7 +166,7 @@ template <class Format> void multiply_widened(const ProductCall& p, const Step& 
 
 template <class Format> void multiply_few_bits(const ProductCall& p, const Step& step, Worker& me) {
 #if HAS_TILES
-    if (is_by_tiles(p, step.tokens)) return multiply_widened<Format>(p, step, me);
+    if (is_by_tiles<Bf16>(p, step.tokens)) return multiply_widened<Format>(p, step, me);
 #endif
     typedef RunRows<Format::BITS, Format::RUN> Runs;
     typedef Copy<Format::BITS, Format::RUN> Copied;

@@ -242,6 +242,10 @@ inline void each_block(int64_t rows, int64_t panels, int64_t rows_at_once, int64
 // Of panels that all rows of a block meet, one tile after the other: in the second cache.
 constexpr int64_t BYTES_AT_ONCE = 320 << 10;
 
+template <class Weights> bool is_by_tiles(const ProductCall& p, int64_t num_rows) {
+    return HAS_TILES && p.inputs % (TILE_ROWS * Weights::GROUP) == 0 && num_rows >= std::max<int64_t>(1, p.tile_rows);
+}
+
 #if HAS_TILES
 
 // f(row, end of the rows, panel, end of the panels) for this thread's part of the work, of at most so many panels. Processors
@@ -275,7 +279,7 @@ template <class Weights> void multiply(const ProductCall& p, const Step& step, W
     const int64_t panels = round_up(p.outputs, LANES) / LANES, bytes = Rows<Weights>::panel_bytes(p);
     const int64_t at_once = std::max<int64_t>(2, BYTES_AT_ONCE / bytes / 2 * 2);
 #if HAS_TILES
-    if (p.inputs % (TILE_ROWS * Weights::GROUP) == 0 && rows.count >= std::max<int64_t>(1, p.tile_rows)) return multiply_by_tiles(p, rows, me);
+    if (is_by_tiles<Weights>(p, rows.count)) return multiply_by_tiles(p, rows, me);
 #endif
     each_block(rows.count, panels, BLOCK_ROWS, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last, int64_t next) {
         const char* memory = static_cast<const char*>(p.panels);

@@ -78,41 +78,6 @@ private:
     bool are_used = false;
 };
 
-// Sums of TILES tiles of rows (of pairs of bf16, as words) by two tiles' width of words.
-template <int TILES> struct Tiles {
-    static void zero() {
-        zero_four();
-    }
-    static void load(const float* sums, int64_t stride) {
-        _tile_loadd(0, sums, stride * 4);
-        _tile_loadd(1, sums + LANES, stride * 4);
-        if constexpr (TILES == 1) return;
-        _tile_loadd(2, sums + TILE_ROWS * stride, stride * 4);
-        _tile_loadd(3, sums + TILE_ROWS * stride + LANES, stride * 4);
-    }
-    static void store(float* sums, int64_t stride) {
-        _tile_stored(0, sums, stride * 4);
-        _tile_stored(1, sums + LANES, stride * 4);
-        if constexpr (TILES == 1) return;
-        _tile_stored(2, sums + TILE_ROWS * stride, stride * 4);
-        _tile_stored(3, sums + TILE_ROWS * stride + LANES, stride * 4);
-    }
-    // words: (num_words, 2 LANES), two columns as in words.h. num_words: whole tiles.
-    static void add(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t height, int64_t num_words) {
-        for (int64_t w = 0; w < num_words; w += LANES) {
-            _tile_loadd(4, rows + w, stride * 4);
-            _tile_loadd(6, words + w * LANES, TILE_BYTES);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, words + (height + w) * LANES, TILE_BYTES);
-            _tile_dpbf16ps(1, 4, 7);
-            if constexpr (TILES == 1) continue;
-            _tile_loadd(5, rows + TILE_ROWS * stride + w, stride * 4);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-};
-
 // What tiles have added up becomes results while the next ones are added up: units for tiles leave the others free.
 template <class Weights, class Rows> class Results {
 public:
@@ -146,14 +111,13 @@ private:
 
 // The instruction's operands are names of tiles, which no variable can hold.
 #define ADD_TILE(SUM, X, W) \
-    if constexpr (std::is_same_v<typename Weights::Sum, Floats>) _tile_dpbf16ps(SUM, X, W); \
+    if constexpr (std::is_same_v<Sum, Floats>) _tile_dpbf16ps(SUM, X, W); \
     else _tile_dpbusd(SUM, X, W)
 
-// Sums of two tiles of rows with two panels. meanwhile(): is called for each 64 bytes of inputs.
-template <class Weights, class F>
+// Adds up two tiles of rows with two panels. meanwhile(): is called for each 64 bytes of inputs.
+template <class Sum, class F>
 inline void two_by_two(const char* x, int64_t stride, const char* w, const char* next, int64_t bytes, const F& meanwhile) {
     const char* below = x + TILE_ROWS * stride;
-    zero_four();
     for (int64_t at = 0; at < bytes; at += TILE_BYTES) {
         _tile_loadd(4, x + at, stride);
         _tile_loadd(6, w + at * TILE_ROWS, TILE_BYTES);
@@ -167,10 +131,9 @@ inline void two_by_two(const char* x, int64_t stride, const char* w, const char*
     }
 }
 
-// Of one tile of rows with four panels: as many as have room.
-template <class Weights, class F>
+// One tile of rows with four panels: as many as have room.
+template <class Sum, class F>
 inline void one_by_four(const char* x, int64_t stride, const char* const (&w)[4], int64_t bytes, const F& meanwhile) {
-    zero_four();
     for (int64_t at = 0; at < bytes; at += TILE_BYTES) {
         const int64_t place = at * TILE_ROWS;
         _tile_loadd(4, x + at, stride);
@@ -188,6 +151,37 @@ inline void one_by_four(const char* x, int64_t stride, const char* const (&w)[4]
 
 #undef ADD_TILE
 
+// Sums of TILES tiles of rows (of pairs of bf16, as words) by two tiles' width of words.
+template <int TILES> struct Tiles {
+    static void load(const float* sums, int64_t stride) {
+        _tile_loadd(0, sums, stride * 4);
+        _tile_loadd(1, sums + LANES, stride * 4);
+        if constexpr (TILES == 1) return;
+        _tile_loadd(2, sums + TILE_ROWS * stride, stride * 4);
+        _tile_loadd(3, sums + TILE_ROWS * stride + LANES, stride * 4);
+    }
+    static void store(float* sums, int64_t stride) {
+        _tile_stored(0, sums, stride * 4);
+        _tile_stored(1, sums + LANES, stride * 4);
+        if constexpr (TILES == 1) return;
+        _tile_stored(2, sums + TILE_ROWS * stride, stride * 4);
+        _tile_stored(3, sums + TILE_ROWS * stride + LANES, stride * 4);
+    }
+    // words: (num_words, 2 LANES), two columns as in words.h. num_words: whole tiles.
+    static void add(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t height, int64_t num_words) {
+        const char *x = reinterpret_cast<const char*>(rows), *first = reinterpret_cast<const char*>(words);
+        const char* second = first + height * TILE_BYTES;
+        if constexpr (TILES == 2) return two_by_two<Floats>(x, stride * 4, first, second, num_words * 4, [] {});
+        for (int64_t at = 0; at < num_words * 4; at += TILE_BYTES) {
+            _tile_loadd(4, x + at, stride * 4);
+            _tile_loadd(6, first + at * TILE_ROWS, TILE_BYTES);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, second + at * TILE_ROWS, TILE_BYTES);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    }
+};
+
 // Rows [row, end) by panels [first, last), of which the first lies at `panels`. Inputs fill whole tiles.
 template <class Weights, class Rows>
 inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, int64_t first, int64_t last,
@@ -203,8 +197,9 @@ inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, i
         const int wide = is_tall ? 2 : 4;
         for (int64_t panel = first; panel < last; panel += wide) {
             const char* const w[4] = {address(panel), address(panel + 1), address(panel + 2), address(panel + 3)};
-            if (is_tall) two_by_two<Weights>(x, stride, w[0], w[1], row_bytes, meanwhile);
-            else one_by_four<Weights>(x, stride, w, row_bytes, meanwhile);
+            zero_four();
+            if (is_tall) two_by_two<typename Weights::Sum>(x, stride, w[0], w[1], row_bytes, meanwhile);
+            else one_by_four<typename Weights::Sum>(x, stride, w, row_bytes, meanwhile);
             results.take(row, std::min(row + TILED_ROWS, end), panel, std::min(panel + wide, last));
         }
     }

@@ -112,6 +112,7 @@ inline Halves narrow(Floats f) {
 #endif
 }
 
+inline Words pairs_of(Floats first, Floats second) { return words_of(narrow(first)) | words_of(narrow(second)) << 16; }
 #if defined(__AVX512BF16__)
 inline void store_narrow(void* to, Floats first, Floats second) {
     store(to, _mm512_cvtne2ps_pbh(__m512(second), __m512(first)));

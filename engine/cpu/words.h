@@ -62,7 +62,7 @@ struct Word {
                 std::memcpy(reinterpret_cast<char*>(&odd) + part * sizeof(FloatPart), sums + i + (2 * part + 1) * PART_LANES, sizeof(FloatPart));
             }
             even /= total, odd /= total;
-            const Words both = words_of(narrow(even)) | words_of(narrow(odd)) << 16;
+            const Words both = pairs_of(even, odd);
             std::memcpy(out + i, &both, std::min<int64_t>(dim - i, 2 * LANES) * sizeof(bf16));
         }
     }

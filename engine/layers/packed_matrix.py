@@ -67,13 +67,14 @@ class PackedMatrix:
             return
         some, tiled = self._some(), self._some(tile_rows=0)
         has_tiles = self._has_tiles(some, tiled)
-        kind = self._parts[0].kind
+        kind, format_name = self._parts[0].kind, self._parts[0].format_name
+        name = format_name.name if kind is Kind.MULTIPLY_FEW_BITS else kind.name
         for num_rows in _ROWS_OF_PROMPTS if kind is Kind.MULTIPLY_FEW_BITS else (*_ROWS_OF_PROMPTS, _FULL_TILES):
             x_TI = torch.ones(num_rows, self.num_inputs, dtype=torch.bfloat16)
             ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
             if has_tiles:
                 ways[TILES] = partial(tiled.multiply, x_TI)
-            what = f"{_name(self._parts[0])} {some.num_outputs} x {self.num_inputs}, {num_rows} rows"
+            what = f"{name} {some.num_outputs} x {self.num_inputs}, {num_rows} rows"
             way = measured.quickest(what, ways)
             if way == TORCH and self.tile_rows == NEVER:
                 self.torch_rows = num_rows
@@ -252,10 +253,6 @@ def _agree(matrix: PackedMatrix, tiled: PackedMatrix) -> bool:
     if error > _MOST_ERROR:
         logger.error("AMX gives other products than the kernels do without it (by %.3g of them): not used", error)
     return error <= _MOST_ERROR
-
-
-def _name(part: PackedPart) -> str:
-    return part.format_name.name if part.kind is Kind.MULTIPLY_FEW_BITS else part.kind.name
 
 
 def _from(values: Tensor | None, first: int) -> int | None:
