@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.words.request import Role, Sampling
+from router.routing import guests
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -30,6 +31,13 @@ def _tree(*, tp: int = 1, guests: int = _PLACES) -> dict[str, Any]:
         "decode": {**pool, "replicas": 1, "max_running": _PLACES},
         "router": {"max_local_prefill": 0},
     }
+
+
+@pytest.fixture(autouse=True)
+def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest is what costs less than to wait for a place, which how quick the machine is would decide: while answers
+    stand still, no place comes free."""
+    monkeypatch.setattr(guests, "wait_s", lambda *_, **__: 3600.0)
 
 
 class Asked:
