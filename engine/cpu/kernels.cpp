@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "choice.h"
 #include "few_bits.h"
+#include "likeliest_two.h"
 #include "matrix.h"
 #include "rotary.h"
 #include "wire.h"
@@ -87,6 +88,8 @@ extern "C" bool may_use_tiles_here() { return may_use_tiles(); }
 extern "C" void widen_stored_rows(const StoredRows* stored) { widen_rows(*stored); }
 
 extern "C" void choose(const TokenChoices* choices) { choose_rows(*choices); }
+
+extern "C" void likeliest_two(const LikeliestTwo* logits) { find_likeliest_two(*logits); }
 
 // On the calling thread alone: it is a link's, and the others compute.
 extern "C" void pack_wire(const Wire* wire) { pack(*wire); }

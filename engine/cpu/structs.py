@@ -174,6 +174,19 @@ class Payload(ctypes.Structure):
     _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
 
 
+class LikeliestTwo(ctypes.Structure):
+    """likeliest_two.h"""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("rows", c_int64),
+        ("vocabulary", c_int64),
+        ("tokens", c_void_p),
+        ("shares", c_void_p),
+        ("threads", c_int32),
+    )
+
+
 class TokenChoices(ctypes.Structure):
     """choice.h; `row` is the address of an array of CHOICE_ROW"""
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.likeliest import likeliest
+from engine.likeliest import likeliest, likeliest_two
 from engine.sampler import sample, uniform
 from engine.sampling import SamplingRow
 from engine.sequence import Sequence
@@ -100,13 +100,10 @@ class DrawnTokens:
         logits_RV: fp32, may be overwritten; ids_V: of which tokens they are, on the same device; None: of all. Where
         they ascend, that gives what all would if the others' logits were far below."""
         if all(sequence.sampling_row.sampling.is_greedy for sequence in sequences):
-            places_R, most_R = likeliest(logits_RV, {})
-            chances_R = 1.0 / (logits_RV - most_R.unsqueeze(-1)).exp().sum(dim=-1)
-            second = None
-            if place < _BRANCHING:
-                seconds_R, next_R = _second(logits_RV, places_R)
-                second = seconds_R, chances_R * (next_R - most_R).exp()
-            return _drawn((places_R, chances_R), second, most_R.isfinite(), [_GREEDY] * len(sequences), ids_V)
+            ids_R2, shares_R2 = likeliest_two(logits_RV)
+            first, second = ((ids_R2[:, i], shares_R2[:, i]) for i in range(2))
+            kinds, is_known_R = [_GREEDY] * len(sequences), shares_R2[:, 0].isfinite()
+            return _drawn(first, second if place < _BRANCHING else None, is_known_R, kinds, ids_V)
         rows = [self._row(sequence).behind(place) for sequence in sequences]
         temperatures = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
         given_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)

@@ -17,8 +17,8 @@ from engine.training.vocabulary import DraftVocabulary
 
 # B texts, T tokens of the longest, E hidden_size, N answer tokens, K steps, V draft vocabulary
 
-_STEPS = 3  # of a chain, at most
-_TRAINED = 2  # of these: further ones are much like the last, and take as long to train as the first
+_STEPS = 5  # of a chain, at most
+_TRAINED = 3  # of these: further ones are much like the last, and take as long to train as the first
 _NOISE = 0.1
 _DECAY = 0.8  # of the loss from step to step
 _KEPT = (  # of the model's config.json
