@@ -63,35 +63,6 @@ struct Bf16 {
     static inline Floats value(Sum sum, const ProductCall&, int64_t, float) { return sum; }
 };
 
-#if HAS_TILES
-
-// The same sums as by tiles, bit by bit, without them: of the inputs of a tile even and odd ones apart, which are added
-// to the sum together. A few rows wait for memory alone this way; tiles that are hardly filled do not keep it as busy.
-// (What is below 2^-126 tiles take for 0.)
-struct Bf16AsByTiles : Bf16 {
-    static constexpr int64_t GROUPS_AT_ONCE = TILE_BYTES / 4, MOST_ROWS = 4;
-    struct SumPart { FloatPart sum, even, odd; };
-    template <int ROWS, int COUNT>
-    static inline void add(SumPart (&sums)[ROWS][COUNT], const Input* x, int64_t stride, const WordPart (&w)[COUNT]) {
-        for (int r = 0; r < ROWS; r++) {
-            uint32_t pair;
-            std::memcpy(&pair, x + r * stride, 4);
-            const WordPart pairs = pair - WordPart{};
-            const FloatPart even = FloatPart(pairs << 16), odd = FloatPart(pairs & 0xffff0000u);
-            for (int p = 0; p < COUNT; p++) {
-                sums[r][p].even += FloatPart(w[p] << 16) * even;
-                sums[r][p].odd += FloatPart(w[p] & 0xffff0000u) * odd;
-            }
-        }
-    }
-    static inline void close(SumPart& part) {
-        part.sum += part.even + part.odd;
-        part.even = part.odd = FloatPart{};
-    }
-};
-
-#endif
-
 // Rows are quantised too, each with its own scale: codes of 7 bits and a sign. Where the units multiply unsigned by signed
 // bytes, they are shifted up.
 struct Int8 {
@@ -163,7 +134,6 @@ template <class Weights> struct Rows {
         return HAS_TILES && inputs % (2 * LINE) == 0 ? inputs + LINE : inputs;
     }
     static int64_t panel_bytes(const ProductCall& p) { return round_up(p.inputs, Weights::GROUP) / Weights::GROUP * 64; }
-    char* memory() const { return reinterpret_cast<char*>(scales); }
     int64_t bytes() const { return scales_bytes() + (count + ROOM_ROWS) * stride * sizeof(Input); }
 
     void prepare(const ProductCall& p, int64_t first, int64_t end, std::vector<float>& y) const {
@@ -190,29 +160,18 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
     const typename Weights::Input* x = rows.x + row * rows.stride;
     constexpr int COUNT = PANELS * PARTS;
     typename Weights::SumPart sums[ROWS][COUNT] = {};
-    const auto add_groups = [&](int64_t first, int64_t end) {
 #pragma GCC unroll 4
-        for (int64_t g = first; g < end; g++) {
-            if constexpr (FETCHES) __builtin_prefetch(ahead + g * 64, 0, 2);
-            if constexpr (PARTS == 1 && ROWS <= 4) {  // memory is all that they wait for; where a tile ends, for the next one
-                const uint32_t* later =
-                    w + (g + LINES_AHEAD < groups ? g + LINES_AHEAD : (PANELS - 1) * groups + g + LINES_AHEAD) * LANES;
-                for (int i = 0; i < PANELS; i++) __builtin_prefetch(later + i * groups * LANES, 0, 2);
-            }
-            WordPart group[COUNT];
-            for (int i = 0; i < COUNT; i++)
-                group[i] = load<WordPart>(w + (i / PARTS * groups + g) * LANES + i % PARTS * PART_LANES);
-            Weights::template add<ROWS, COUNT>(sums, x + g * Weights::GROUP, rows.stride, group);
+    for (int64_t g = 0; g < groups; g++) {
+        if constexpr (FETCHES) __builtin_prefetch(ahead + g * 64, 0, 2);
+        if constexpr (PARTS == 1 && ROWS <= 4) {  // memory is all that they wait for; where a tile ends, for the next one
+            const uint32_t* later =
+                w + (g + LINES_AHEAD < groups ? g + LINES_AHEAD : (PANELS - 1) * groups + g + LINES_AHEAD) * LANES;
+            for (int i = 0; i < PANELS; i++) __builtin_prefetch(later + i * groups * LANES, 0, 2);
         }
-    };
-    if constexpr (requires { Weights::GROUPS_AT_ONCE; }) {
-        for (int64_t g = 0; g < groups; g += Weights::GROUPS_AT_ONCE) {
-            add_groups(g, g + Weights::GROUPS_AT_ONCE);
-            for (auto& some : sums)
-                for (auto& sum : some) Weights::close(sum);
-        }
-    } else {
-        add_groups(0, groups);
+        WordPart group[COUNT];
+        for (int i = 0; i < COUNT; i++)
+            group[i] = load<WordPart>(w + (i / PARTS * groups + g) * LANES + i % PARTS * PART_LANES);
+        Weights::template add<ROWS, COUNT>(sums, x + g * Weights::GROUP, rows.stride, group);
     }
     for (int r = 0; r < ROWS && row + r < rows.count; r++)
         for (int i = 0; i < PANELS; i++) {
@@ -222,11 +181,11 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
 }
 
 // As many panels at once as the registers hold: few rows need many, or each sum would wait for the one before.
-template <class Weights, int ROWS, int TAKEN = sizeof(typename Weights::SumPart) / sizeof(FloatPart)>
-constexpr int PANELS_OF = std::clamp(PARTS == 1 ? 30 / (TAKEN * ROWS + 2) : (REGISTERS - 1) / (PARTS * (ROWS + 1)), 1, 8);
+template <int ROWS>
+constexpr int PANELS_OF = PARTS == 1 ? std::min(8, 30 / (ROWS + 2)) : std::max(1, (REGISTERS - 1) / (PARTS * (ROWS + 1)));
 
 // ahead: panels of which one is fetched with each tile.
-template <class Weights, int ROWS, int PANELS = PANELS_OF<Weights, ROWS>>
+template <class Weights, int ROWS, int PANELS = PANELS_OF<ROWS>>
 inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t first, int64_t end, Ahead& ahead) {
     for (; first + PANELS <= end; first += PANELS)
         if (ahead.line < ahead.end) {
@@ -315,25 +274,17 @@ template <class Weights> void multiply_by_tiles(const ProductCall& p, const Rows
 
 #endif
 
-template <class Weights> void multiply_by_vectors(const ProductCall& p, const Rows<Weights>& rows, Worker& me) {
+template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
+    const Rows<Weights> rows = prepared_rows<Rows<Weights>>(p, step.tokens, Rows<Weights>::panel_bytes(p), me);
     const int64_t panels = round_up(p.outputs, LANES) / LANES, bytes = Rows<Weights>::panel_bytes(p);
     const int64_t at_once = std::max<int64_t>(2, BYTES_AT_ONCE / bytes / 2 * 2);
+#if HAS_TILES
+    if (is_by_tiles<Weights>(p, rows.count)) return multiply_by_tiles(p, rows, me);
+#endif
     each_block(rows.count, panels, BLOCK_ROWS, at_once, me, [&](int64_t row, int64_t last_row, int64_t panel, int64_t last, int64_t next) {
         const char* memory = static_cast<const char*>(p.panels);
         rows_of(p, rows, row, last_row, panel, last, {memory + last * bytes, memory + next * bytes});
     });
-}
-
-template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
-    const Rows<Weights> rows = prepared_rows<Rows<Weights>>(p, step.tokens, Rows<Weights>::panel_bytes(p), me);
-#if HAS_TILES
-    if (is_by_tiles<Weights>(p, rows.count)) {
-        if constexpr (std::is_same_v<Weights, Bf16>)
-            if (rows.count <= Bf16AsByTiles::MOST_ROWS) return multiply_by_vectors<Bf16AsByTiles>(p, {p, rows.count, rows.memory()}, me);
-        return multiply_by_tiles(p, rows, me);
-    }
-#endif
-    multiply_by_vectors(p, rows, me);
 }
 
 }  // namespace

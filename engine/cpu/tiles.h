@@ -114,7 +114,7 @@ private:
     if constexpr (std::is_same_v<Sum, Floats>) _tile_dpbf16ps(SUM, X, W); \
     else _tile_dpbusd(SUM, X, W)
 
-// Adds up two tiles of rows with two panels. meanwhile(): is called for each 64 bytes of inputs.
+// Adds up two tiles of rows with two panels. meanwhile(at): is called for each 64 bytes of inputs.
 template <class Sum, class F>
 inline void two_by_two(const char* x, int64_t stride, const char* w, const char* next, int64_t bytes, const F& meanwhile) {
     const char* below = x + TILE_ROWS * stride;
@@ -127,7 +127,7 @@ inline void two_by_two(const char* x, int64_t stride, const char* w, const char*
         _tile_loadd(5, below + at, stride);
         ADD_TILE(2, 5, 6);
         ADD_TILE(3, 5, 7);
-        meanwhile();
+        meanwhile(at);
     }
 }
 
@@ -145,7 +145,7 @@ inline void one_by_four(const char* x, int64_t stride, const char* const (&w)[4]
         ADD_TILE(2, 4, 7);
         _tile_loadd(5, w[3] + place, TILE_BYTES);
         ADD_TILE(3, 4, 5);
-        meanwhile();
+        meanwhile(at);
     }
 }
 
@@ -171,7 +171,7 @@ template <int TILES> struct Tiles {
     static void add(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t height, int64_t num_words) {
         const char *x = reinterpret_cast<const char*>(rows), *first = reinterpret_cast<const char*>(words);
         const char* second = first + height * TILE_BYTES;
-        if constexpr (TILES == 2) return two_by_two<Floats>(x, stride * 4, first, second, num_words * 4, [] {});
+        if constexpr (TILES == 2) return two_by_two<Floats>(x, stride * 4, first, second, num_words * 4, [](int64_t) {});
         for (int64_t at = 0; at < num_words * 4; at += TILE_BYTES) {
             _tile_loadd(4, x + at, stride * 4);
             _tile_loadd(6, first + at * TILE_ROWS, TILE_BYTES);
@@ -182,6 +182,17 @@ template <int TILES> struct Tiles {
     }
 };
 
+// Whoever loads tiles waits for memory longer than one who reads line by line: each tile that is read there is asked for
+// two before it. Of 5 to 16 rows the product takes a fifth less time.
+inline void fetch_tiles(const char* const (&w)[4], int count, int64_t at, int64_t bytes) {
+    constexpr int64_t AHEAD = 2 * TILE_BYTES;
+    const int64_t next = at + AHEAD < bytes ? 0 : (count - 1) * bytes;  // where a panel ends, of those that come next
+    for (int i = 0; i < count; i++)
+#pragma GCC unroll 16
+        for (int line = 0; line < TILE_ROWS; line++)
+            __builtin_prefetch(w[i] + (at + AHEAD + next) * TILE_ROWS + line * TILE_BYTES, 0, 2);
+}
+
 // Rows [row, end) by panels [first, last), of which the first lies at `panels`. Inputs fill whole tiles.
 template <class Weights, class Rows>
 inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, int64_t first, int64_t last,
@@ -190,13 +201,17 @@ inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, i
     const auto address = [&](int64_t panel) { return panels + (std::min(panel, last - 1) - first) * panel_bytes; };
     const int64_t at_once = (4 * TILE_ROWS * TILE_BYTES + row_bytes - 1) / row_bytes;
     Results<Weights, Rows> results(p, rows);
-    const auto meanwhile = [&] { results.put_some(at_once); };
+    const int64_t begin = row;
     for (; row < end; row += TILED_ROWS) {
         const char* x = reinterpret_cast<const char*>(rows.x) + row * stride;
         const bool is_tall = end - row > TILE_ROWS;
         const int wide = is_tall ? 2 : 4;
         for (int64_t panel = first; panel < last; panel += wide) {
             const char* const w[4] = {address(panel), address(panel + 1), address(panel + 2), address(panel + 3)};
+            const auto meanwhile = [&](int64_t at) {
+                results.put_some(at_once);
+                if (row == begin) fetch_tiles(w, wide, at, row_bytes);  // the other rows find them in a cache
+            };
             zero_four();
             if (is_tall) two_by_two<typename Weights::Sum>(x, stride, w[0], w[1], row_bytes, meanwhile);
             else one_by_four<typename Weights::Sum>(x, stride, w, row_bytes, meanwhile);
