@@ -101,9 +101,9 @@ class DrawnTokens:
         they ascend, that gives what all would if the others' logits were far below."""
         if all(sequence.sampling_row.sampling.is_greedy for sequence in sequences):
             ids_R2, shares_R2 = likeliest_two(logits_RV)
-            first, second = ((ids_R2[:, i], shares_R2[:, i]) for i in range(2))
             kinds, is_known_R = [_GREEDY] * len(sequences), shares_R2[:, 0].isfinite()
-            return _drawn(first, second if place < _BRANCHING else None, is_known_R, kinds, ids_V)
+            both = [(ids_R2[:, i], shares_R2[:, i]) for i in range(2)]
+            return _drawn(both[0], both[1] if place < _BRANCHING else None, is_known_R, kinds, ids_V)
         rows = [self._row(sequence).behind(place) for sequence in sequences]
         temperatures = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
         given_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)

@@ -1,10 +1,10 @@
 """Tokens per second of an engine that drafts, beside those of one that does not, on prompts whose answers repeat them.
 
-Every method answers the same prompts in turn, in rounds that each begin with another one, so that what else the
-machine does meets all of them; the best of each counts. As in a replica, what steps take and how often guesses are
-right has been learnt from what came before; but nothing is known of earlier answers: whoever asks for something like it
-again gets it sooner than this says. Prompts are computed before the clock starts. `--cpu-time`: what one thread itself
-takes, for a machine that is busy.
+All methods answer the same prompts at a time, each in turn some tokens of every row, so that what else the machine does
+meets all of them; of how much quicker one is than none, the median of the rounds counts. As in a replica, what steps
+take and how often guesses are right has been learnt from what came before; but nothing is known of earlier answers:
+whoever asks for something like it again gets it sooner than this says. Prompts are computed before the clock starts.
+`--cpu-time`: what one thread itself takes, for a machine that is busy.
 
     cluster bench speculation --json
     cluster bench speculation --method draft,auto --draft-model DIRECTORY
@@ -20,6 +20,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from engine.speculation.speculation import Speculation
 _BLOCK_SIZE = 16
 _MAX_RUNNING = 64  # as in a decode replica, if the operator says nothing
 _MAX_DRAFT = 16
+_TURN = 16  # tokens of each row
 LINEAR = "-linear"
 
 
@@ -64,6 +66,10 @@ class _Answers:
     tokens: list[list[int]]
     drafted: Places = field(default_factory=Counter)
     accepted: Places = field(default_factory=Counter)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
 
     def add(self, other: _Answers) -> None:
         """Those of other prompts, which came after."""
@@ -102,7 +108,7 @@ def bench_speculation(
     if threads is not None or cpu_time:
         torch.set_num_threads(1 if cpu_time else threads or 1)
     longest = max(len(prompt) for kind in prompts.values() for prompt in kind) + max_tokens
-    num_blocks = max(batches) * (-(-longest // _BLOCK_SIZE) + 1)
+    num_blocks = len(methods) * max(batches) * (-(-longest // _BLOCK_SIZE) + 1)
     config = EngineConfig(model_dir=model_dir, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
     parts = MethodParts(
         config,
@@ -117,16 +123,17 @@ def bench_speculation(
     for kind, asked in prompts.items():
         known = _earlier(asked, sampling, replicas["off"], answered, parts.clock)
         for batch in batches:
-            found: dict[str, list[_Answers]] = {method: [] for method in methods}
+            groups = [asked[i : i + batch] for i in range(0, len(asked), batch)] if in_turn else [asked[:batch]]
+            rounds = []
             for number in range(tries):
                 first = number % len(methods)
-                for method in (*methods[first:], *methods[:first]):
-                    groups = [asked[i : i + batch] for i in range(0, len(asked), batch)] if in_turn else [asked[:batch]]
-                    answers = [answer(group, sampling, replicas[method], parts.clock, known) for group in groups]
-                    for other in answers[1:]:
-                        answers[0].add(other)
-                    found[method].append(answers[0])
-            rows += _rows(kind, batch, found)
+                order = [replicas[method] for method in (*methods[first:], *methods[:first])]
+                found = [_in_turn(group, sampling, order, parts.clock, known) for group in groups]
+                for other in found[1:]:
+                    for replica in order:
+                        found[0][replica].add(other[replica])
+                rounds.append({method: found[0][replicas[method]] for method in methods})
+            rows += _rows(kind, batch, rounds)
     kind_of_time = "cpu" if cpu_time else "wall"
     how = {"model": model_dir.name, "threads": torch.get_num_threads(), "clock": kind_of_time}
     return how | {"temperature": temperature, "rows": rows}
@@ -150,21 +157,18 @@ class MethodParts:
         self.draft_tokens = draft_tokens
         self._config = config
         self._drafts = drafts
-        self._with_heads: ModelRunner | None = None
+        self.blocks = BlockManager(self.runner.pool.num_blocks)  # of all whose runner that is
 
-    def runner_for(self, method: str) -> ModelRunner:
-        """Whoever drafts without heads does not carry them."""
+    def with_runner(self, method: str) -> tuple[ModelRunner, BlockManager]:
+        """Whoever drafts without heads does not carry them; and heads are one method's."""
         heads = self._drafts.heads if self._drafts else None
         if heads is None or method not in (heads, "auto"):
-            return self.runner
-        if self._with_heads is None:
-            assert self._drafts
-            config = replace(self._config, heads=HeadsPlace(heads, self._drafts.directory))
-            self._with_heads = ModelRunner(config)
-        return self._with_heads
+            return self.runner, self.blocks
+        assert self._drafts
+        runner = ModelRunner(replace(self._config, heads=HeadsPlace(heads, self._drafts.directory)))
+        return runner, BlockManager(runner.pool.num_blocks)
 
-    def computing(self, method: str, blocks: BlockManager) -> dict[str, Computing]:
-        runner = self.runner_for(method)
+    def computing(self, method: str, runner: ModelRunner, blocks: BlockManager) -> dict[str, Computing]:
         if method == "self":
             return {"self": OwnLayers(runner, blocks, before_writing=lambda: None)}
         if self._drafts is None or method not in (self._drafts.kind, "auto"):
@@ -180,11 +184,11 @@ class MethodReplica:
     """What a method has learnt."""
 
     def __init__(self, method: str, parts: MethodParts, *, cpu_time: bool) -> None:
+        self.method = method
         may_branch, method = not method.endswith(LINEAR), method.removesuffix(LINEAR)
         self.pace = None if parts.every_step else Pace(_CpuMark if cpu_time else HostMark)
         self.corpus = Corpus()
-        self.runner = parts.runner_for(method)
-        self.blocks = BlockManager(self.runner.pool.num_blocks)
+        self.runner, self.blocks = parts.with_runner(method)
         self.num_rounds = 0
         self.speculation = (
             None
@@ -193,7 +197,7 @@ class MethodReplica:
                 method,
                 max_tokens=parts.draft_tokens,
                 vocab_size=self.runner.config.vocab_size,
-                computing=parts.computing(method, self.blocks),
+                computing=parts.computing(method, self.runner, self.blocks),
                 corpus=self.corpus,
                 may_branch=may_branch,
                 clock=parts.clock,
@@ -222,24 +226,26 @@ class _CpuMark:
         return self._at - earlier._at
 
 
-def _rows(kind: str, batch: int, found: Mapping[str, Seq[_Answers]]) -> list[dict[str, Any]]:
-    plain = found["off"]
+def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, _Answers]]) -> list[dict[str, Any]]:
+    plain, last = rounds[0]["off"], rounds[-1]
     return [
         {
             "kind": kind,
             "batch": batch,
             "method": method,
-            "tokens": sum(map(len, plain[0].tokens)),
-            "is_same": all(one.tokens == plain[0].tokens for one in answers),
-            "tokens_per_s": round(sum(map(len, answers[0].tokens)) / _best(answers), 1),
-            "beside_off": round(_best(plain) / _best(answers), 3),
-            "steps": answers[-1].num_steps,
-            "drafted": answers[-1].drafted.total(),
-            "accepted": answers[-1].accepted.total(),
-            "by_place": _by_place(answers[-1], in_branches=False),
-            "branches_by_place": _by_place(answers[-1], in_branches=True),
+            "tokens": sum(map(len, plain.tokens)),
+            "is_same": all(found[method].tokens == plain.tokens for found in rounds),
+            "tokens_per_s": round(
+                max(sum(map(len, found[method].tokens)) / found[method].seconds for found in rounds), 1
+            ),
+            "beside_off": round(median(found["off"].seconds / found[method].seconds for found in rounds), 3),
+            "steps": last[method].num_steps,
+            "drafted": last[method].drafted.total(),
+            "accepted": last[method].accepted.total(),
+            "by_place": _by_place(last[method], in_branches=False),
+            "branches_by_place": _by_place(last[method], in_branches=True),
         }
-        for method, answers in found.items()
+        for method in last
     ]
 
 
@@ -248,10 +254,6 @@ def _by_place(answers: _Answers, *, in_branches: bool) -> list[tuple[int, int]]:
     drafted, accepted = answers.drafted, answers.accepted
     num_places = 1 + max((place for is_in_branch, place in drafted if is_in_branch == in_branches), default=-1)
     return [(drafted[in_branches, place], accepted[in_branches, place]) for place in range(num_places)]
-
-
-def _best(answers: Seq[_Answers]) -> float:
-    return min(one.seconds for one in answers)
 
 
 Known = Mapping[tuple[int, ...], Seq[Seq[int]]]  # earlier answers, by prompt
@@ -270,37 +272,97 @@ def _earlier(
 def answer(
     prompts: Seq[Seq[int]], sampling: Sampling, replica: MethodReplica, clock: Callable[[], float], known: Known
 ) -> _Answers:
-    """Of these prompts together. The seconds begin where each has its first token."""
-    replica.corpus.forget()
-    replica.num_rounds += 1
-    runner, pace, speculation = replica.runner, replica.pace, replica.speculation
-    before = replica.count()
-    limits = SchedulerConfig(max_batch_tokens=512, max_running=_MAX_RUNNING, max_waiting=len(prompts))
-    engine = Engine(runner, sample, replica.blocks, limits, block_size=_BLOCK_SIZE, pace=pace, speculation=speculation)
-    sequences: list[Sequence] = []
-    running: list[Sequence] = []
-    for number, tokens in enumerate(prompts):  # each alone
-        sequence = _sequence(runner, f"{replica.num_rounds} {number}", tokens, sampling)
+    """Of these prompts together."""
+    answering = _Answering(prompts, sampling, replica, clock, known)
+    while answering.go_on():
+        pass
+    return answering.answers()
+
+
+def _in_turn(
+    prompts: Seq[Seq[int]],
+    sampling: Sampling,
+    replicas: Seq[MethodReplica],
+    clock: Callable[[], float],
+    known: Known,
+) -> dict[MethodReplica, _Answers]:
+    """The same of each replica."""
+    answering = {replica: _Answering(prompts, sampling, replica, clock, known) for replica in replicas}
+    going_on = list(answering.values())
+    while going_on:
+        going_on = [one for one in going_on if one.go_on()]
+    return {replica: one.answers() for replica, one in answering.items()}
+
+
+class _Answering:
+    """Prompts that a replica answers together, some tokens at a time. Seconds count where each has its first one."""
+
+    def __init__(
+        self,
+        prompts: Seq[Seq[int]],
+        sampling: Sampling,
+        replica: MethodReplica,
+        clock: Callable[[], float],
+        known: Known,
+    ) -> None:
+        replica.corpus.forget()
+        replica.num_rounds += 1
+        self._replica = replica
+        self._clock = clock
+        self._before = replica.count()
+        self._seconds, self._num_steps = 0.0, 0
+        limits = SchedulerConfig(max_batch_tokens=512, max_running=_MAX_RUNNING, max_waiting=len(prompts))
+        self._engine = Engine(
+            *(replica.runner, sample, replica.blocks, limits),
+            block_size=_BLOCK_SIZE,
+            pace=replica.pace,
+            speculation=replica.speculation,
+        )
+        self._sequences: list[Sequence] = []
+        running = [one for number, tokens in enumerate(prompts) if (one := self._add(number, tokens, sampling, known))]
+        for sequence in running:
+            self._engine.resume(sequence)
+
+    def go_on(self) -> bool:
+        """A turn; False: all have ended."""
+        enough = self._num_tokens() + _TURN * len(self._sequences)
+        if self._replica.pace:
+            self._replica.pace.rest()  # it was not this one's turn
+        begin = self._clock()
+        while (did_work := self._engine.step().did_work) and self._num_tokens() < enough:
+            self._num_steps += 1
+        self._num_steps += did_work
+        self._seconds += self._clock() - begin
+        return did_work
+
+    def answers(self) -> _Answers:
+        tokens = [one.tokens[one.request.num_prompt_tokens :] for one in self._sequences]
+        found = _Answers(self._seconds, self._num_steps, tokens)
+        found.drafted, found.accepted = (
+            now - then for now, then in zip(self._replica.count(), self._before, strict=True)
+        )
+        return found
+
+    def _add(self, number: int, tokens: Seq[int], sampling: Sampling, known: Known) -> Sequence | None:
+        """Compute a prompt alone; it waits then. None: its answer is over already."""
+        replica, engine = self._replica, self._engine
+        sequence = _sequence(replica.runner, f"{replica.method} {replica.num_rounds} {number}", tokens, sampling)
         for earlier in known.get(tuple(tokens), ()):
             replica.corpus.add(Answer(Scope.of(sequence.request), tuple(earlier)), is_ours=False)
         engine.add(Prompt(sequence))
         while sequence not in engine.decoding.running and engine.step().did_work:
             pass
-        sequences.append(sequence)
-        running += [sequence] if sequence in engine.decoding.running else []  # else it has ended already
+        self._sequences.append(sequence)
+        is_running = sequence in engine.decoding.running
         engine.pause(sequence)
-    for sequence in running:
-        engine.resume(sequence)
-    num_steps, begin = 0, clock()
-    while engine.step().did_work:
-        num_steps += 1
-    answers = _Answers(clock() - begin, num_steps, [one.tokens[one.request.num_prompt_tokens :] for one in sequences])
-    answers.drafted, answers.accepted = (now - then for now, then in zip(replica.count(), before, strict=True))
-    return answers
+        return sequence if is_running else None
+
+    def _num_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self._sequences)
 
 
 def _sequence(runner: ModelRunner, name: str, tokens: Seq[int], sampling: Sampling) -> Sequence:
-    """name: another one in each round, so that nothing of earlier ones is found."""
+    """name: another one for each method and round, so that nothing of others is found."""
     request = SequenceRequest(
         id=name, token_ids=tuple(tokens), num_prompt_tokens=len(tokens), sampling=sampling, salt=name
     )
