@@ -110,7 +110,7 @@ def _check_orders(orders: Orders, limits: StepLimits) -> None:
         for token_id, position, blocks in draft.rows:
             check(0 <= token_id < limits.vocab_size, "draft", f"must be below {limits.vocab_size}")
             check(1 <= position < limits.max_context, "draft", f"must be below {limits.max_context}")
-            _check_table(blocks, position + 1, limits)
+            _check_table(blocks, position, limits)  # beyond its table heads write behind the pool
     for pair in orders.copies:
         check_blocks(pair, num_blocks=limits.num_blocks)
     for begin in (*orders.grants, *orders.begins):

@@ -826,6 +826,33 @@ def test_a_fault_of_steps_that_run_ahead_is_found(
         run_state_machine_as_test(AheadMachine, settings=_SEARCH)
 
 
+def test_a_sequence_without_a_next_token_fails_alone_while_the_next_step_is_under_way() -> None:
+    """The step behind goes on from no token of it, and is told to nobody; what it has written nobody finds."""
+    blocks, pool = BlockManager(_NUM_BLOCKS), FakePool()
+
+    def choose_but_one(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], places: Seq[int] | None) -> Sampled:
+        chosen = choose(logits, rows, places).wait()
+        is_bad = [row.tokens[0] == 20 and row.position == 15 for row in rows]
+        return Sampled.known([None if bad else one for one, bad in zip(chosen, is_bad, strict=True)])
+
+    config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9)
+    engine = Engine(pool, choose_but_one, blocks, config, block_size=_BLOCK, runs_ahead=True)
+    for prompt in (_prompt(range(9), max_tokens=20), _prompt(range(20, 29), max_tokens=20)):
+        engine.add(prompt)
+    [good], [bad] = (prefilled.sequences for prefilled in engine.step().prefilled)
+    while not (result := engine.step()).failed:
+        assert [sequence for sequence, _ in result.sampled] == [good, bad]
+    assert result.failed == [bad] and [sequence for sequence, _ in result.sampled] == [good]
+    assert bad.num_generated == 6 and blocks.match(bad.hashes()) == 0 < blocks.match(good.hashes())
+    behind = engine.step()
+    assert not behind.failed and [sequence for sequence, _ in behind.sampled] == [good] and behind.num_rows == 2
+    while engine.step().did_work:
+        blocks.check_integrity()
+    assert good.num_generated == 20 and blocks.num_available == _NUM_BLOCKS
+    for end in range(9, len(good.tokens)):
+        assert good.tokens[end] == _next(good.tokens[:end], good.sampling_row.seed)
+
+
 @pytest.mark.parametrize("is_faulty", [False, True])
 def test_a_row_that_was_dropped_is_computed_again_where_it_was(
     is_faulty: bool, monkeypatch: pytest.MonkeyPatch

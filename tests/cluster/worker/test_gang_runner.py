@@ -20,9 +20,10 @@ from cluster.worker.gang_runner import GangRunner
 from cluster.worker.step_message import encode_step
 from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import Row, RowChanges
+from engine.heads.head_row import HeadRow
 from engine.kv.layout import KVLayout
 from engine.last_rows import LastRows
-from engine.orders import BeginOrder, CommitOrder, FedOrder, Orders, ShipOrder
+from engine.orders import BeginOrder, CommitOrder, DraftOrder, FedOrder, Orders, ShipOrder
 from engine.prompts import Prompt
 from engine.sequence import Sequence
 from engine.step import ScheduledStep
@@ -67,6 +68,9 @@ class FakeGangRank:
             self._chosen.append(x.clone())
             return x
         return x.copy_(self._chosen.popleft())
+
+    def draft(self, rows: list[HeadRow], max_tokens: int, choose: object) -> None:
+        self.did.append([tuple(row) for row in rows])
 
     def settle(self) -> None:
         pass
@@ -216,6 +220,21 @@ def test_tokens_that_nobody_knows_are_for_rows_that_go_on_from_those_that_choose
         rank = FakeGangRank(steps(FedOrder([0], [2])), deque([torch.tensor([7])]))
         GangRunner(rank, FakeSender(), None).follow()  # type: ignore[arg-type]
         assert rank.did[-1] == [20, 21, 0]
+
+
+def test_heads_are_asked_of_a_row_before_it_has_the_block_of_its_next_token() -> None:
+    """One that has just come, while a step without it is under way: what is beyond its table, heads write elsewhere."""
+
+    def asked(position: int) -> FakeGangRank:
+        orders = Orders(draft=DraftOrder([(5, position, [3, 4])], 2))
+        rank = FakeGangRank(deque([encode_step(None, orders), encode_step(None, Orders(stop=True))]))
+        rank.max_drafted = 1
+        GangRunner(rank, FakeSender(), None).follow()  # type: ignore[arg-type]
+        return rank
+
+    assert asked(2 * 4).did == [[(5, 8, [3, 4])]]
+    with pytest.raises(ReplicaFailed, match="num_tokens: must be at most the 8"):
+        asked(2 * 4 + 1)
 
 
 @pytest.mark.parametrize(
