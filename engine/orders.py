@@ -56,6 +56,15 @@ class DraftOrder:
     max_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class FedOrder:
+    """Tokens of the batch that the step before chooses, perhaps at this moment: rank 0 hands them on from device to
+    device. See FedTokens."""
+
+    sources: list[int]  # of the rows of the step before, each of which chooses one
+    places: list[int]  # in the batch
+
+
 @dataclass(slots=True)
 class Orders:
     """Carried out in this order, then the step's batch is computed, if there is one. The parts of rank 0 that have
@@ -70,6 +79,7 @@ class Orders:
     commits: list[CommitOrder] = field(default_factory=list)
     aborts: list[HandoffKey] = field(default_factory=list)  # no longer wanted
     rows: list[HandoffKey | None] = field(default_factory=list)  # where each of the batch is shipped
+    fed: FedOrder | None = None  # of the batch
     draft: DraftOrder | None = None  # and no batch
     stop: bool = False  # the replica ends
 

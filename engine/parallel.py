@@ -30,7 +30,7 @@ class TensorParallel:
     Ranks call the same operations in the same order, each from one thread. A rank that died is noticed by the others
     within `timeout_s` at the latest and raises ReplicaLost; the group is of no use after that. Operations that were
     recorded, and are replayed (decode_graphs.py), have no such bound.
-    Broadcasts carry control (what to compute next) and go over Gloo; sums and gathers go over NCCL on GPUs.
+    Broadcasts carry control (what to compute next) and go over Gloo; what is on a device goes over NCCL on GPUs.
     """
 
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:
@@ -164,6 +164,13 @@ class TensorParallel:
             rest.numpy()[:] = numbers[_FRAME - 1 :]
         self._run(lambda: self._control.broadcast(rest, 0))
         return torch.cat((frame[1:], rest)).numpy()
+
+    def broadcast_on_device(self, x: Tensor) -> Tensor:
+        """Put rank 0's numbers into everybody's, in place, behind what is enqueued on the current stream: on a GPU
+        nobody waits for them. All have the same shape and dtype."""
+        if self.size > 1:
+            self._run(lambda: self._compute.broadcast(x, 0))
+        return x
 
     def broadcast_bytes(self, data: bytes | None = None) -> bytes:
         """Hand rank 0's bytes to every rank; the others pass None."""

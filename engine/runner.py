@@ -82,6 +82,7 @@ class ModelRunner:
             num_blocks = num_blocks_for(self.layout, gib=gib, beside=self._bytes_beside)
         if config.expert_parallel:
             self.config.check_expert_parallel(self.parallel.size, redundant=config.redundant_experts)
+        self.spreads_experts = config.expert_parallel and self.parallel.size > 1  # see SpreadExperts
         kernels = open_kernels(dtype=self.dtype, device=self.device)
         open_copies(self.device)  # what moves blocks and chooses tokens is compiled now, not in the first step
         if config.deterministic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cluster.words.errors import ReplicaFailed
@@ -12,10 +13,10 @@ from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone, Probe, unobserved
 from cluster.worker.step_check import StepLimits, check_step
 from cluster.worker.step_message import decode_step, encode_step
-from engine.batch.batch import Batch, KeptRows
+from engine.batch.batch import Batch, FedTokens, KeptRows
 from engine.batch.rows import RowChanges
 from engine.heads.head_row import Choose, HeadLogits, HeadRow
-from engine.orders import ArrivalOrder, BeginOrder, DraftOrder, Orders
+from engine.orders import ArrivalOrder, BeginOrder, DraftOrder, FedOrder, Orders
 from engine.runner import ModelRunner
 from engine.scorer import Scorer
 from engine.step import ScheduledStep
@@ -53,8 +54,9 @@ class GangRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """A step is still computed when it has been launched; and no rank must be told of tokens that nobody knows."""
-        return self.runner.device.type == "cuda" and not self.has_others
+        """A step is still computed when it has been launched. Where experts are spread, a launch waits for the device
+        in every layer: with the next one behind it, tokens would only be told later."""
+        return self.runner.device.type == "cuda" and not self.runner.spreads_experts
 
     @property
     def limits(self) -> StepLimits:
@@ -70,9 +72,14 @@ class GangRunner:
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.step.Runner, on rank 0: do a step together with the other ranks."""
+        fed = step.fed if step and self.has_others else None
+        if fed:
+            orders.fed = FedOrder(fed.sources.tolist(), fed.places.tolist())
         self._tell(step.changes if step else None, orders)
         batch = step.batch if step else None
         self._carry_out(orders)
+        if fed:
+            self.runner.parallel.broadcast_on_device(torch.as_tensor(fed.token_ids).to(torch.int32))
         scorer = Scorer.of(step)
         return self._compute(batch, self._shipped(batch, orders), scorer.add if scorer else None) if batch else None
 
@@ -90,7 +97,8 @@ class GangRunner:
             if draft := orders.draft:
                 self.runner.draft([HeadRow(*row) for row in draft.rows], draft.max_tokens, self._hear_choice)
             if changes is not None:
-                self._follow(last_rows.apply(changes), orders)
+                fed = self._receive(orders.fed, num_rows=len(last_rows)) if orders.fed else None
+                self._follow(last_rows.apply(changes, fed), orders)
             self._steps.add()
 
     def _follow(self, batch: Batch, orders: Orders) -> None:
@@ -139,6 +147,13 @@ class GangRunner:
             orders.arrivals, self._arrivals = self._arrivals, []
             self.runner.parallel.broadcast_bytes(encode_step(changes, orders))
             self._steps.add()
+
+    def _receive(self, order: FedOrder, *, num_rows: int) -> FedTokens:
+        """num_rows: of the step before. The host never sees these ids: none of them leads behind the vocabulary."""
+        token_ids = torch.empty(num_rows, dtype=torch.int32, device=self.runner.device)
+        self.runner.parallel.broadcast_on_device(token_ids)
+        token_ids.clamp_(max=self.runner.config.vocab_size - 1)
+        return FedTokens(token_ids=token_ids, sources=np.array(order.sources), places=np.array(order.places))
 
     def _hear_choice(self, logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
         chosen: list[int] = self.runner.parallel.broadcast().tolist()

@@ -18,7 +18,7 @@ from cluster.words.tier import Tier
 from engine.batch.batch import KeptRows
 from engine.batch.rows import Ints, RowChanges
 from engine.kv.layout import KVLayout
-from engine.orders import BeginOrder, Orders
+from engine.orders import BeginOrder, FedOrder, Orders
 from engine.tiers.orders import TierOrders
 from kvtransfer.protocol.checks import check_blocks, check_handoff
 
@@ -47,6 +47,9 @@ def check_step(changes: RowChanges | None, orders: Orders, limits: StepLimits, l
             _check_tiers(tiers, limits)
         if changes:
             _check_rows(changes, limits, last_rows)
+        if changes and orders.fed:
+            _check_fed(orders.fed, changes, last_rows)
+        check(changes is not None or not orders.fed, "fed", "must be of a batch")
         num_rows = len(changes.kept) if changes else 0
         check(not any(orders.rows) or len(orders.rows) == num_rows, "rows", f"must be {num_rows}")
     except RequestError as error:
@@ -81,6 +84,17 @@ def _check_rows(changes: RowChanges, limits: StepLimits, last_rows: KeptRows) ->
     check(int(num_added.sum()) == len(changes.blocks), "blocks", f"must be {num_added.sum()}")
 
 
+def _check_fed(fed: FedOrder, changes: RowChanges, last_rows: KeptRows) -> None:
+    """As many tokens come as the step before has rows: each is for the row that goes on from there."""
+    sources, places = np.array(fed.sources, dtype=np.int64), np.array(fed.places, dtype=np.int64)
+    check(len(sources) == len(places) > 0, "fed", "must name a place for each")
+    _check_range(sources, len(last_rows), "fed")
+    _check_range(places, len(changes.token_ids), "fed")
+    rows = np.repeat(np.arange(len(changes.kept)), changes.query_lens)[places]
+    check(bool((changes.kept[rows] == sources).all()), "fed", "must be for rows that go on from those that choose")
+    check(bool((changes.query_lens[rows] == 1).all()), "fed", "must be all that their rows compute")
+
+
 def _check_range(numbers: Ints, end: int, what: str) -> None:
     is_met = not numbers.size or (numbers.min() >= 0 and numbers.max() < end)
     check(bool(is_met), what, f"must be below {end}")
@@ -96,7 +110,7 @@ def _check_orders(orders: Orders, limits: StepLimits) -> None:
         for token_id, position, blocks in draft.rows:
             check(0 <= token_id < limits.vocab_size, "draft", f"must be below {limits.vocab_size}")
             check(1 <= position < limits.max_context, "draft", f"must be below {limits.max_context}")
-            _check_table(blocks, position + 1, limits)
+            _check_table(blocks, position, limits)  # beyond its table heads write behind the pool
     for pair in orders.copies:
         check_blocks(pair, num_blocks=limits.num_blocks)
     for begin in (*orders.grants, *orders.begins):

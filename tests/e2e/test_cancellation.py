@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.words.request import Sampling, SequenceRequest
+from cluster.worker.gang_runner import GangRunner
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
@@ -70,10 +71,12 @@ def _nobody_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     Ceiling(100).arm(monkeypatch.setattr)
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("tp", "runs_ahead"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)])
 async def test_200_requests_aborted_at_random_leave_nothing_behind(
-    checkpoint: Checkpoint, redis_url: str, tp: int
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int, runs_ahead: bool
 ) -> None:
+    """Also where their next step is under way, as on a GPU."""
+    monkeypatch.setattr(GangRunner, "runs_ahead", runs_ahead)
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
         await _abort(cluster, count=200, seed=tp, within_s=30.0)
 

@@ -12,6 +12,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc
 from cluster.wire.channel import open_channel
 from cluster.words.request import Role, SampledToken, Sampling
+from cluster.worker.gang_runner import GangRunner
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -57,10 +58,20 @@ def _computed(cluster: LocalCluster) -> int:
     return sum(replica.status.totals.computed_tokens for replica in cluster.replicas)
 
 
-@pytest.mark.parametrize(("tp", "kind"), [(2, "greedy"), (1, "seeded")])
+@pytest.mark.parametrize(
+    ("tp", "kind", "runs_ahead"), [(2, "greedy", False), (2, "greedy", True), (1, "seeded", False)]
+)
 async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happened(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, kind: str, tp: int
+    checkpoint: Checkpoint,
+    reference: Reference,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    tp: int,
+    runs_ahead: bool,
 ) -> None:
+    """Also from ranks whose next step is under way, as on a GPU."""
+    monkeypatch.setattr(GangRunner, "runs_ahead", runs_ahead)
     model_dir, asked, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
     expected = reference(model_dir, asked, sampling)
     running_on = Ceiling(40)

@@ -253,15 +253,24 @@ def check_with_leavers(
     runner: ModelRunner,
     asked: Sequence[Asked],
     expected: Said,
-    speculation: Speculation,
+    speculation: Speculation | None,
     *,
     blocks: BlockManager,
+    runs_ahead: bool = False,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """One comes at every second step, and one leaves at every fifth: the others have all of what is expected, those as
     much as had come, and no block is lost."""
     num_free = blocks.num_available
-    engine = Engine(runner, sample, blocks, AMPLE, block_size=runner.layout.block_size, speculation=speculation)
+    engine = Engine(
+        runner,
+        sample,
+        blocks,
+        AMPLE,
+        block_size=runner.layout.block_size,
+        speculation=speculation,
+        runs_ahead=runs_ahead,
+    )
     got: dict[tuple[str, int], list[int]] = {}
     left: set[str] = set()
     waiting = [Prompt(sequence_of(one, str(i), block_size=runner.layout.block_size)) for i, one in enumerate(asked)]

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from cluster.words.errors import ReplicaFailed
 from cluster.words.handoff import Handoff
@@ -16,11 +18,12 @@ from cluster.words.request import SequenceRequest
 from cluster.words.tier import Tier
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.step_message import encode_step
-from engine.batch.batch import Batch
+from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import Row, RowChanges
+from engine.heads.head_row import HeadRow
 from engine.kv.layout import KVLayout
 from engine.last_rows import LastRows
-from engine.orders import BeginOrder, CommitOrder, Orders, ShipOrder
+from engine.orders import BeginOrder, CommitOrder, DraftOrder, FedOrder, Orders, ShipOrder
 from engine.prompts import Prompt
 from engine.sequence import Sequence
 from engine.step import ScheduledStep
@@ -35,11 +38,15 @@ class FakeGangRank:
     """Stands for a rank's ModelRunner, and for its place in the gang: all broadcasts lie in one queue."""
 
     size = 2
+    device = torch.device("cpu")
     heads = None
     max_drafted = 0
 
-    def __init__(self, broadcasts: deque[bytes]) -> None:
+    def __init__(self, broadcasts: deque[bytes], chosen: deque[Tensor] | None = None) -> None:
+        """chosen: ids on their way from device to device."""
         self.did: list[object] = []
+        self._chosen = chosen if chosen is not None else deque()
+        self._leads = False
         self.batches: list[Batch] = []
         self.is_by_layer: list[bool] = []  # of each batch: it cannot be replayed
         self.parallel = self.pool = self
@@ -51,8 +58,19 @@ class FakeGangRank:
     def broadcast_bytes(self, data: bytes | None = None) -> bytes:
         if data is None:
             return self._broadcasts.popleft()
+        self._leads = True
         self._broadcasts.append(data)
         return data
+
+    def broadcast_on_device(self, x: Tensor) -> Tensor:
+        self.did.append("handed on")
+        if self._leads:
+            self._chosen.append(x.clone())
+            return x
+        return x.copy_(self._chosen.popleft())
+
+    def draft(self, rows: list[HeadRow], max_tokens: int, choose: object) -> None:
+        self.did.append([tuple(row) for row in rows])
 
     def settle(self) -> None:
         pass
@@ -137,9 +155,92 @@ def test_a_rank_whose_passage_has_failed_computes_as_the_others_do() -> None:
     assert ours.is_by_layer == theirs.is_by_layer == [True, False]
 
 
+def test_tokens_that_nobody_knows_yet_come_in_their_turn_on_every_rank() -> None:
+    """Behind the orders of their step, and before it is computed; whatever comes, no table is read beyond its end."""
+    broadcasts: deque[bytes] = deque()
+    chosen: deque[Tensor] = deque()
+    ours, theirs = (FakeGangRank(broadcasts, chosen) for _ in range(2))
+    leader, follower = (GangRunner(rank, FakeSender(), None) for rank in (ours, theirs))  # type: ignore[arg-type]
+    last_rows, sequences = LastRows(4), [_decoding([10 + i] * 3, block=3 + i) for i in range(3)]
+    step = ScheduledStep(decoding=[(one, 1) for one in sequences], prompts=[], last_rows=last_rows)
+    leader.execute(step, Orders())
+    del sequences[1]
+    for sequence in sequences:
+        sequence.sampling_row.num_coming = 1
+    fed = FedTokens(token_ids=torch.tensor([7, 1 << 20, -1]), sources=np.array([0, 2]), places=np.array([0, 1]))
+    step = ScheduledStep(decoding=[(one, 1) for one in sequences], prompts=[], last_rows=last_rows, fed=fed)
+    leader.execute(step, Orders(copies=[(1, 2)]))
+    leader.execute(None, Orders(stop=True))
+    follower.follow()
+    assert ours.did == theirs.did == [[10, 11, 12], (1, 2), "handed on", [0, 0]]
+    told = theirs.batches[-1].fed
+    assert told and not ours.batches[0].fed and not theirs.batches[0].fed
+    assert (told.sources.tolist(), told.places.tolist()) == ([0, 2], [0, 1])
+    assert told.token_ids.tolist() == [7, 99, -1] and told.token_ids.dtype is torch.int32
+    assert theirs.batches[-1].slots.tolist() == ours.batches[-1].slots.tolist() == [3 * 4 + 3, 5 * 4 + 3]
+
+
+def _decoding(tokens: list[int], *, block: int) -> Sequence:
+    request = SequenceRequest(id="r", token_ids=tuple(tokens), num_prompt_tokens=len(tokens))
+    sequence = Sequence(request, 0, model="m", block_size=4, max_context=64)
+    sequence.start_with([block], 0)
+    sequence.num_computed = len(tokens) - 1
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("fed", "num_tokens"),
+    [
+        (FedOrder([1], [2]), 1),  # there is no such row before
+        (FedOrder([-1], [0]), 1),
+        (FedOrder([0], [3]), 1),  # nor such a place
+        (FedOrder([0], [-1]), 1),
+        (FedOrder([0], [1]), 1),  # a new row
+        (FedOrder([0], [4]), 3),  # it computes others, too
+        (FedOrder([0], [2, 2]), 1),
+        (FedOrder([], []), 1),
+    ],
+    ids=str,
+)
+def test_tokens_that_nobody_knows_are_for_rows_that_go_on_from_those_that_choose_them(
+    fed: FedOrder, num_tokens: int
+) -> None:
+    def steps(fed: FedOrder) -> deque[bytes]:
+        changes = _changes(
+            query_lens=[2, num_tokens], token_ids=[20, 21, *[0] * num_tokens], blocks=[5, 6, *[7] * (num_tokens > 2)]
+        )
+        first = encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())
+        return deque([first, encode_step(changes, Orders(fed=fed)), encode_step(None, Orders(stop=True))])
+
+    rank, follower = _follower(steps(fed))
+    with pytest.raises(ReplicaFailed, match="cannot be: fed"):
+        follower.follow()
+    assert rank.did == [[10, 11, 12, 13, 14, 15]]
+    if num_tokens == 1:  # as it should be
+        rank = FakeGangRank(steps(FedOrder([0], [2])), deque([torch.tensor([7])]))
+        GangRunner(rank, FakeSender(), None).follow()  # type: ignore[arg-type]
+        assert rank.did[-1] == [20, 21, 0]
+
+
+def test_heads_are_asked_of_a_row_before_it_has_the_block_of_its_next_token() -> None:
+    """One that has just come, while a step without it is under way: what is beyond its table, heads write elsewhere."""
+
+    def asked(position: int) -> FakeGangRank:
+        orders = Orders(draft=DraftOrder([(5, position, [3, 4])], 2))
+        rank = FakeGangRank(deque([encode_step(None, orders), encode_step(None, Orders(stop=True))]))
+        rank.max_drafted = 1
+        GangRunner(rank, FakeSender(), None).follow()  # type: ignore[arg-type]
+        return rank
+
+    assert asked(2 * 4).did == [[(5, 8, [3, 4])]]
+    with pytest.raises(ReplicaFailed, match="num_tokens: must be at most the 8"):
+        asked(2 * 4 + 1)
+
+
 @pytest.mark.parametrize(
     "orders",
     [
+        Orders(fed=FedOrder([0], [0])),  # and no batch
         Orders(copies=[(1, 12)]),
         Orders(copies=[(-1, 2)]),
         Orders(grants=[BeginOrder(_handoff("h", 6), [5, 12], 6)]),

@@ -22,26 +22,15 @@ from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.speculation.proposer import Proposal
 from engine.speculation.speculation import Speculation
-from engine.step import ScheduledStep
 from tests.cluster.worker.rank_of_one import FakeSender
 from tests.engine.asked import Asked, answers
 from tests.engine.gang import join
+from tests.engine.gang_answers import Leader
 from tests.engine.steps import VOCAB_SIZE, prompts
 
 _NUM_TOKENS = 3
 
 Guesses = dict[tuple[int, ...], list[int]]  # by the tokens that they follow
-
-
-class _Leader:
-    """A gang as rank 0 has it, for `answers`."""
-
-    def __init__(self, gang: GangRunner) -> None:
-        self.gang = gang
-        self.layout = gang.runner.layout
-
-    def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
-        return self.gang.execute(step, orders)
 
 
 class _Recorded:
@@ -84,7 +73,7 @@ def guessed(
         return None
     samplings = [Sampling(max_tokens=20 + i, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
     asked = [Asked(prompt, samplings[i], num_choices=1 + i % 2) for i, prompt in enumerate(prompts(3, 21, 9, 40))]
-    recorded, leader = _Recorded(HeadProposer(gang)), _Leader(gang)
+    recorded, leader = _Recorded(HeadProposer(gang)), Leader(gang)
     speculation = Speculation({"heads": recorded}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
     said = answers(leader, asked, speculation=speculation)  # type: ignore[arg-type]
     gang.execute(None, Orders(stop=True))
@@ -132,3 +121,4 @@ class _Step:
         self.batch = Batch.of([row], block_size=8)
         self.changes = RowChanges.of([row], block_size=8)
         self.scored: list[object] = []
+        self.fed = None

@@ -1,0 +1,165 @@
+"""What several ranks answer, in processes of their own, whose steps wait for each token or run ahead: what each of them
+runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.words.errors import ReplicaLost
+from cluster.words.request import Sampling
+from cluster.worker.gang_runner import GangRunner
+from engine import sampler
+from engine.batch.batch import FedTokens
+from engine.config import EngineConfig
+from engine.decode_graphs import Step
+from engine.engine import SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
+from engine.runner import ModelRunner
+from engine.sampler import choose_by_torch
+from engine.step import ScheduledStep
+from tests.cluster.worker.rank_of_one import FakeSender
+from tests.engine.asked import AMPLE, Asked, Said, answers, check_with_leavers, letters_grammar, one_of_each_kind
+from tests.engine.gang import join
+from tests.engine.steps import VOCAB_SIZE, prompts
+
+_STOPS = tuple(range(0, VOCAB_SIZE, 9))  # so many that answers end where nobody expects it
+_NUM_BLOCKS = 512
+
+
+class Leader:
+    """A gang as rank 0 has it, for `answers`."""
+
+    def __init__(self, gang: GangRunner, *, beats: bool = False) -> None:
+        """beats: orders without rows come between all steps, as they do where a replica ships and stores blocks."""
+        self.gang = gang
+        self.layout = gang.runner.layout
+        self._beats = beats
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
+        if self._beats:
+            self.gang.execute(None, Orders())
+        return self.gang.execute(step, orders)
+
+
+def _gang(parallel: Any, directory: Path, *, dtype: str = "float32", capture: Any = None, **config: Any) -> GangRunner:
+    options = {"block_size": 8, "num_blocks": _NUM_BLOCKS} | config
+    runner = ModelRunner(EngineConfig(model_dir=directory, dtype=dtype, **options), parallel, capture=capture)
+    sender: Any = FakeSender()
+    return GangRunner(runner, sender, None)
+
+
+def said_of_each_kind(
+    place: Path, prefix: str, rank: int, size: int, directory: Path, grammars: Path
+) -> tuple[Said, Said] | None:
+    """Where each step waits, and where steps run ahead; None on the ranks that follow."""
+    gang = _gang(join(place, prefix, rank, size), directory)
+    if rank:
+        gang.follow()
+        return None
+    asked = [_soon_over(one) for one in one_of_each_kind(letters_grammar(grammars))]
+    leader = Leader(gang, beats=True)
+    waits, ahead = (answers(leader, asked, runs_ahead=runs) for runs in (False, True))  # type: ignore[arg-type]
+    check_with_leavers(leader, asked, waits, None, blocks=BlockManager(_NUM_BLOCKS), runs_ahead=True)  # type: ignore[arg-type]
+    gang.execute(None, Orders(stop=True))
+    return waits, ahead
+
+
+def _soon_over(one: Asked) -> Asked:
+    """If each of its tokens must be known before the next: beside it no step runs ahead."""
+    rules = one.sampling.token_rules
+    waits = one.grammar or one.sampling.has_penalties or (rules and rules.bad_words)
+    return replace(one, sampling=replace(one.sampling, max_tokens=4)) if waits else one
+
+
+def said_where_blocks_run_out(
+    place: Path, prefix: str, rank: int, size: int, directory: Path
+) -> list[tuple[Said, Said]] | None:
+    """As above, of rows whose bits are the same whatever is beside them."""
+    gang = _gang(join(place, prefix, rank, size), directory, dtype="bfloat16", deterministic=True)
+    if rank:
+        gang.follow()
+        return None
+    texts, sampling = prompts(40, 9, 22, 31, 5), Sampling(temperature=0.9, top_p=0.8, max_tokens=30)
+    asked = [Asked(prompt, replace(sampling, seed=i), num_choices=1 + i % 2) for i, prompt in enumerate(texts)]
+    asked[1] = replace(asked[1], sampling=replace(sampling, stop_token_ids=_STOPS))
+    asked[2] = replace(asked[2], sampling=replace(sampling, temperature=0.0))
+    found = []
+    for budget, num_blocks in ((9, 20), (64, 24)):
+        limits = SchedulerConfig(max_batch_tokens=budget, max_running=8, max_waiting=9)
+        waits, ahead = (
+            answers(Leader(gang), asked, limits, num_blocks, runs_ahead=runs)  # type: ignore[arg-type]
+            for runs in (False, True)
+        )
+        found.append((waits, ahead))
+    gang.execute(None, Orders(stop=True))
+    return found
+
+
+def said_by_replays(place: Path, prefix: str, rank: int, size: int, directory: Path) -> tuple[Said, Said, int] | None:
+    """Every step is replayed, and its fed tokens come on the device, whatever the host says of them: where each step
+    waits, where steps run ahead, and the replays."""
+    replays: list[Step] = []
+
+    def capture(recorded: Step) -> Step:
+        recorded()
+
+        def replay() -> None:
+            replays.append(recorded)
+            recorded()
+
+        return replay
+
+    parallel = join(place, prefix, rank, size)
+    limits = SchedulerConfig(max_batch_tokens=8, max_running=8, max_waiting=9)
+    gang = _gang(parallel, directory, recorded_rows=limits.max_batch_tokens, max_context=64, capture=capture)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FedTokens, "fill", _not_on_the_host)
+        patch.setattr(sampler, "choose_by_torch", _as_a_gpu_does)
+        if rank:
+            gang.follow()
+            return None
+        asked = [
+            Asked(prompt, Sampling(temperature=0.9 * (i % 2), seed=i, max_tokens=6 + 5 * i, stop_token_ids=stops))
+            for i, (prompt, stops) in enumerate(zip(prompts(9, 20, 3, 17), ((), _STOPS, (), ()), strict=True))
+        ]
+        waits, ahead = (
+            answers(Leader(gang), asked, limits, runs_ahead=runs)  # type: ignore[arg-type]
+            for runs in (False, True)
+        )
+        gang.execute(None, Orders(stop=True))
+        return waits, ahead, len(replays)
+
+
+def _not_on_the_host(fed: FedTokens, token_ids_T: np.ndarray) -> None:
+    token_ids_T[fed.places] = 0
+
+
+def _as_a_gpu_does(logits_RV: Tensor, rows: Any) -> Tensor:
+    return choose_by_torch(logits_RV, rows).to(torch.int32)
+
+
+def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
+    """Its other rank ends when it has been told of a step behind another one, and gets no tokens for it."""
+    gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
+    if rank:
+        gang.runner.parallel.broadcast_on_device = _die  # type: ignore[method-assign]
+        gang.follow()
+    asked = [Asked(prompt, Sampling(temperature=0.0, max_tokens=9)) for prompt in prompts(9, 20)]
+    try:
+        answers(Leader(gang), asked, AMPLE, runs_ahead=True)  # type: ignore[arg-type]
+    except ReplicaLost as error:
+        return str(error)
+    return "nothing"
+
+
+def _die(x: torch.Tensor) -> torch.Tensor:
+    os._exit(1)
