@@ -108,9 +108,9 @@ class Pace:
 
     @property
     def draft_factor(self) -> float:
-        """What steps with drafts take, beside steps without that have as many tokens: on a device that has recorded the
-        latter, or runs ahead with them, more."""
-        return self._beside[True] / self._beside[False]
+        """What steps with drafts take, beside steps without that have as many tokens: never less, for their tokens are
+        planned and verified one by one; on a device that has recorded the latter, or runs ahead with them, more."""
+        return max(1.0, self._beside[True] / self._beside[False])
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -50,6 +50,11 @@ def test_what_drafts_cost_beyond_their_tokens_is_learnt(clock: Clock) -> None:
             _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
             _step(pace, clock, 0.15 + 0.015 * count, count, has_drafts=True)
     assert pace.draft_factor == pytest.approx(1.5, abs=0.1)
+    for _ in range(300):
+        for count in (1, 2, 3, 4):
+            _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
+            _step(pace, clock, 0.05 + 0.005 * count, count, has_drafts=True)
+    assert pace.draft_factor == 1.0, "that was chance: a neighbour has left in time"
 
 
 def test_steps_that_only_decode_and_those_that_compute_prompts_are_told_apart(clock: Clock) -> None:
