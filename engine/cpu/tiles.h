@@ -183,7 +183,7 @@ template <int TILES> struct Tiles {
 };
 
 // Whoever loads tiles waits for memory longer than one who reads line by line: each tile that is read there is asked for
-// two before it. Of 5 to 16 rows the product takes a fifth less time.
+// two before it. Of 5 to 32 rows products take 4 to 25 % less time.
 inline void fetch_tiles(const char* const (&w)[4], int count, int64_t at, int64_t bytes) {
     constexpr int64_t AHEAD = 2 * TILE_BYTES;
     const int64_t next = at + AHEAD < bytes ? 0 : (count - 1) * bytes;  // where a panel ends, of those that come next

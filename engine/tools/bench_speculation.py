@@ -235,9 +235,7 @@ def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, _Answers]]) -> list[di
             "method": method,
             "tokens": sum(map(len, plain.tokens)),
             "is_same": all(found[method].tokens == plain.tokens for found in rounds),
-            "tokens_per_s": round(
-                max(sum(map(len, found[method].tokens)) / found[method].seconds for found in rounds), 1
-            ),
+            "tokens_per_s": round(max(found[method].tokens_per_s for found in rounds), 1),
             "beside_off": round(median(found["off"].seconds / found[method].seconds for found in rounds), 3),
             "steps": last[method].num_steps,
             "drafted": last[method].drafted.total(),
