@@ -161,5 +161,23 @@ def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, director
     return "nothing"
 
 
+def leads_and_fails(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
+    """Rank 0 fails when it has told the other one of a step behind another one, and hands on no tokens for it."""
+    gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
+    asked = [Asked(prompt, Sampling(temperature=0.0, max_tokens=9)) for prompt in prompts(9, 20)]
+    try:
+        if rank:
+            gang.follow()
+        gang.runner.parallel.broadcast_on_device = _fail  # type: ignore[method-assign]
+        answers(Leader(gang), asked, AMPLE, runs_ahead=True)  # type: ignore[arg-type]
+    except (ReplicaLost, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _fail(x: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError("a fault of rank 0")
+
+
 def _die(x: torch.Tensor) -> torch.Tensor:
     os._exit(1)

@@ -57,3 +57,11 @@ def test_a_rank_that_dies_before_it_has_the_tokens_is_told_in_time(
     assert "another rank is gone" in leader.result(_WITHIN_S)
     with pytest.raises(BrokenProcessPool):
         other.result(_WITHIN_S)
+
+
+def test_a_rank_that_waits_for_tokens_of_a_rank_0_that_has_failed_ends(
+    tiny_model: MakeModel, start_gang: StartGang
+) -> None:
+    leader, other = start_gang(2, gang_answers.leads_and_fails, tiny_model("llama")[0])
+    assert leader.result(_WITHIN_S) == "ZeroDivisionError: a fault of rank 0"
+    assert other.result(_WITHIN_S).startswith("ReplicaLost: rank 1 of 2: another rank is gone")
