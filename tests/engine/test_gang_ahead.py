@@ -47,6 +47,7 @@ def test_fed_tokens_of_replayed_steps_are_on_the_device_of_every_rank(
     leader, _ = start_gang(2, gang_answers.said_by_replays, tiny_model("llama")[0])
     waits, ahead, num_replays = leader.result(_WITHIN_S)
     assert ahead.ids == waits.ids and ahead.num_fed > 20
+    assert ahead.failures == waits.failures == {"3": "LogitsNotFinite"} and len(ahead.ids[3]) == 5
     assert num_replays >= waits.num_steps + ahead.num_steps - 2, "the last step of each has no rows"
 
 
