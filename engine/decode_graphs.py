@@ -156,9 +156,9 @@ class DecodeGraphs:
         return uploaded[:count]
 
     def _feed(self, fed: FedTokens) -> None:
-        """Tokens that are chosen behind the step before."""
+        """Put the tokens that the step before chooses where the graphs read them."""
         tokens_M = self._numbers_4M[0]
-        if fed.is_whole:  # mostly
+        if fed.is_in_place:  # mostly
             num_fed = len(fed.sources)
             torch.clamp(fed.token_ids[:num_fed], min=0, out=tokens_M[:num_fed])
         else:

@@ -61,8 +61,9 @@ class FedOrder:
     """Tokens of the batch that the step before chooses, perhaps at this moment: rank 0 hands them on from device to
     device. See FedTokens."""
 
-    sources: list[int]  # of the rows of the step before, each of which chooses one
-    places: list[int]  # in the batch
+    num_chosen: int  # that are handed on: one for each row of the step before, in their order
+    sources: list[int]  # which of these
+    places: list[int]  # among the tokens of the batch
 
 
 @dataclass(slots=True)
@@ -70,8 +71,8 @@ class Orders:
     """Carried out in this order, then the step's batch is computed, if there is one. The parts of rank 0 that have
     something to order add to the lists; whoever leads the step sends it, and it is not changed after that."""
 
-    tiers: list[TierOrders] = field(default_factory=list)  # before anything is written to the pool
     arrivals: list[ArrivalOrder] = field(default_factory=list)
+    tiers: list[TierOrders] = field(default_factory=list)  # before anything is written to the pool
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: source, target
     grants: list[BeginOrder] = field(default_factory=list)  # prefixes that others pull: all of each is in the pool
     begins: list[BeginOrder] = field(default_factory=list)

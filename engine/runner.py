@@ -257,7 +257,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute_prompts(self, pool: KVPool, max_tokens: int) -> None:
-        """Of every power of two of tokens: kernels differ by how many rows they are made for."""
+        """Of every power of two of tokens: kernels differ by how many rows they are made for. Before them what ranks
+        hand on to each other, as where steps run ahead: NCCL makes the connections for that with the first of its kind,
+        and keeps memory of the device for them."""
+        self.parallel.broadcast_on_device(torch.zeros(1, dtype=torch.int32, device=self.device))
         size = self.layout.block_size
         for count in (1 << i for i in range(max_tokens.bit_length())):
             blocks = [number % pool.num_blocks for number in range(-(-count // size))]

@@ -189,7 +189,8 @@ class KVConnector(Protocol):
         ...
 
     def orders(self, step: ScheduledStep) -> Orders:
-        """What every rank does before it computes this step."""
+        """What every rank does before it computes this step. Its rows are chosen, some of them perhaps to go on from
+        tokens that a step under way chooses: whoever is to leave has left in `begin_step`."""
         ...
 
 

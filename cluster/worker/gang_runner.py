@@ -74,7 +74,7 @@ class GangRunner:
         """Implements engine.step.Runner, on rank 0: do a step together with the other ranks."""
         fed = step.fed if step and self.has_others else None
         if fed:
-            orders.fed = FedOrder(fed.sources.tolist(), fed.places.tolist())
+            orders.fed = FedOrder(len(fed.token_ids), fed.sources.tolist(), fed.places.tolist())
         self._tell(step.changes if step else None, orders)
         batch = step.batch if step else None
         self._carry_out(orders)
@@ -97,7 +97,7 @@ class GangRunner:
             if draft := orders.draft:
                 self.runner.draft([HeadRow(*row) for row in draft.rows], draft.max_tokens, self._hear_choice)
             if changes is not None:
-                fed = self._receive(orders.fed, num_rows=len(last_rows)) if orders.fed else None
+                fed = self._receive(orders.fed) if orders.fed else None
                 self._follow(last_rows.apply(changes, fed), orders)
             self._steps.add()
 
@@ -148,9 +148,9 @@ class GangRunner:
             self.runner.parallel.broadcast_bytes(encode_step(changes, orders))
             self._steps.add()
 
-    def _receive(self, order: FedOrder, *, num_rows: int) -> FedTokens:
-        """num_rows: of the step before. The host never sees these ids: none of them leads behind the vocabulary."""
-        token_ids = torch.empty(num_rows, dtype=torch.int32, device=self.runner.device)
+    def _receive(self, order: FedOrder) -> FedTokens:
+        """The host never sees these ids, and cannot check them: here none of them leads behind the vocabulary."""
+        token_ids = torch.empty(order.num_chosen, dtype=torch.int32, device=self.runner.device)
         self.runner.parallel.broadcast_on_device(token_ids)
         token_ids.clamp_(max=self.runner.config.vocab_size - 1)
         return FedTokens(token_ids=token_ids, sources=np.array(order.sources), places=np.array(order.places))

@@ -50,9 +50,10 @@ def check_step(changes: RowChanges | None, orders: Orders, limits: StepLimits, l
         if changes and orders.fed:
             _check_fed(orders.fed, changes, last_rows)
         check(changes is not None or not orders.fed, "fed", "must be of a batch")
+        check(changes is None or not orders.draft, "draft", "must be of no batch")
         num_rows = len(changes.kept) if changes else 0
         check(not any(orders.rows) or len(orders.rows) == num_rows, "rows", f"must be {num_rows}")
-    except RequestError as error:
+    except (RequestError, OverflowError) as error:  # that one: of a number that no array holds
         raise ReplicaFailed(f"rank 0 orders what cannot be: {error}") from error
 
 
@@ -85,7 +86,9 @@ def _check_rows(changes: RowChanges, limits: StepLimits, last_rows: KeptRows) ->
 
 
 def _check_fed(fed: FedOrder, changes: RowChanges, last_rows: KeptRows) -> None:
-    """As many tokens come as the step before has rows: each is for the row that goes on from there."""
+    """As many tokens come as the step before has rows, or ranks would wait for each other on their devices; each is for
+    the row that goes on from there."""
+    check(fed.num_chosen == len(last_rows), "fed", f"must be chosen by the {len(last_rows)} rows of the step before")
     sources, places = np.array(fed.sources, dtype=np.int64), np.array(fed.places, dtype=np.int64)
     check(len(sources) == len(places) > 0, "fed", "must name a place for each")
     _check_range(sources, len(last_rows), "fed")

@@ -20,20 +20,19 @@ class FedTokens:
     """Tokens of a step that the one before it chooses, perhaps at this moment: they go from there to here on the
     device."""
 
-    token_ids: Any  # (S,) that step's, where they are chosen; below 0 where there is none, and the row has failed
+    token_ids: Any  # (S,) all that that step chooses, where it does; below 0 where there is none: that row has failed
     sources: Ints  # (F,) which of these
-    places: Ints  # (F,) in T; what the batch says of them means nothing
+    places: Ints  # (F,) in T; what the batch's own `token_ids` say there means nothing
 
     def fill(self, token_ids_T: Ints) -> None:
         """Where a step is over when it was launched, the host has them."""
         token_ids_T[self.places] = np.maximum(np.asarray(self.token_ids)[self.sources], 0)
 
     @property
-    def is_whole(self) -> bool:
-        """All rows of that step, in their order, are the first of this one."""
-        num_fed = len(self.sources)
-        whole = np.arange(num_fed)
-        return bool((self.sources == whole).all() and (self.places == whole).all())
+    def is_in_place(self) -> bool:
+        """The first tokens that are chosen, in their order, are the first of this step, and no others are fed."""
+        in_place = np.arange(len(self.sources))
+        return bool((self.sources == in_place).all() and (self.places == in_place).all())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from engine.batch.batch import FedTokens
 from engine.config import EngineConfig
 from engine.decode_graphs import Step
 from engine.engine import SchedulerConfig
+from engine.kernels.choice import NOT_FINITE
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
 from engine.runner import ModelRunner
@@ -33,6 +34,7 @@ from tests.engine.steps import VOCAB_SIZE, prompts
 
 _STOPS = tuple(range(0, VOCAB_SIZE, 9))  # so many that answers end where nobody expects it
 _NUM_BLOCKS = 512
+_FAILING = 3  # the seed of a choice that gets no sixth token, where steps are replayed
 
 
 class Leader:
@@ -128,7 +130,7 @@ def said_by_replays(place: Path, prefix: str, rank: int, size: int, directory: P
             gang.follow()
             return None
         asked = [
-            Asked(prompt, Sampling(temperature=0.9 * (i % 2), seed=i, max_tokens=6 + 5 * i, stop_token_ids=stops))
+            Asked(prompt, Sampling(temperature=0.9 * (i % 2), seed=i, max_tokens=6 + 9 * i, stop_token_ids=stops))
             for i, (prompt, stops) in enumerate(zip(prompts(9, 20, 3, 17), ((), _STOPS, (), ()), strict=True))
         ]
         waits, ahead = (
@@ -144,7 +146,10 @@ def _not_on_the_host(fed: FedTokens, token_ids_T: np.ndarray) -> None:
 
 
 def _as_a_gpu_does(logits_RV: Tensor, rows: Any) -> Tensor:
-    return choose_by_torch(logits_RV, rows).to(torch.int32)
+    """And finds nothing for one of them, as if its logits were not finite."""
+    chosen_R = choose_by_torch(logits_RV, rows).to(torch.int32)
+    failing = [i for i, row in rows if row.sampling.seed == _FAILING and row.num_generated == 5]
+    return chosen_R.index_fill(0, torch.tensor(failing, dtype=torch.int64), NOT_FINITE)
 
 
 def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
@@ -159,6 +164,24 @@ def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, director
     except ReplicaLost as error:
         return str(error)
     return "nothing"
+
+
+def leads_and_fails(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
+    """Rank 0 fails when it has told the other one of a step behind another one, and hands on no tokens for it."""
+    gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
+    asked = [Asked(prompt, Sampling(temperature=0.0, max_tokens=9)) for prompt in prompts(9, 20)]
+    try:
+        if rank:
+            gang.follow()
+        gang.runner.parallel.broadcast_on_device = _fail  # type: ignore[method-assign]
+        answers(Leader(gang), asked, AMPLE, runs_ahead=True)  # type: ignore[arg-type]
+    except (ReplicaLost, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _fail(x: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError("a fault of rank 0")
 
 
 def _die(x: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from engine.heads.eagle import Eagle
 from engine.heads.head_row import Choose, HeadRow
 from engine.heads.medusa import Medusa
 from engine.memory_trial import SAMPLING_BYTES, largest_batch
+from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
 from engine.sampling import SamplingRow
 from tests.engine.heads.head_files import write_eagle, write_medusa
@@ -116,6 +117,17 @@ def test_a_runner_makes_its_pool_of_what_is_left(tiny_model: MakeModel, caplog: 
     assert runner.pool.num_blocks == room // runner.layout.block_bytes
     assert len(gauge.captured) == 4 + len(graph_sizes(9)), "a few for the trial, then all over the pool"
     assert "memory of cpu, of 80.0 GiB: weights 1.0, KV 1.2" in caplog.text
+
+
+def test_what_ranks_hand_on_to_each_other_is_tried_before_memory_is_shared_out(tiny_model: MakeModel) -> None:
+    """NCCL's connections for it are made with the first, and stay."""
+    directory, _ = tiny_model("llama")
+    parallel, gauge, done = TensorParallel(), FakeGauge(free=3 * GIB, weights=GIB), list[str]()
+    parallel.broadcast_on_device = lambda x: done.append("handed on") or x  # type: ignore[method-assign,func-returns-value]
+    gauge.free = lambda: done.append("looked") or 3 * GIB  # type: ignore[method-assign,func-returns-value]
+    config = EngineConfig(model_dir=directory, dtype="float32", max_batch_tokens=64, max_running=9)
+    ModelRunner(config, parallel, gauge=gauge)
+    assert done.index("handed on") < done.index("looked")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])

@@ -47,6 +47,7 @@ def test_fed_tokens_of_replayed_steps_are_on_the_device_of_every_rank(
     leader, _ = start_gang(2, gang_answers.said_by_replays, tiny_model("llama")[0])
     waits, ahead, num_replays = leader.result(_WITHIN_S)
     assert ahead.ids == waits.ids and ahead.num_fed > 20
+    assert ahead.failures == waits.failures == {"3": "LogitsNotFinite"} and len(ahead.ids[3]) == 5
     assert num_replays >= waits.num_steps + ahead.num_steps - 2, "the last step of each has no rows"
 
 
@@ -57,3 +58,11 @@ def test_a_rank_that_dies_before_it_has_the_tokens_is_told_in_time(
     assert "another rank is gone" in leader.result(_WITHIN_S)
     with pytest.raises(BrokenProcessPool):
         other.result(_WITHIN_S)
+
+
+def test_a_rank_that_waits_for_tokens_of_a_rank_0_that_has_failed_ends(
+    tiny_model: MakeModel, start_gang: StartGang
+) -> None:
+    leader, other = start_gang(2, gang_answers.leads_and_fails, tiny_model("llama")[0])
+    assert leader.result(_WITHIN_S) == "ZeroDivisionError: a fault of rank 0"
+    assert other.result(_WITHIN_S).startswith("ReplicaLost: rank 1 of 2: another rank is gone")

@@ -191,14 +191,17 @@ def _decoding(tokens: list[int], *, block: int) -> Sequence:
 @pytest.mark.parametrize(
     ("fed", "num_tokens"),
     [
-        (FedOrder([1], [2]), 1),  # there is no such row before
-        (FedOrder([-1], [0]), 1),
-        (FedOrder([0], [3]), 1),  # nor such a place
-        (FedOrder([0], [-1]), 1),
-        (FedOrder([0], [1]), 1),  # a new row
-        (FedOrder([0], [4]), 3),  # it computes others, too
-        (FedOrder([0], [2, 2]), 1),
-        (FedOrder([], []), 1),
+        (FedOrder(1, [1], [2]), 1),  # there is no such row before
+        (FedOrder(1, [-1], [0]), 1),
+        (FedOrder(1, [0], [3]), 1),  # nor such a place
+        (FedOrder(1, [0], [-1]), 1),
+        (FedOrder(1, [0], [1]), 1),  # a new row
+        (FedOrder(1, [0], [4]), 3),  # it computes others, too
+        (FedOrder(1, [0], [2, 2]), 1),
+        (FedOrder(1, [], []), 1),
+        (FedOrder(0, [0], [2]), 1),  # for one row
+        (FedOrder(2, [0], [2]), 1),
+        (FedOrder(-1, [0], [2]), 1),
     ],
     ids=str,
 )
@@ -217,9 +220,29 @@ def test_tokens_that_nobody_knows_are_for_rows_that_go_on_from_those_that_choose
         follower.follow()
     assert rank.did == [[10, 11, 12, 13, 14, 15]]
     if num_tokens == 1:  # as it should be
-        rank = FakeGangRank(steps(FedOrder([0], [2])), deque([torch.tensor([7])]))
+        rank = FakeGangRank(steps(FedOrder(1, [0], [2])), deque([torch.tensor([7])]))
         GangRunner(rank, FakeSender(), None).follow()  # type: ignore[arg-type]
         assert rank.did[-1] == [20, 21, 0]
+
+
+@pytest.mark.parametrize("fed", [FedOrder(1, [1 << 63], [2]), FedOrder(1, [0], [1 << 63])], ids=str)
+def test_numbers_that_no_array_holds_end_the_rank_as_others_do(fed: FedOrder) -> None:
+    first = encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())
+    changes = _changes(query_lens=[2, 1], token_ids=[20, 21, 0], blocks=[5, 6])
+    rank, follower = _follower(deque([first, encode_step(changes, Orders(fed=fed))]))
+    with pytest.raises(ReplicaFailed, match="orders what cannot be"):
+        follower.follow()
+    assert rank.did == [[10, 11, 12, 13, 14, 15]]
+
+
+def test_nothing_is_drafted_in_the_middle_of_a_step() -> None:
+    """Rank 0 would be in the sums of the step while this rank is in those of its heads."""
+    orders = Orders(draft=DraftOrder([(5, 1, [3])], 1))
+    rank, follower = _follower(deque([encode_step(_step([10, 11]).changes, orders)]))
+    rank.max_drafted = 1
+    with pytest.raises(ReplicaFailed, match="cannot be: draft"):
+        follower.follow()
+    assert rank.did == []
 
 
 def test_heads_are_asked_of_a_row_before_it_has_the_block_of_its_next_token() -> None:
@@ -240,7 +263,7 @@ def test_heads_are_asked_of_a_row_before_it_has_the_block_of_its_next_token() ->
 @pytest.mark.parametrize(
     "orders",
     [
-        Orders(fed=FedOrder([0], [0])),  # and no batch
+        Orders(fed=FedOrder(1, [0], [0])),  # and no batch
         Orders(copies=[(1, 12)]),
         Orders(copies=[(-1, 2)]),
         Orders(grants=[BeginOrder(_handoff("h", 6), [5, 12], 6)]),

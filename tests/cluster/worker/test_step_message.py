@@ -13,7 +13,7 @@ from cluster.words.handoff import Handoff
 from cluster.words.tier import Tier
 from cluster.worker.step_message import decode_step, encode_step
 from engine.batch.rows import Row, RowChanges
-from engine.orders import BeginOrder, CommitOrder, Orders, ShipOrder
+from engine.orders import BeginOrder, CommitOrder, DraftOrder, FedOrder, Orders, ShipOrder
 from engine.tiers.orders import LoadOrder, LoadSource, Save, Spill, TierOrders
 
 _numbers = st.integers(0, 2**40)
@@ -52,6 +52,8 @@ _orders = st.builds(
     commits=st.lists(_commits, max_size=2),
     aborts=st.lists(_keys),
     rows=st.lists(st.none() | _keys),
+    fed=st.none() | st.builds(FedOrder, _numbers, st.lists(_numbers), st.lists(_numbers)),
+    draft=st.none() | st.builds(DraftOrder, st.lists(st.tuples(_numbers, _numbers, st.lists(_numbers))), _numbers),
     stop=st.booleans(),
 )
 
