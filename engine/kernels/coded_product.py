@@ -20,7 +20,16 @@ from torch import Tensor
 
 from engine.kernels.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
 from engine.kernels.code_words import NIBBLES, number_of_byte, widen
-from engine.kernels.language import cdiv, has_fp8_casts, has_tensor_memory, has_tile_copies, jit, power_of_2, tl
+from engine.kernels.language import (
+    cdiv,
+    has_fp8_casts,
+    has_tensor_memory,
+    has_tile_copies,
+    jit,
+    power_of_2,
+    reuses_tensor_memory,
+    tl,
+)
 
 # T tokens, I input features, O output features, C experts chosen for each token
 
@@ -191,9 +200,11 @@ def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -
 def _fitted(tile: Tile, panels: CodePanels, device: torch.device) -> Tile:
     """Triton has the products of all groups of a turn side by side in tensor memory, if a device has that; where they
     do not fit, what it compiles is a trap. Tiles of 32 outputs are multiplied as on an A100, without it."""
+    if not panels.group or not has_tensor_memory(device):
+        return tile
     inputs = _units_of_a_span(panels) * panels.num_positions * panels.words.shape[-1]
-    is_full = panels.group > 0 and inputs // panels.group * tile.rows >= 512
-    return replace(tile, outputs=32) if is_full and has_tensor_memory(device) else tile
+    places = inputs // panels.group if reuses_tensor_memory() else 2 * inputs // panels.words.shape[-1]
+    return replace(tile, outputs=32) if places * tile.rows >= 512 else tile
 
 
 def _units_of_a_span(panels: CodePanels) -> int:

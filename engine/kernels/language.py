@@ -23,6 +23,7 @@ __all__ = [
     "is_interpreted",
     "jit",
     "power_of_2",
+    "reuses_tensor_memory",
     "tl",
 ]
 
@@ -91,3 +92,8 @@ def has_tile_copies(device: torch.device) -> bool:
 def has_tensor_memory(device: torch.device) -> bool:
     """Whether matrix units sum in a memory of their own: 512 columns of 128 numbers, for what a program has of each."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 11)
+
+
+def reuses_tensor_memory() -> bool:
+    """Whether Triton (3.9) has a place there for each sum of a program; else (3.6) two for each product."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
