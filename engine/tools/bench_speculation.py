@@ -129,10 +129,10 @@ def bench_speculation(
                 first = number % len(methods)
                 order = [replicas[method] for method in (*methods[first:], *methods[:first])]
                 found = [_in_turn(group, sampling, order, parts.clock, known) for group in groups]
-                for other in found[1:]:
-                    for replica in order:
-                        found[0][replica].add(other[replica])
-                rounds.append({method: found[0][replicas[method]] for method in methods})
+                for others in found[1:]:
+                    for method, more in others.items():
+                        found[0][method].add(more)
+                rounds.append(found[0])
             rows += _rows(kind, batch, rounds)
     kind_of_time = "cpu" if cpu_time else "wall"
     how = {"model": model_dir.name, "threads": torch.get_num_threads(), "clock": kind_of_time}
@@ -243,7 +243,7 @@ def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, _Answers]]) -> list[di
             "by_place": _by_place(last[method], in_branches=False),
             "branches_by_place": _by_place(last[method], in_branches=True),
         }
-        for method in last
+        for method in rounds[0]  # in the order that was asked for
     ]
 
 
@@ -271,10 +271,7 @@ def answer(
     prompts: Seq[Seq[int]], sampling: Sampling, replica: MethodReplica, clock: Callable[[], float], known: Known
 ) -> _Answers:
     """Of these prompts together."""
-    answering = _Answering(prompts, sampling, replica, clock, known)
-    while answering.go_on():
-        pass
-    return answering.answers()
+    return _in_turn(prompts, sampling, [replica], clock, known)[replica.method]
 
 
 def _in_turn(
@@ -283,13 +280,13 @@ def _in_turn(
     replicas: Seq[MethodReplica],
     clock: Callable[[], float],
     known: Known,
-) -> dict[MethodReplica, _Answers]:
-    """The same of each replica."""
-    answering = {replica: _Answering(prompts, sampling, replica, clock, known) for replica in replicas}
+) -> dict[str, _Answers]:
+    """The same of each replica, by its method."""
+    answering = {replica.method: _Answering(prompts, sampling, replica, clock, known) for replica in replicas}
     going_on = list(answering.values())
     while going_on:
         going_on = [one for one in going_on if one.go_on()]
-    return {replica: one.answers() for replica, one in answering.items()}
+    return {method: one.answers() for method, one in answering.items()}
 
 
 class _Answering:
@@ -326,10 +323,10 @@ class _Answering:
         enough = self._num_tokens() + _TURN * len(self._sequences)
         if self._replica.pace:
             self._replica.pace.rest()  # it was not this one's turn
-        begin = self._clock()
-        while (did_work := self._engine.step().did_work) and self._num_tokens() < enough:
-            self._num_steps += 1
-        self._num_steps += did_work
+        begin, did_work = self._clock(), True
+        while did_work and self._num_tokens() < enough:
+            did_work = self._engine.step().did_work
+            self._num_steps += did_work
         self._seconds += self._clock() - begin
         return did_work
 
