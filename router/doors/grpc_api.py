@@ -323,9 +323,10 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
     try:
         yield
     except ClusterError as error:
-        if isinstance(error, RateLimited):
-            await context.send_initial_metadata(tuple(error.headers.items()))
-        await context.abort_with_status(rpc_status.to_status(status_of(error)))
+        status = rpc_status.to_status(status_of(error))
+        # With the status: of metadata that came before it a client may see nothing once the call has ended.
+        told = tuple(error.headers.items()) if isinstance(error, RateLimited) else ()
+        await context.abort(status.code, status.details, (*status.trailing_metadata, *told))
     except Exception as error:
         logger.exception("request failed by a bug")
         await context.abort_with_status(rpc_status.to_status(status_of(error)))

@@ -184,7 +184,7 @@ async def test_what_is_left_is_told_and_what_is_too_much_refused(completions: Ma
             "ErrorInfo",
             "RetryInfo",
         }
-        assert dict(await call.initial_metadata())["x-ratelimit-remaining-requests"] == "0"
+        assert dict(await call.trailing_metadata())["x-ratelimit-remaining-requests"] == "0"
         assert len(doors.fake.started) == 3
 
 
