@@ -73,7 +73,7 @@ def _best(
     max_tokens: int,
 ) -> tuple[Plan | None, float]:
     """Where a second is worth `rate` tokens; and what the plan gives."""
-    token = price.token * price.drafting
+    token = price.token * price.factor(1)
     given_R = _values(guessed_RD, rate * token)[:, -1]
     can_R = chances_RD[:, 0] > 0
     depths_D = np.arange(1, chances_RD.shape[1] + 1)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from engine.draft_cost import factor_of
+
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
@@ -15,11 +17,18 @@ class StepPrice:
 
     plain: float  # without drafts
     token: float  # each drafted token
-    drafting: float = 1.0  # times what both come to, where anything is drafted
+    num_tokens: int = 1  # without drafts
+    drafting: Seq[float] = (1.0,)  # times what both come to, where anything is drafted: see engine.draft_cost
     context: float = 0.0  # each position that a row more reads
 
     def step(self, num_drafted: float) -> float:
-        return (self.plain + self.token * num_drafted) * self.drafting if num_drafted else self.plain
+        if not num_drafted:
+            return self.plain
+        return (self.plain + self.token * num_drafted) * self.factor(num_drafted)
+
+    def factor(self, num_drafted: float) -> float:
+        """Of a step with so many."""
+        return factor_of(self.drafting, self.num_tokens + int(num_drafted))
 
     def floor(self, num_rows: int) -> float:
         """The chance above which a drafted token can pay: beside the tokens that so many rows get anyway."""
