@@ -133,6 +133,8 @@ class SamplingRow:
 
     def behind(self, num_drafted: int) -> SamplingRow:
         """How to choose so many tokens later, whatever they are: of one that does not go one by one."""
+        if not self.asks_more and self.mask is None:  # mostly
+            return self
         row = copy(self)
         row.num_coming = num_drafted
         return row

@@ -69,7 +69,7 @@ class ScheduledStep:
             positions += [position] * len(prompt.choices)
         return rows, positions if len(rows) > len(self.decoding) + len(self.whole) else None
 
-    def _sampling_rows_with_drafts(self) -> tuple[list[SamplingRow], list[int]]:
+    def _sampling_rows_with_drafts(self) -> tuple[list[SamplingRow], list[int] | None]:
         rows: list[SamplingRow] = []
         positions: list[int] = []
         first_logits = 0
@@ -95,7 +95,10 @@ class ScheduledStep:
         for position, prompt in enumerate(self.whole, first_logits):
             rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
             positions += [position] * len(prompt.choices)
-        return rows, positions
+        num_logits = in_branches
+        # Where all are chosen at once, nobody reads them again, and a step has megabytes of them.
+        is_in_order = len(positions) == num_logits and positions == list(range(num_logits))
+        return rows, None if is_in_order else positions
 
     def note_scores(self) -> None:
         """Tell the prompts that are scored what this step has said of them."""

@@ -135,7 +135,7 @@ class Guesses:
             return None
         before, kind = guess.chances[place - 1] if place else 1.0, proposed.kinds[0]
         # Of all that may come next one comes.
-        first = min(before * self._branching[method].chance(kind) * min(1.0, factor), before - guess.chances[place])
+        first = min(before * self._branching[method].chance(kind), before - guess.chances[place])
         chance = self._acceptance[method].chance
         then = (min(1.0, chance(kind) * factor) for kind in proposed.kinds[1 : len(tokens)])
         return GuessedBranch(place, tokens, kind, list(accumulate((first, *then), mul)))

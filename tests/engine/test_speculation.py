@@ -167,7 +167,7 @@ def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
 class _Dear:
     """Implements Prices: whatever is computed costs a second a token, and nothing else."""
 
-    timing, draft_factor = StepTiming(base_s=0.0, token_s=1.0), 1.0
+    timing, draft_factors = StepTiming(base_s=0.0, token_s=1.0), (1.0,)
 
     def set_aside(self, seconds: float) -> None:
         pass

@@ -115,3 +115,41 @@ def test_a_method_that_is_right_where_another_is_not_is_learnt_to_be_so() -> Non
     assert method == "one" != ENSEMBLE and guess
     (branch,) = guess.branches
     assert branch.chances[0] == pytest.approx(0.25, abs=0.12)
+
+
+def test_the_most_promising_of_several_guesses_is_believed_as_often_as_it_is_right() -> None:
+    """Of two methods that are right half the time, one with chances above and one below at random, the one that says
+    more is chosen each time, and right half the time still."""
+    generator, guesses, sequence = random.Random(1), _guesses("one", "two"), sequence_of([1, 2])
+    for _ in range(600):
+        guesses.learn([sequence])
+        for method in ("one", "two"):
+            token, kind = generator.choice([3, 4]), generator.randrange(16)
+            guesses.note(method, sequence, Proposal([token], [kind], []))
+        _best(guesses, sequence)
+        sequence.tokens.append(generator.choice([3, 4]))
+    believed = []
+    for _ in range(100):
+        guesses.learn([sequence])
+        for method in ("one", "two"):
+            guesses.note(method, sequence, Proposal([generator.choice([3, 4])], [generator.randrange(16)], []))
+        believed.append(_best(guesses, sequence).chances[0])
+        sequence.tokens.append(generator.choice([3, 4]))
+    assert sum(believed) / len(believed) == pytest.approx(0.5, abs=0.05)
+
+
+def test_where_a_request_is_not_guessed_its_branches_are_believed_less() -> None:
+    guesses, known, other = _guesses("one"), sequence_of([1, 2]), sequence_of([1, 2])
+    proposal = Proposal([3, 4], [5, 5], [ProposedBranch(0, [6, 7, 8], [5, 5, 5])])
+    for _ in range(200):
+        for sequence, tokens in ((known, [3, 4]), (other, [9, 9])):
+            guesses.learn([sequence])
+            guesses.note("one", sequence, proposal)
+            sequence.tokens += tokens
+    shares = []
+    for sequence in (known, other):
+        guesses.learn([sequence])
+        guesses.note("one", sequence, proposal)
+        (branch,) = _best(guesses, sequence).branches
+        shares.append(branch.chances[1] / branch.chances[0])
+    assert shares[1] < shares[0] / 4
