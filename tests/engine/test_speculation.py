@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,10 @@ from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sampler import sample
-from engine.sampling import SamplingRow
+from engine.sampling import Sampled, SamplingRow
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculation import Speculation
+from tests.engine import asked as asked_module
 from tests.engine.asked import (
     AMPLE,
     Asked,
@@ -171,6 +173,29 @@ class _Dear:
 
     def set_aside(self, seconds: float) -> None:
         pass
+
+
+def test_what_is_judged_at_once_is_not_copied_before(
+    runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of a step with drafts are megabytes. Where a row goes one by one, its own are wanted again."""
+    copied: set[bool] = set()
+
+    def recording(logits: torch.Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
+        if len(logits) > num_asked:
+            copied.add(positions is not None)
+        return sample(logits, rows, positions)
+
+    monkeypatch.setattr(asked_module, "sample", recording)
+    plain = [replace(one, sampling=Sampling(max_tokens=20), num_choices=1) for one in asked[:2]]
+    ruled = replace(plain[0], sampling=Sampling(max_tokens=20, repetition_penalty=1.3))
+    for some in (plain, [*plain, ruled]):
+        num_asked = len(some)
+        expected = answers(runner, some)
+        copied.clear()
+        speculation = _speculation(oracle=FakeProposer(Oracle(expected, some)))
+        compare(answers(runner, some, speculation=speculation), expected)
+        assert (True in copied) == (ruled in some) and False in copied
 
 
 def test_a_wrong_number_for_a_position_is_seen(
