@@ -38,8 +38,8 @@ class LearntDraftCost:
 
     def factors(self) -> tuple[float, ...]:
         """By sixteens of a step's tokens, of the last for all beyond: what it takes with drafts, beside a step without
-        that has as many tokens. Never less: its tokens are planned and verified one by one; and a device that has
-        recorded the latter, or runs ahead with them, takes more."""
+        that has as many tokens. Of all steps together never less: their tokens are planned and verified one by one; and
+        a device that has recorded the latter, or runs ahead with them, takes more."""
         each = zip(self._steps, self._ratios, strict=True)
         known = ((_PRIOR * self._drafting + ratios) / (_PRIOR + steps) for steps, ratios in each)
         least = max(self._plain, self._drafting) / self._drafting / self._plain
