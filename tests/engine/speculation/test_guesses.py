@@ -132,6 +132,15 @@ def test_the_most_promising_of_several_guesses_is_believed_as_often_as_it_is_rig
     assert sum(believed[200:]) / 400 == pytest.approx(0.25, abs=0.05)
 
 
+def test_what_is_said_after_somebody_has_asked_counts_too() -> None:
+    guesses, sequence = _guesses("one", "two", "three"), sequence_of([1, 2])
+    for method, tokens in (("one", [3]), ("two", [4])):
+        guesses.note(method, sequence, Proposal(tokens, [0] * len(tokens), []))
+    assert len(_best(guesses, sequence).tokens) == 1
+    guesses.note("three", sequence, Proposal([5, 6], [15, 15], []))
+    assert list(_best(guesses, sequence).tokens) == [5, 6]
+
+
 def test_where_a_request_is_not_guessed_its_branches_are_believed_less() -> None:
     guesses, known, other = _guesses("one"), sequence_of([1, 2]), sequence_of([1, 2])
     proposal = Proposal([3, 4], [5, 5], [ProposedBranch(0, [6, 7, 8], [5, 5, 5])])
