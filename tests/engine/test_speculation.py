@@ -24,6 +24,7 @@ from tests.engine import asked as asked_module
 from tests.engine.asked import (
     AMPLE,
     Asked,
+    Branching,
     Oracle,
     answers,
     check_with_leavers,
@@ -196,6 +197,35 @@ def test_what_is_judged_at_once_is_not_copied_before(
         speculation = _speculation(oracle=FakeProposer(Oracle(expected, some)))
         compare(answers(runner, some, speculation=speculation), expected)
         assert (True in copied) == (ruled in some) and False in copied
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_was_judged_at_once_is_read_by_nobody_after_that(
+    every: int, runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler may overwrite logits that are chosen from in order: here nothing is left of them. Beside rows that go
+    one by one, and branches, prompts that become whole, and choices."""
+    spoilt = 0
+
+    @torch.inference_mode()
+    def spoiling(logits: torch.Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
+        nonlocal spoilt
+        sampled = sample(logits, rows, positions)
+        if positions is None:
+            assert len(rows) == len(logits)
+            logits.fill_(torch.nan)
+            spoilt += len(rows) > num_rows
+        return sampled
+
+    at_once = [one for one in asked if not (one.sampling.has_penalties or one.sampling.token_rules or one.grammar)]
+    for some in (at_once, asked):
+        expected = answers(runner, some)
+        num_rows, spoilt = sum(one.num_choices for one in some), 0
+        with monkeypatch.context() as patch:
+            patch.setattr(asked_module, "sample", spoiling)
+            for proposer in (FakeProposer(Oracle(expected, some)), Branching(expected, some, every=every)):
+                compare(answers(runner, some, speculation=_speculation(one=proposer)), expected)
+        assert spoilt or some is asked
 
 
 def test_a_wrong_number_for_a_position_is_seen(
