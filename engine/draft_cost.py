@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-SIXTEEN = 16  # tokens
+_SIXTEEN = 16  # tokens
 _MOST = 8  # sixteens: what is beyond counts as the last
 _NEW = 0.05  # weight of a step beside those before it
 _PRIOR = 4.0  # steps: so much all sixteens say of each
-_KEEP = 1 - 1 / 512  # weight of what a sixteen has shown, at each step of another: what seems dear is tried again
+_KEEP = 1 - 1 / 512  # weight of what a sixteen has shown, at each other step: what seems dear is tried again
 
 
 class LearntDraftCost:
-    """Owned by the step thread."""
+    """Of steps with drafts and without, what they take beside what was expected; by sixteens of tokens for those with.
+    Owned by the step thread."""
 
     def __init__(self) -> None:
         self._plain = 1.0  # what steps without drafts take beside the line
@@ -24,17 +25,17 @@ class LearntDraftCost:
     def saw(self, num_tokens: int, ratio: float, *, has_drafts: bool) -> None:
         """A step of so many tokens has taken so much of what was expected of it."""
         ratio = min(2.0, max(0.5, ratio))
-        if not has_drafts:
-            self._plain += _NEW * (ratio - self._plain)
-            return
-        self._drafting += _NEW * (ratio - self._drafting)
-        place = sixteen_of(num_tokens, _MOST)
+        sixteen = _sixteen_of(num_tokens, _MOST) if has_drafts else -1
         for i in range(_MOST):
-            keep = 1 - _NEW if i == place else _KEEP
+            keep = 1 - _NEW if i == sixteen else _KEEP
             self._steps[i] *= keep
             self._ratios[i] *= keep
-        self._steps[place] += 1
-        self._ratios[place] += ratio
+        if has_drafts:
+            self._drafting += _NEW * (ratio - self._drafting)
+            self._steps[sixteen] += 1
+            self._ratios[sixteen] += ratio
+        else:
+            self._plain += _NEW * (ratio - self._plain)
 
     def factors(self) -> tuple[float, ...]:
         """By sixteens of a step's tokens, of the last for all beyond: what it takes with drafts, beside a step without
@@ -46,9 +47,9 @@ class LearntDraftCost:
         return tuple(ratio * least for ratio in known)
 
 
-def sixteen_of(num_tokens: int, num_sixteens: int) -> int:
-    return min(num_sixteens - 1, (num_tokens - 1) // SIXTEEN)
+def _sixteen_of(num_tokens: int, num_sixteens: int) -> int:
+    return min(num_sixteens - 1, (num_tokens - 1) // _SIXTEEN)
 
 
 def factor_of(factors: Seq[float], num_tokens: int) -> float:
-    return factors[sixteen_of(num_tokens, len(factors))]
+    return factors[_sixteen_of(num_tokens, len(factors))]

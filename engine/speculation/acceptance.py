@@ -8,8 +8,8 @@ from engine.speculation.proposer import NUM_KINDS
 
 _PRIOR = 4.0  # tokens: what is believed of a kind before there is anything to believe
 _MEMORY = 256.0  # tokens of a kind: then the older half counts for half
-_AS_EXPECTED = 1.0  # tokens: before anything was seen
-_ROW_KEEP = 0.9
+_AS_EXPECTED = 1.0  # tokens of weight: that what comes is what was expected
+_KEEP = 0.9
 _BOUNDS = 0.05, 1.25  # of what one request is beside others: one that nobody guesses is soon left alone
 # A kind that stands for a longer match is believed more: that much is known of every text.
 _BELIEVED = [(1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
@@ -41,9 +41,10 @@ class Acceptance:
 
 
 class Correction:
-    """What comes of guesses beside what was to be expected: of one method and one request, beside its kinds."""
+    """What comes of some guesses beside what was expected of them: those of one method and one request, beside its
+    kinds; or those that were chosen."""
 
-    def __init__(self, bounds: tuple[float, float] = _BOUNDS, keep: float = _ROW_KEEP) -> None:
+    def __init__(self, bounds: tuple[float, float] = _BOUNDS, keep: float = _KEEP) -> None:
         """keep: weight of earlier guesses, at each new one."""
         self._bounds = bounds
         self._keep = keep

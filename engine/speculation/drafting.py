@@ -128,4 +128,5 @@ class Drafting:
         if not plain_s:
             return FREE
         token_s, context_s = timing.token_s * _MARGIN, timing.context_s * _MARGIN
-        return StepPrice(plain_s, token_s, num_tokens, self._pace.draft_factors, context_s)
+        factors = self._pace.draft_factors
+        return StepPrice(plain=plain_s, token=token_s, num_tokens=num_tokens, factors=factors, context=context_s)

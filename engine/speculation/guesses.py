@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from engine.sequence import Sequence
@@ -30,12 +31,19 @@ _KEEP_OF_BEST = 0.98
 _BELIEVED_OF_BRANCHES = [0.1] * NUM_KINDS
 
 
+class _Best(NamedTuple):
+    """Of several guesses."""
+
+    method: str
+    promised: Guess  # by its method
+    believed: Guess  # corrected by what has come of those that were best
+
+
 @dataclass(eq=False, slots=True)
 class _Row:
     guesses: dict[str, Guess] = field(default_factory=dict)  # by method
     together: Guess | None = None  # of all of these, once somebody has asked
-    best: tuple[str, Guess] | None = None  # the same
-    promised: Guess | None = None  # what that was before it was corrected
+    best: _Best | None = None  # the same
     acceptance: dict[str, Correction] = field(default_factory=dict)  # beside what was to be expected of the kinds
     promises: dict[str, Correction] = field(default_factory=dict)  # and of the places
 
@@ -57,15 +65,17 @@ class Guesses:
 
     def best(self, sequence: Sequence) -> tuple[str, Guess | None]:
         """The guess that promises most tokens, and whose it is: one method's, or ENSEMBLE's (see `together`), by which
-        it branches, too, where several have guessed."""
+        it branches, too, where several have guessed. What has come of those that were best before corrects its chances;
+        those of its branches are as they are."""
         row = self._row(sequence)
         if len(row.guesses) < 2:
             return max(row.guesses.items(), default=("", None))
         if row.best is None:
-            method, row.promised = self._most_promising(row)
-            factors = accumulate([self._of_best.factor] * len(row.promised.tokens), mul)
-            row.best = method, replace(row.promised, chances=list(map(mul, row.promised.chances, factors)))
-        return row.best
+            method, promised = self._most_promising(row)
+            factors = accumulate([self._of_best.factor] * len(promised.tokens), mul)
+            believed = replace(promised, chances=list(map(mul, promised.chances, factors)))
+            row.best = _Best(method, promised, believed)
+        return row.best.method, row.best.believed
 
     def _most_promising(self, row: _Row) -> tuple[str, Guess]:
         """Of several guesses."""
@@ -81,10 +91,10 @@ class Guesses:
         """From what was said of fewer tokens than they have now. Before anything else is asked of them."""
         for sequence in sequences:
             row = self._row(sequence)
-            if row.promised and row.promised.start != len(sequence.tokens):
-                num_right, num_reached = row.promised.outcome(sequence.tokens)
-                self._of_best.saw(sum(row.promised.shares()[:num_reached]), num_right)
-                row.best = row.promised = None
+            if row.best and row.best.promised.start != len(sequence.tokens):
+                num_right, num_reached = row.best.promised.outcome(sequence.tokens)
+                self._of_best.saw(sum(row.best.promised.shares()[:num_reached]), num_right)
+                row.best = None
             if row.together and row.together.start != len(sequence.tokens):
                 self._learn_branches(ENSEMBLE, row.together, sequence)
                 row.together = None
@@ -122,7 +132,7 @@ class Guesses:
             found = (self._branch(method, guess, proposed, factor) for proposed in proposal.branches)
             guess.branches = [branch for branch in found if branch]
         row.guesses[method] = guess
-        row.together = row.best = row.promised = None
+        row.together = row.best = None
 
     def _real(self, tokens: Seq[int]) -> Seq[int]:
         """As many as may be drafted, and of those the model's own."""

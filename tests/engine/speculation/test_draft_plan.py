@@ -22,7 +22,7 @@ def test_no_other_lengths_give_tokens_sooner(seed: int) -> None:
             chance *= generator.random()
             row.append(chance)
         chances.append(row)
-    price = StepPrice(plain=1.0, token=generator.random() / 3, drafting=(1 + generator.random() / 5,))
+    price = StepPrice(plain=1.0, token=generator.random() / 3, factors=(1 + generator.random() / 5,))
     num_rows, most = 3 + generator.randrange(4), generator.randrange(9)
 
     def rate(lengths: tuple[int, ...]) -> float:
@@ -143,5 +143,5 @@ def test_a_draft_ends_before_a_step_of_many_more_seconds() -> None:
     chances = [[0.95**place for place in range(1, 17)]]
     smooth = StepPrice(plain=10.0, token=0.1, num_tokens=4)
     assert plan_drafts(chances, 4, smooth, 100) == [16]
-    stairs = StepPrice(plain=10.0, token=0.1, num_tokens=4, drafting=(1.0, 1.5, 1.5))
+    stairs = StepPrice(plain=10.0, token=0.1, num_tokens=4, factors=(1.0, 1.5, 1.5))
     assert plan_drafts(chances, 4, stairs, 100) == [12]
