@@ -135,7 +135,7 @@ class Engine(Generic[Logits]):
             if rows:
                 assert logits is not None
                 step.sampled = self._sampler(logits, rows, positions)
-            step.logits = logits if step.drafts else None
+            step.logits = logits if step.drafts and positions is not None else None
             if self._pace:
                 has_drafts = bool(step.drafts) if self._drafting.is_on else None
                 self._pace.end(step.batch, has_prompts=bool(step.prompts), has_drafts=has_drafts)

@@ -9,10 +9,9 @@ from typing import NamedTuple, Protocol, Self
 
 from cluster.words.timing import StepTiming
 from engine.batch.batch import Batch
+from engine.draft_cost import LearntDraftCost
 from engine.learnt_timing import LearntTiming
 from engine.rate import Rate
-
-_NEW = 0.05  # weight of a step beside those of its kind before it
 
 
 class StepMark(Protocol):
@@ -57,7 +56,7 @@ class Pace:
         self._steps = Rate()
         self._tokens = Rate()
         self._timing = LearntTiming()
-        self._beside = {False: 1.0, True: 1.0}  # what steps take beside what is learnt: with drafts, and without
+        self._draft_cost = LearntDraftCost()
         self._last: StepMark | None = None  # the end of the last step; the begin of the next one if it follows at once
         self._aside_s = 0.0  # since the last step
         self._launched: deque[_Step] = deque()  # those that have not been seen to be over
@@ -103,14 +102,12 @@ class Pace:
             num_context = int(batch.context_lens.sum())
             expected_s = timing.step_s(num_tokens=batch.num_tokens, num_pairs=0, num_context=num_context)
             if expected_s:
-                ratio = min(2.0, max(0.5, seconds / expected_s))
-                self._beside[has_drafts] += _NEW * (ratio - self._beside[has_drafts])
+                self._draft_cost.saw(batch.num_tokens, seconds / expected_s, has_drafts=has_drafts)
 
     @property
-    def draft_factor(self) -> float:
-        """What steps with drafts take, beside steps without that have as many tokens: never less, for their tokens are
-        planned and verified one by one; on a device that has recorded the latter, or runs ahead with them, more."""
-        return max(1.0, self._beside[True] / self._beside[False])
+    def draft_factors(self) -> tuple[float, ...]:
+        """See `LearntDraftCost.factors`."""
+        return self._draft_cost.factors()
 
     @property
     def prompt_tokens_per_s(self) -> float:

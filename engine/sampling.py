@@ -132,7 +132,10 @@ class SamplingRow:
         return self._reads_tokens or self.ruled is not None or self._is_masked_behind(num_drafted)
 
     def behind(self, num_drafted: int) -> SamplingRow:
-        """How to choose so many tokens later, whatever they are: of one that does not go one by one."""
+        """How to choose so many tokens later, whatever they are: of one that does not go one by one. Who asks for the
+        greatest logit alone, as most do, asks the same at every place."""
+        if not self.asks_more and self.mask is None:
+            return self
         row = copy(self)
         row.num_coming = num_drafted
         return row

@@ -39,7 +39,7 @@ class ScheduledStep:
     known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # what sequences got before it
     orders: Orders = field(default_factory=Orders)
     fed: FedTokens | None = None  # those that are computed here before anybody knows them
-    logits: Any = None  # where there are drafts, some of which are judged one token after another
+    logits: Any = None  # where some drafts are judged one token after another
     sampled: Sampled | None = None  # of every sequence that decodes; then, for each prompt that is whole, every choice
 
     @property
@@ -69,7 +69,7 @@ class ScheduledStep:
             positions += [position] * len(prompt.choices)
         return rows, positions if len(rows) > len(self.decoding) + len(self.whole) else None
 
-    def _sampling_rows_with_drafts(self) -> tuple[list[SamplingRow], list[int]]:
+    def _sampling_rows_with_drafts(self) -> tuple[list[SamplingRow], list[int] | None]:
         rows: list[SamplingRow] = []
         positions: list[int] = []
         first_logits = 0
@@ -95,7 +95,9 @@ class ScheduledStep:
         for position, prompt in enumerate(self.whole, first_logits):
             rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
             positions += [position] * len(prompt.choices)
-        return rows, positions
+        # Where all are chosen at once, nobody reads them again, and a step has megabytes of them.
+        is_in_order = len(positions) == in_branches and positions == list(range(in_branches))
+        return rows, None if is_in_order else positions
 
     def note_scores(self) -> None:
         """Tell the prompts that are scored what this step has said of them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,7 @@ def _best(
     max_tokens: int,
 ) -> tuple[Plan | None, float]:
     """Where a second is worth `rate` tokens; and what the plan gives."""
-    token = price.token * price.drafting
+    token = price.token * price.factor(1)
     given_R = _values(guessed_RD, rate * token)[:, -1]
     can_R = chances_RD[:, 0] > 0
     depths_D = np.arange(1, chances_RD.shape[1] + 1)
@@ -97,10 +98,12 @@ def _best(
     all_RD = np.zeros((len(guessed_RD), max(depth, guessed_RD.shape[1])))
     all_RD[:, : guessed_RD.shape[1]] = np.where(is_asked_R[:, None], 0.0, guessed_RD)
     all_RD[is_asked_R, :depth] = chances_RD[is_asked_R, :depth]
-    drafted = np.sort(all_RD[all_RD > rate * token])[::-1][:max_tokens]
+    drafted = np.sort(all_RD[all_RD > rate * token])[::-1][:max_tokens].tolist()
     asking_s = offer.price.seconds(depth, float(computed_RD[rows, best].sum()))
-    seconds = price.step(len(drafted)) + asking_s
-    return Plan(offer.method, depth, sorted(rows)), (len(guessed_RD) + float(drafted.sum())) / seconds
+    expected = accumulate(drafted, initial=float(len(guessed_RD)))
+    # As many as `plan_drafts` will take then: what a step takes is no line by its tokens.
+    best_rate = max(tokens / (price.step(count) + asking_s) for count, tokens in enumerate(expected))
+    return Plan(offer.method, depth, sorted(rows)), best_rate
 
 
 def _values(chances_RD: Floats, cost: float) -> Floats:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from engine.draft_cost import factor_of
+
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
@@ -15,11 +17,19 @@ class StepPrice:
 
     plain: float  # without drafts
     token: float  # each drafted token
-    drafting: float = 1.0  # times what both come to, where anything is drafted
+    num_tokens: int = 0  # that a step has without drafts
+    factors: Seq[float] = (1.0,)  # times what both come to, where anything is drafted: see engine.draft_cost
     context: float = 0.0  # each position that a row more reads
 
-    def step(self, num_drafted: float) -> float:
-        return (self.plain + self.token * num_drafted) * self.drafting if num_drafted else self.plain
+    def step(self, num_drafted: int, beside: float = 0.0) -> float:
+        """beside: what is computed for that and is no token of the step, as tokens."""
+        if not num_drafted:
+            return self.plain
+        return (self.plain + self.token * (num_drafted + beside)) * self.factor(num_drafted)
+
+    def factor(self, num_drafted: int) -> float:
+        """Of a step with so many."""
+        return factor_of(self.factors, self.num_tokens + num_drafted)
 
     def floor(self, num_rows: int) -> float:
         """The chance above which a drafted token can pay: beside the tokens that so many rows get anyway."""
@@ -78,7 +88,7 @@ def plan_tree(
     chances: Seq[Seq[float]], offers: Seq[BranchOffer], num_rows: int, price: StepPrice, max_tokens: int
 ) -> DraftPlan:
     """The same with branches beside the drafts."""
-    # No token pays that would not pay alone, beside those that come anyway.
+    # By a line, no token pays that would not pay alone, beside those that come anyway.
     floor = price.floor(num_rows)
     parts = [
         _Part(-chance, False, i, place, chance, 1.0, 0, 1)
@@ -100,7 +110,8 @@ def plan_tree(
             continue
         taken.append(part)
         expected, cost, room = expected + part.value, cost + part.price, room - num_tokens
-        rate = expected / price.step(cost)
+        num_drafted = max_tokens - room
+        rate = expected / price.step(num_drafted, cost - num_drafted)
         if rate > best_rate:
             best, best_rate = len(taken), rate
     plan = DraftPlan([0] * len(chances), [0] * len(offers))

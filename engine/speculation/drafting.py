@@ -26,8 +26,8 @@ class Prices(Protocol):
     def timing(self) -> StepTiming | None: ...
 
     @property
-    def draft_factor(self) -> float:
-        """What steps with drafts take, beside steps without that have as many tokens."""
+    def draft_factors(self) -> Seq[float]:
+        """What steps with drafts take, beside steps without that have as many tokens; see engine.draft_cost."""
         ...
 
     def set_aside(self, seconds: float, /) -> None:
@@ -128,4 +128,5 @@ class Drafting:
         if not plain_s:
             return FREE
         token_s, context_s = timing.token_s * _MARGIN, timing.context_s * _MARGIN
-        return StepPrice(plain=plain_s, token=token_s, drafting=self._pace.draft_factor, context=context_s)
+        factors = self._pace.draft_factors
+        return StepPrice(plain=plain_s, token=token_s, num_tokens=num_tokens, factors=factors, context=context_s)

@@ -24,31 +24,29 @@ def together(guesses: Seq[Guess], branching: Acceptance) -> Guess:
     tokens: list[int] = []
     chances: list[float] = []
     branches: list[GuessedBranch] = []
-    agreeing = list(guesses)
-    while going_on := [guess for guess in agreeing if len(guess.tokens) > len(tokens)]:
+    above = 1.0
+    agreeing = [(guess, guess.tokens, guess.shares()) for guess in guesses]
+    while going_on := [one for one in agreeing if len(one[1]) > len(tokens)]:
         place = len(tokens)
-        each = [_share(guess, place) for guess in going_on]
-        likeliest = max(range(len(each)), key=each.__getitem__)
-        token, chance = going_on[likeliest].tokens[place], each[likeliest]
-        above = chances[-1] if chances else 1.0
+        token, share = -1, -1.0
+        for _, said, shares in going_on:
+            if shares[place] > share:
+                token, share = said[place], shares[place]
+        agreeing = [one for one in going_on if one[1][place] == token]
         if place < _MOST_PLACES:
-            found = [branch for guess in going_on for branch in _of_itself(guess, place, above)]
-            found += [
-                _instead(guess, place, above, share, chance, branching)
-                for guess, share in zip(going_on, each, strict=True)
-                if guess.tokens[place] != token
-            ]
-            branches += _likeliest([branch for branch in found if branch.tokens[0] != token])
+            found = [branch for guess, *_ in going_on if guess.branches for branch in _of_itself(guess, place, above)]
+            if len(agreeing) < len(going_on):
+                found += [
+                    _instead(guess, place, above, shares[place], share, branching)
+                    for guess, said, shares in going_on
+                    if said[place] != token
+                ]
+            if found:
+                branches += _likeliest([branch for branch in found if branch.tokens[0] != token])
+        above *= share
         tokens.append(token)
-        chances.append(above * chance)
-        agreeing = [guess for guess in going_on if guess.tokens[place] == token]
+        chances.append(above)
     return Guess(guesses[0].start, tokens, (), chances, branches)
-
-
-def _share(guess: Guess, place: int) -> float:
-    """The chance of its token, if all before it are right."""
-    before = guess.chances[place - 1] if place else 1.0
-    return guess.chances[place] / before if before else 0.0
 
 
 def _instead(guess: Guess, place: int, above: float, share: float, best: float, branching: Acceptance) -> GuessedBranch:

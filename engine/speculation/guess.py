@@ -25,3 +25,17 @@ class Guess:
     kinds: Seq[int]
     chances: Seq[float]  # of each, that it and those before it are right
     branches: Seq[GuessedBranch] = ()
+
+    def shares(self) -> list[float]:
+        """Of each, the chance that it is right if all before it are."""
+        before, found = 1.0, list[float]()
+        for chance in self.chances:
+            found.append(chance / before if before else 0.0)
+            before = chance
+        return found
+
+    def outcome(self, tokens: Seq[int]) -> tuple[int, int]:
+        """How many of its tokens are right, and how many can be judged, where a row has these: one more, or all."""
+        known = tokens[self.start : self.start + len(self.tokens)]
+        num_right = next((i for i, token in enumerate(known) if token != self.tokens[i]), len(known))
+        return num_right, min(num_right + 1, len(known))

@@ -7,10 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from engine.sequence import Sequence
-from engine.speculation.acceptance import Acceptance, RowAcceptance
+from engine.speculation.acceptance import Acceptance, Correction
 from engine.speculation.ensemble import ENSEMBLE, together
 from engine.speculation.guess import Guess, GuessedBranch
 from engine.speculation.proposer import NUM_KINDS, Proposal, ProposedBranch
@@ -22,16 +23,29 @@ _BELIEVED_BY_PLACE = [0.2] + [0.7] * (NUM_KINDS - 1)
 _MEMORY_BY_PLACE = 48.0  # tokens
 _BOUNDS_BY_PLACE = 0.25, 2.0  # of what one request is beside others, of which nothing else is known
 
+# Of several guesses the one that promises most is mostly one that promises too much.
+_BOUNDS_OF_BEST = 0.05, 1.0
+_KEEP_OF_BEST = 0.98
+
 # Of the tokens with which branches begin. What follows one that is right is right as often as elsewhere.
 _BELIEVED_OF_BRANCHES = [0.1] * NUM_KINDS
+
+
+class _Best(NamedTuple):
+    """Of several guesses."""
+
+    method: str
+    promised: Guess  # by its method
+    believed: Guess  # corrected by what has come of those that were best
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
     guesses: dict[str, Guess] = field(default_factory=dict)  # by method
     together: Guess | None = None  # of all of these, once somebody has asked
-    acceptance: dict[str, RowAcceptance] = field(default_factory=dict)  # beside what was to be expected of the kinds
-    promises: dict[str, RowAcceptance] = field(default_factory=dict)  # and of the places
+    best: _Best | None = None  # the same
+    acceptance: dict[str, Correction] = field(default_factory=dict)  # beside what was to be expected of the kinds
+    promises: dict[str, Correction] = field(default_factory=dict)  # and of the places
 
 
 class Guesses:
@@ -46,14 +60,25 @@ class Guesses:
         self._acceptance = {method: Acceptance() for method in methods}
         self._by_place = {method: Acceptance(_BELIEVED_BY_PLACE, _MEMORY_BY_PLACE) for method in by_place}
         self._branching = {method: Acceptance(_BELIEVED_OF_BRANCHES) for method in (*self._acceptance, ENSEMBLE)}
+        self._of_best = Correction(_BOUNDS_OF_BEST, _KEEP_OF_BEST)
         self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
 
     def best(self, sequence: Sequence) -> tuple[str, Guess | None]:
         """The guess that promises most tokens, and whose it is: one method's, or ENSEMBLE's (see `together`), by which
-        it branches, too, where several have guessed."""
+        it branches, too, where several have guessed. What has come of those that were best before corrects its chances;
+        those of its branches are as they are."""
         row = self._row(sequence)
         if len(row.guesses) < 2:
             return max(row.guesses.items(), default=("", None))
+        if row.best is None:
+            method, promised = self._most_promising(row)
+            factors = accumulate([self._of_best.factor] * len(promised.tokens), mul)
+            believed = replace(promised, chances=list(map(mul, promised.chances, factors)))
+            row.best = _Best(method, promised, believed)
+        return row.best.method, row.best.believed
+
+    def _most_promising(self, row: _Row) -> tuple[str, Guess]:
+        """Of several guesses."""
         method, guess = max(row.guesses.items(), key=lambda item: sum(item[1].chances))
         if row.together is None:
             row.together = together(list(row.guesses.values()), self._branching[ENSEMBLE])
@@ -66,6 +91,10 @@ class Guesses:
         """From what was said of fewer tokens than they have now. Before anything else is asked of them."""
         for sequence in sequences:
             row = self._row(sequence)
+            if row.best and row.best.promised.start != len(sequence.tokens):
+                num_right, num_reached = row.best.promised.outcome(sequence.tokens)
+                self._of_best.saw(sum(row.best.promised.shares()[:num_reached]), num_right)
+                row.best = None
             if row.together and row.together.start != len(sequence.tokens):
                 self._learn_branches(ENSEMBLE, row.together, sequence)
                 row.together = None
@@ -95,28 +124,30 @@ class Guesses:
             return
         row = self._row(sequence)
         factor = row.acceptance[method].factor if method in row.acceptance else 1.0
-        chance = self._acceptance[method].chance
+        known = self._acceptance[method].chances
         kinds = proposal.kinds[: len(tokens)]
-        chances = list(accumulate((min(1.0, chance(kind) * factor) for kind in kinds), mul))
+        chances = list(accumulate([min(1.0, known[kind] * factor) for kind in kinds], mul))
         guess = Guess(len(sequence.tokens), tokens, kinds, chances)
         if proposal.branches:
-            found = (self._branch(method, guess, proposed) for proposed in proposal.branches)
+            found = (self._branch(method, guess, proposed, factor) for proposed in proposal.branches)
             guess.branches = [branch for branch in found if branch]
-        row.guesses[method], row.together = guess, None
+        row.guesses[method] = guess
+        row.together = row.best = None
 
     def _real(self, tokens: Seq[int]) -> Seq[int]:
         """As many as may be drafted, and of those the model's own."""
         tokens = tokens[: self._max_tokens]
         return tokens[: next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))]
 
-    def _branch(self, method: str, guess: Guess, proposed: ProposedBranch) -> GuessedBranch | None:
+    def _branch(self, method: str, guess: Guess, proposed: ProposedBranch, factor: float) -> GuessedBranch | None:
         place, tokens = proposed.place, self._real(proposed.tokens)
         if not 0 <= place < len(guess.tokens) or not tokens or tokens[0] == guess.tokens[place]:
             return None
         before, kind = guess.chances[place - 1] if place else 1.0, proposed.kinds[0]
         # Of all that may come next one comes.
         first = min(before * self._branching[method].chance(kind), before - guess.chances[place])
-        then = map(self._acceptance[method].chance, proposed.kinds[1 : len(tokens)])
+        chance = self._acceptance[method].chance
+        then = (min(1.0, chance(kind) * factor) for kind in proposed.kinds[1 : len(tokens)])
         return GuessedBranch(place, tokens, kind, list(accumulate((first, *then), mul)))
 
     def _row(self, sequence: Sequence) -> _Row:
@@ -129,16 +160,14 @@ class Guesses:
         """From what has become of the last guess, as far as the row has come since then."""
         guess = row.guesses.pop(method)
         self._learn_branches(method, guess, sequence)
-        known = sequence.tokens[guess.start : guess.start + len(guess.tokens)]
-        num_right = next((i for i, token in enumerate(known) if token != guess.tokens[i]), len(known))
-        num_reached = min(num_right + 1, len(known))
+        num_right, num_reached = guess.outcome(sequence.tokens)
         kinds = guess.kinds[:num_reached]
-        acceptance = row.acceptance.setdefault(method, RowAcceptance())
+        acceptance = row.acceptance.setdefault(method, Correction())
         acceptance.saw(sum(map(self._acceptance[method].chance, kinds)), num_right)
         self._acceptance[method].saw(kinds, num_right, num_reached)
         if by_place := self._by_place.get(method):
             places = [_kind_of(place) for place in range(num_reached)]
-            row.promises.setdefault(method, RowAcceptance(_BOUNDS_BY_PLACE)).saw(
+            row.promises.setdefault(method, Correction(_BOUNDS_BY_PLACE)).saw(
                 sum(map(by_place.chance, places)), num_right
             )
             by_place.saw(places, num_right, num_reached)

@@ -219,7 +219,7 @@ class Speculation:
         if self._num_without >= _TRY_EVERY:
             most, i = max(((row[0], i) for i, row in enumerate(chances) if row), default=(0.0, 0))
             num_tokens = min(_TRIED, len(chances[i]), max_tokens)
-            cost = price.step(num_tokens) - price.plain
+            cost = max(0.0, price.step(num_tokens) - price.plain)
             if most > _TRY_ABOVE and self._purse.can_pay(cost):
                 self._purse.pay(cost)
                 lengths[i] = num_tokens

@@ -68,6 +68,10 @@ def _follow(
     kinds: list[int] = []
     others: list[tuple[int, int, int, list[_Place]]] = []
     for i in range(start, max_tokens):
+        if len(places) == 1:  # mostly: it goes on as it did
+            tokens += places[0][1][i:max_tokens]
+            kinds += [min(best + place, MOST_MATCH) - 1 for place in range(i, start + len(tokens))]
+            break
         votes: dict[int, int] = {}
         for num_tokens, followed in places:
             if i < len(followed):

@@ -35,7 +35,7 @@ class SimulatedDrafts:
 
     def __init__(self, rates: DraftRates, timing: StepTiming, *, seed: int) -> None:
         self.timing = timing
-        self.draft_factor = 1.0
+        self.draft_factors = (1.0,)
         self._rates = rates
         self._random = Random(seed)
         self._asked_s = 0.0  # in all

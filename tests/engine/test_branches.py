@@ -59,12 +59,12 @@ def _speculation(**methods: Proposer) -> Speculation:
     return Speculation(methods, max_tokens=6, vocab_size=VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_blocks", [512, 56])
 def test_where_a_branch_is_right_nothing_changes(
     every: int, num_blocks: int, runner: ModelRunner, asked: list[Asked]
 ) -> None:
-    """In small steps, and in a pool where some are preempted."""
+    """In small steps, and in a pool where some are preempted. Of rarer ones few would have room beside drafts there."""
     expected = answers(runner, asked)
     speculation = _speculation(tree=Branching(expected, asked, every=every))
     found = answers(runner, asked, _ROOM if num_blocks == 512 else _SMALL, num_blocks, speculation=speculation)

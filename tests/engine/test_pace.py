@@ -7,6 +7,7 @@ import pytest
 from engine import pace
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
+from engine.draft_cost import factor_of
 from engine.pace import Pace
 
 
@@ -44,17 +45,28 @@ def test_what_drafts_cost_beyond_their_tokens_is_learnt(clock: Clock) -> None:
         for count in (1, 2, 3, 4):
             _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
             _step(pace, clock, 0.10 + 0.01 * count, count, has_drafts=True)
-    assert pace.draft_factor == pytest.approx(1.0, abs=0.02)
+    assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.02)
     for _ in range(100):
         for count in (1, 2, 3, 4):
             _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
             _step(pace, clock, 0.15 + 0.015 * count, count, has_drafts=True)
-    assert pace.draft_factor == pytest.approx(1.5, abs=0.1)
+    assert pace.draft_factors == pytest.approx([1.5] * 8, abs=0.1)
     for _ in range(300):
         for count in (1, 2, 3, 4):
             _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
             _step(pace, clock, 0.05 + 0.005 * count, count, has_drafts=True)
-    assert pace.draft_factor == 1.0, "that was chance: a neighbour has left in time"
+    assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.02), "that was chance: a neighbour has left in time"
+
+
+def test_what_is_dear_from_so_many_tokens_on_is_learnt(clock: Clock) -> None:
+    pace = Pace()
+    for _ in range(100):
+        _step(pace, clock, 0.10, 1)
+        for count in (4, 12, 20, 28):
+            _step(pace, clock, 0.10 if count <= 16 else 0.15, count, has_drafts=True)
+    few, many = factor_of(pace.draft_factors, 16), factor_of(pace.draft_factors, 17)
+    assert many > 1.1 * few, "a line by tokens has taken its part of it"
+    assert few < factor_of(pace.draft_factors, 500) < many, "nobody knows, so as all together"
 
 
 def test_steps_that_only_decode_and_those_that_compute_prompts_are_told_apart(clock: Clock) -> None:

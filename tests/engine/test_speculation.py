@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
@@ -16,12 +17,14 @@ from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sampler import sample
-from engine.sampling import SamplingRow
+from engine.sampling import Sampled, SamplingRow
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculation import Speculation
+from tests.engine import asked as asked_module
 from tests.engine.asked import (
     AMPLE,
     Asked,
+    Branching,
     Oracle,
     answers,
     check_with_leavers,
@@ -167,10 +170,62 @@ def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
 class _Dear:
     """Implements Prices: whatever is computed costs a second a token, and nothing else."""
 
-    timing, draft_factor = StepTiming(base_s=0.0, token_s=1.0), 1.0
+    timing, draft_factors = StepTiming(base_s=0.0, token_s=1.0), (1.0,)
 
     def set_aside(self, seconds: float) -> None:
         pass
+
+
+def test_what_is_judged_at_once_is_not_copied_before(
+    runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of a step with drafts are megabytes. Where a row goes one by one, its own are wanted again."""
+    copied: set[bool] = set()
+
+    def recording(logits: torch.Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
+        if len(logits) > num_asked:
+            copied.add(positions is not None)
+        return sample(logits, rows, positions)
+
+    monkeypatch.setattr(asked_module, "sample", recording)
+    plain = [replace(one, sampling=Sampling(max_tokens=20), num_choices=1) for one in asked[:2]]
+    ruled = replace(plain[0], sampling=Sampling(max_tokens=20, repetition_penalty=1.3))
+    for some in (plain, [*plain, ruled]):
+        num_asked = len(some)
+        expected = answers(runner, some)
+        copied.clear()
+        speculation = _speculation(oracle=FakeProposer(Oracle(expected, some)))
+        compare(answers(runner, some, speculation=speculation), expected)
+        assert (True in copied) == (ruled in some) and False in copied
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_was_judged_at_once_is_read_by_nobody_after_that(
+    every: int, runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler may overwrite logits that are chosen from in order: here nothing is left of them. Beside rows that go
+    one by one, and branches, prompts that become whole, and choices."""
+    spoilt = 0
+
+    @torch.inference_mode()
+    def spoiling(logits: torch.Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
+        nonlocal spoilt
+        sampled = sample(logits, rows, positions)
+        if positions is None:
+            assert len(rows) == len(logits)
+            logits.fill_(torch.nan)
+            spoilt += len(rows) > num_rows
+        return sampled
+
+    at_once = [one for one in asked if not (one.sampling.has_penalties or one.sampling.token_rules or one.grammar)]
+    for some in (at_once, asked):
+        expected = answers(runner, some)
+        num_rows, spoilt = sum(one.num_choices for one in some), 0
+        with monkeypatch.context() as patch:
+            patch.setattr(asked_module, "sample", spoiling)
+            for proposer in (FakeProposer(Oracle(expected, some)), Branching(expected, some, every=every)):
+                compare(answers(runner, some, speculation=_speculation(one=proposer)), expected)
+        assert spoilt or some is asked
 
 
 def test_a_wrong_number_for_a_position_is_seen(

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from engine.speculation.acceptance import Acceptance, RowAcceptance
+from engine.speculation.acceptance import Acceptance, Correction
 from engine.speculation.draft_plan import FREE, BranchOffer, StepPrice, plan_drafts, plan_tree
 
 
@@ -22,7 +22,7 @@ def test_no_other_lengths_give_tokens_sooner(seed: int) -> None:
             chance *= generator.random()
             row.append(chance)
         chances.append(row)
-    price = StepPrice(plain=1.0, token=generator.random() / 3, drafting=1 + generator.random() / 5)
+    price = StepPrice(plain=1.0, token=generator.random() / 3, factors=(1 + generator.random() / 5,))
     num_rows, most = 3 + generator.randrange(4), generator.randrange(9)
 
     def rate(lengths: tuple[int, ...]) -> float:
@@ -127,9 +127,21 @@ def test_what_is_right_more_often_is_believed_more() -> None:
 
 
 def test_a_request_of_its_own_is_known_for_it() -> None:
-    better, worse = RowAcceptance(), RowAcceptance()
+    better, worse = Correction(), Correction()
     assert better.factor == 1.0
     for _ in range(20):
         better.saw(0.5, 1)
         worse.saw(0.5, 0)
-    assert worse.factor < 0.6 < 1.1 < better.factor
+    assert worse.factor < 0.2 and better.factor > 1.1
+    for _ in range(20):
+        worse.saw(0.05, 1)
+    assert worse.factor > 1.1, "it was not like this before"
+
+
+def test_a_draft_ends_before_a_step_of_many_more_seconds() -> None:
+    """The thirteenth drafted token is the seventeenth of its step, which takes half as long again from there on."""
+    chances = [[0.95**place for place in range(1, 17)]]
+    smooth = StepPrice(plain=10.0, token=0.1, num_tokens=4)
+    assert plan_drafts(chances, 4, smooth, 100) == [16]
+    stairs = StepPrice(plain=10.0, token=0.1, num_tokens=4, factors=(1.0, 1.5, 1.5))
+    assert plan_drafts(chances, 4, stairs, 100) == [12]

@@ -115,3 +115,44 @@ def test_a_method_that_is_right_where_another_is_not_is_learnt_to_be_so() -> Non
     assert method == "one" != ENSEMBLE and guess
     (branch,) = guess.branches
     assert branch.chances[0] == pytest.approx(0.25, abs=0.12)
+
+
+def test_the_most_promising_of_several_guesses_is_believed_as_often_as_it_is_right() -> None:
+    """Of three methods that are right a quarter of the time, with chances above and below at random, the one that says
+    most is chosen each time, and right a quarter of the time still. Believed as it says: 0.37."""
+    methods = ("one", "two", "three")
+    generator, guesses, sequence = random.Random(1), _guesses(*methods), sequence_of([1, 2])
+    believed = []
+    for _ in range(600):
+        guesses.learn([sequence])
+        for method in methods:
+            guesses.note(method, sequence, Proposal([generator.randrange(3, 7)], [generator.randrange(48)], []))
+        believed.append(_best(guesses, sequence).chances[0])
+        sequence.tokens.append(generator.randrange(3, 7))
+    assert sum(believed[200:]) / 400 == pytest.approx(0.25, abs=0.05)
+
+
+def test_what_is_said_after_somebody_has_asked_counts_too() -> None:
+    guesses, sequence = _guesses("one", "two", "three"), sequence_of([1, 2])
+    for method, tokens in (("one", [3]), ("two", [4])):
+        guesses.note(method, sequence, Proposal(tokens, [0] * len(tokens), []))
+    assert len(_best(guesses, sequence).tokens) == 1
+    guesses.note("three", sequence, Proposal([5, 6], [15, 15], []))
+    assert list(_best(guesses, sequence).tokens) == [5, 6]
+
+
+def test_where_a_request_is_not_guessed_its_branches_are_believed_less() -> None:
+    guesses, known, other = _guesses("one"), sequence_of([1, 2]), sequence_of([1, 2])
+    proposal = Proposal([3, 4], [5, 5], [ProposedBranch(0, [6, 7, 8], [5, 5, 5])])
+    for _ in range(200):
+        for sequence, tokens in ((known, [3, 4]), (other, [9, 9])):
+            guesses.learn([sequence])
+            guesses.note("one", sequence, proposal)
+            sequence.tokens += tokens
+    shares = []
+    for sequence in (known, other):
+        guesses.learn([sequence])
+        guesses.note("one", sequence, proposal)
+        (branch,) = _best(guesses, sequence).branches
+        shares.append(branch.chances[1] / branch.chances[0])
+    assert shares[1] < shares[0] / 4
