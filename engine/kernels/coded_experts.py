@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.kernels.code_panels import CodePanels, numbers_of
-from engine.kernels.coded_product import launch_expert_product
+from engine.kernels.coded_product import launch_expert_product, most_rows_of_experts
 from engine.kernels.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
 from engine.kernels.fused_experts import reference_fused_experts
 from engine.kernels.silu_mul import launch_silu_mul
 
 # T tokens, C choices of each, E hidden_size, X experts, I features of one
-
-_MAX_ROWS = 128  # of a tile
 
 
 def coded_experts(
@@ -46,8 +44,7 @@ def launch_coded_experts(
     if not num_choices:
         return x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
     if tiles is None:
-        most = _MAX_ROWS if gate_up.leasts is None else _MAX_ROWS // 2  # sums of rows beside products: more registers
-        rows = rows_of_tiles(num_choices, num_experts, most=most)
+        rows = rows_of_tiles(num_choices, num_experts, most=most_rows_of_experts(gate_up, x_TE.device))
         tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
     choice_P, expert_B = tiles
     gate_up_N2I = launch_expert_product(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
-from engine.kernels.code_words import NIBBLES, number_of_byte, widen
+from engine.kernels.code_words import FIVE_BITS, NIBBLES, number_of_byte, widen
 from engine.kernels.language import (
     cdiv,
     has_fp8_casts,
@@ -28,6 +28,7 @@ from engine.kernels.language import (
     jit,
     power_of_2,
     reuses_tensor_memory,
+    spares_registers,
     tl,
 )
 
@@ -50,9 +51,11 @@ class Tile:
     @classmethod
     def of(cls, num_rows: int, kind: int, num_words: int, device: torch.device) -> Tile:
         """num_words: K of code_panels."""
-        if num_rows > 32 and kind == NIBBLES and num_words > 16 and not has_tile_copies(device):
-            # An A100's matrix units take rows out of registers, of which 64 rows of so many inputs have too few.
+        if num_rows > 32 and _wants_few_rows(kind, num_words, device):
             return cls(128, 32, 8, 3, num_rows <= 64)
+        if 32 < num_rows <= 64 and kind == FIVE_BITS and not has_tile_copies(device) and not spares_registers():
+            # By an older Triton 64 rows put registers away, where programs share the inputs.
+            return cls(128, 32, 8, 3, True)
         if num_rows <= 32:
             return cls(64, max(16, power_of_2(num_rows)), 4, 4 if kind < NIBBLES else 3, True)
         if num_rows <= 64:
@@ -154,7 +157,8 @@ def launch_expert_product(
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
-    outputs = 64 if rows < (64 if panels.leasts is None else 128) else 128  # sums of rows take registers, too
+    is_few = rows < (64 if panels.leasts is None and has_tile_copies(x_NI.device) else 128)
+    outputs = 64 if is_few else 128  # sums of rows take registers, too; so do an A100's rows
     tile = Tile(outputs, rows, 4 if rows < 128 else 8, 3 if outputs == 64 or panels.kind < NIBBLES else 2, False)
     tile = _fitted(tile, panels, x_NI.device)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
@@ -184,6 +188,15 @@ def launch_expert_product(
     return out_NO
 
 
+def most_rows_of_experts(panels: CodePanels, device: torch.device) -> int:
+    """Choices in a tile of `launch_expert_product`."""
+    if _wants_few_rows(panels.kind, panels.words.shape[-1], device):
+        return 32
+    if panels.kind >= NIBBLES and not has_tile_copies(device) and not spares_registers():
+        return 32
+    return 128 if panels.leasts is None else 64  # sums of rows beside products: more registers
+
+
 def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -> Tensor:
     """Outputs [start, end) as numbers: (end - start, I). start: a multiple of 64."""
     num_inputs = panels.shape[1]
@@ -195,6 +208,11 @@ def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -
         *_pointers(panels), out_OI, start // ROWS, end - start, num_inputs, panels.num_units, **constants
     )
     return out_OI
+
+
+def _wants_few_rows(kind: int, num_words: int, device: torch.device) -> bool:
+    """An A100's matrix units take rows out of registers, of which 64 rows of so many inputs have too few."""
+    return kind == NIBBLES and num_words > 16 and not has_tile_copies(device)
 
 
 def _fitted(tile: Tile, panels: CodePanels, device: torch.device) -> Tile:

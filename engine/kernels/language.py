@@ -24,6 +24,7 @@ __all__ = [
     "jit",
     "power_of_2",
     "reuses_tensor_memory",
+    "spares_registers",
     "tl",
 ]
 
@@ -95,5 +96,14 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 
 def reuses_tensor_memory() -> bool:
-    """Whether Triton (3.9) has a place there for each sum of a program; else (3.6) two for each product."""
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    """Whether Triton has one place there for each sum of a program, as 3.9; 3.6 to 3.8 have up to two a product."""
+    return _version() >= (3, 9)
+
+
+def spares_registers() -> bool:
+    """Whether Triton compiles long loops with fewer registers, as 3.8 and 3.9 do; 3.6 and 3.7 need more."""
+    return _version() >= (3, 8)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, triton.__version__.split(".")[:2]))

@@ -16,7 +16,7 @@ import torch
 
 from engine.kernels.code_panels import CodePanels, words_of_a_unit
 from engine.kernels.code_words import E4M3, FIVE_BITS, INT8, NIBBLES, SIX_BITS
-from engine.kernels.coded_product import launch_expert_product
+from engine.kernels.coded_product import launch_expert_product, most_rows_of_experts
 from engine.layers.coded_matrix import CodedMatrix
 from engine.layers.int8_matrix import Int8Matrix
 # ruff: isort: on
@@ -68,7 +68,7 @@ def multiply_by_experts(form: str) -> None:
     one = panels(form)
     several = replace(one, **{name: of.expand(8, *of.shape) for name, of in one.tensors().items()})
     x = torch.empty(300, _I, dtype=torch.bfloat16, device=DEVICE)
-    for rows in (16, 64):
+    for rows in (16, most_rows_of_experts(one, DEVICE)):
         choices, experts = (torch.empty(size, dtype=torch.int32, device=DEVICE) for size in (16 * rows, 16))
         launch_expert_product(x, several, choices, experts, len(x), of_each=1)
 

@@ -121,11 +121,9 @@ def test_every_form_fits_a_gpu(form: str, capability: str) -> None:
 @pytest.mark.parametrize("capability", _DEVICES)
 @pytest.mark.parametrize("form", ["AWQ", "Q4_K"])
 def test_products_of_experts_fit_a_gpu(form: str, capability: str) -> None:
-    most = 32 if (form, capability) == ("AWQ", "8.0") else 0  # outside of the loop
     found = launches(f"experts of {form}", capability)
     assert len(found) == 2
     for launch in found:
         place = f"{form}: {launch['grid']} on {capability}"
         assert launch["tensor_columns"] <= 512, place
-        assert launch["stack_bytes"] <= most, f"{place}: {launch['stack_bytes']} bytes"
-        assert not any(loop["spills"] for loop in launch["loops"]), place
+        assert not launch["stack_bytes"], f"{place}: {launch['stack_bytes']} bytes"
