@@ -119,7 +119,7 @@ def test_every_form_fits_a_gpu(form: str, capability: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", _DEVICES)
-@pytest.mark.parametrize("form", ["AWQ", "Q4_K"])
+@pytest.mark.parametrize("form", ["AWQ", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_products_of_experts_fit_a_gpu(form: str, capability: str) -> None:
     found = launches(f"experts of {form}", capability)
     assert len(found) == 2
