@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from cluster.words.errors import ClusterError, ReplicaLost
 from router.generation import Arrived, Generation
@@ -29,8 +30,13 @@ class AnswerEvents:
         unread: UnreadLimit,
         summary: Callable[[], Summary],
         request_id: str,
+        straight: Callable[[Event], bool] | None = None,
     ) -> None:
+        """straight: takes an event at once, if it can. What it takes is not given to whoever iterates, who is woken for
+        the rest alone."""
         self._generation = generation
+        if straight:
+            generation.hand_to(partial(self._send, straight))
         self._tokens = aiter(generation)
         self._choices = choices
         self._num_open = len(choices)
@@ -39,6 +45,7 @@ class AnswerEvents:
         self._summary = summary
         self._is_summed = False
         self._request_id = request_id
+        self._unsent: list[Event] = []
         self._unneeded: list[int] = []  # choices that a stop string has ended; the workers do not know yet
 
     def __aiter__(self) -> AnswerEvents:
@@ -61,9 +68,19 @@ class AnswerEvents:
                 arrived = await anext(self._tokens)
             except StopAsyncIteration:
                 raise ReplicaLost(f"request {self._request_id}: its tokens ended before it was finished") from None
-            events = self._events_of(arrived)
+            events = self._unsent + self._events_of(arrived)
+            self._unsent = []
         self._unread.given()
         return events
+
+    def _send(self, straight: Callable[[Event], bool], arrived: Arrived) -> bool:
+        """While whoever iterates waits. Whether there is nothing that he has to see to."""
+        events = self._events_of(arrived)
+        num_sent = 0
+        while num_sent < len(events) and straight(events[num_sent]):
+            num_sent += 1
+        self._unsent = events[num_sent:]
+        return not self._unsent and not self._unneeded and self._num_open > 0
 
     def _events_of(self, arrived: Arrived) -> list[Event]:
         events: list[Event] = []

@@ -12,6 +12,7 @@ class TokenClock:
 
     def __init__(self, metrics: Metrics, *, num_choices: int) -> None:
         self._metrics = metrics
+        self._observe = metrics.inter_token_latency.observe
         self.began = monotonic()
         self._last_s: list[float | None] = [None] * num_choices
         self._gaps_s = 0.0  # the sum over all choices
@@ -37,8 +38,8 @@ class TokenClock:
             self._metrics.time_to_first_token.observe(now_s)
         if last_s is not None:
             self._gaps_s += now_s - last_s
-            self._metrics.inter_token_latency.observe(now_s - last_s)
+            self._observe(now_s - last_s)
             self._num_gaps += 1
         if num_tokens > 1:
             self._num_gaps += num_tokens - 1
-            self._metrics.inter_token_latency.observe(0.0, num_tokens - 1)
+            self._observe(0.0, num_tokens - 1)
