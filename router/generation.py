@@ -27,7 +27,7 @@ class RequestRoute:
 
 
 Arrived = Mapping[int, Sequence[SampledToken]]  # by choice
-Taker = Callable[[Arrived], bool]  # whether that is all there is to do
+Taker = Callable[[int, Sequence[SampledToken]], bool]  # of a choice; whether that is all there is to do
 
 
 class Generation(Protocol):

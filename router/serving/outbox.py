@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from cluster.words.request import SampledToken
-from router.generation import Arrived, Taker
+from router.generation import Taker
 
 _TOGETHER = 64  # some 1 ms of work for a door
 
@@ -30,7 +30,7 @@ class Outbox:
     def put(self, choice: int, tokens: Sequence[SampledToken]) -> None:
         """At least one, which have come together."""
         if self.taker and self._waking and not self._waking.done():
-            self._hand_over(self.taker, {choice: tokens})
+            self._hand_over(self.taker, choice, tokens)
             return
         for token in tokens:
             if not self._bundles or self._num_in_last == _TOGETHER:
@@ -70,9 +70,9 @@ class Outbox:
         self.num_waiting -= sum(map(len, bundle.values()))
         return bundle
 
-    def _hand_over(self, taker: Taker, arrived: Arrived) -> None:
+    def _hand_over(self, taker: Taker, choice: int, tokens: Sequence[SampledToken]) -> None:
         try:
-            if taker(arrived):
+            if taker(choice, tokens):
                 return
         except Exception as error:  # it is whoever iterates to whom this happens, and not who brings tokens
             return self.end(error)

@@ -8,7 +8,8 @@ from contextlib import suppress
 from functools import partial
 
 from cluster.words.errors import ClusterError, ReplicaLost
-from router.generation import Arrived, Generation
+from cluster.words.request import SampledToken
+from router.generation import Generation
 from router.text.choice_text import ChoiceText
 from router.text.events import Event, Summary
 from router.text.token_clock import TokenClock
@@ -68,35 +69,31 @@ class AnswerEvents:
                 arrived = await anext(self._tokens)
             except StopAsyncIteration:
                 raise ReplicaLost(f"request {self._request_id}: its tokens ended before it was finished") from None
-            events = self._unsent + self._events_of(arrived)
-            self._unsent = []
+            events, self._unsent = self._unsent, []
+            for number, tokens in arrived.items():
+                events += self._events_of(number, tokens)
         self._unread.given()
         return events
 
-    def _send(self, straight: Callable[[Event], bool], arrived: Arrived) -> bool:
+    def _send(self, straight: Callable[[Event], bool], number: int, tokens: Sequence[SampledToken]) -> bool:
         """While whoever iterates waits. Whether there is nothing that he has to see to."""
-        events = self._events_of(arrived)
-        num_sent = 0
-        while num_sent < len(events) and straight(events[num_sent]):
-            num_sent += 1
-        self._unsent = events[num_sent:]
+        for event in self._events_of(number, tokens):
+            if self._unsent or not straight(event):
+                self._unsent.append(event)
         return not self._unsent and not self._unneeded and self._num_open > 0
 
-    def _events_of(self, arrived: Arrived) -> list[Event]:
-        events: list[Event] = []
-        for number, tokens in arrived.items():
-            choice = self._choices[number]
-            if choice.finished is not None:
-                continue  # they were on their way when we said stop
-            delta = choice.add(tokens)
-            self._clock.tick(number, len(delta.tokens))
-            events.append(delta)
-            if choice.finished is not None:
-                events.append(choice.finished)
-                self._num_open -= 1
-                if delta.tokens[-1].finish_reason is None:
-                    self._unneeded.append(number)
-        return events
+    def _events_of(self, number: int, tokens: Sequence[SampledToken]) -> list[Event]:
+        choice = self._choices[number]
+        if choice.finished is not None:
+            return []  # they were on their way when we said stop
+        delta = choice.add(tokens)
+        self._clock.tick(number, len(delta.tokens))
+        if choice.finished is None:
+            return [delta]
+        self._num_open -= 1
+        if delta.tokens[-1].finish_reason is None:
+            self._unneeded.append(number)
+        return [delta, choice.finished]
 
     async def _end(self) -> Summary:
         if self._is_summed:

@@ -69,7 +69,10 @@ class ChoiceText:
     def _add(self, token: SampledToken) -> str:
         """The text that may go out now."""
         self.num_tokens += 1
-        text = self._text_of(token)
+        is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop
+        text = "" if is_hidden else self._detokenizer.add(token.token_id)
+        if token.finish_reason is not None:
+            text += self._detokenizer.finish()
         self._num_chars += len(text)
         if self._thinking is not None:
             self.num_thinking += self._thinking.is_inside
@@ -84,11 +87,6 @@ class ChoiceText:
             sent += self._stops.finish() if self._stops else ""
             self.finished = Finished(self.choice, token.finish_reason)
         return sent
-
-    def _text_of(self, token: SampledToken) -> str:
-        is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop
-        text = "" if is_hidden else self._detokenizer.add(token.token_id)
-        return text if token.finish_reason is None else text + self._detokenizer.finish()
 
 
 class Detokenizer:

@@ -81,8 +81,10 @@ class FakeGeneration:
         async for arrived in self._together():
             if not self._taker:
                 yield arrived
-            elif not self._taker(arrived):
-                yield {}
+                continue
+            [(choice, tokens), *others] = arrived.items()
+            if not self._taker(choice, tokens) or others:
+                yield dict(others)
 
     async def _together(self) -> AsyncIterator[Arrived]:
         arrived: dict[int, list[SampledToken]] = {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from cluster.words.errors import ReplicaLost
 from cluster.words.request import SampledToken
-from router.generation import Arrived
 from router.serving.outbox import Outbox
 
 
@@ -80,8 +80,8 @@ class FakeTaker:
         self.answer: bool | Exception = True
         self.taken: list[dict[int, list[int]]] = []
 
-    def __call__(self, arrived: Arrived) -> bool:
-        self.taken.append({choice: [token.token_id for token in tokens] for choice, tokens in arrived.items()})
+    def __call__(self, choice: int, tokens: Sequence[SampledToken]) -> bool:
+        self.taken.append({choice: [token.token_id for token in tokens]})
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
