@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from cluster.rpc import worker_pb2 as pb
+from cluster.wire.frames import StreamToken
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.timing import PromptSpent
@@ -150,7 +151,7 @@ class DecodeWorker:
         """Requests that live here, what is still being sent of those that have left, and prefixes that others fetch."""
         return len(self._answers) + len(self._moves) + len(self.replica.grants)
 
-    def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
+    def take_tokens(self) -> dict[str, list[StreamToken]]:
         return self._answers.take_tokens()
 
     def status(self) -> pb.Status:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from cluster.rpc import worker_pb2 as pb
+from cluster.wire.frames import StreamToken
 from cluster.words.errors import CapacityError, ClusterError
 from cluster.words.handoff import Handoff, HandoffKey, Holder
 from cluster.words.timing import PromptSpent
@@ -106,7 +107,7 @@ class GuestAnswers:
 
     # What the world is told.
 
-    def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
+    def take_tokens(self) -> dict[str, list[StreamToken]]:
         return self._answers.take_tokens()
 
     def add_to(self, status: pb.Status) -> None:

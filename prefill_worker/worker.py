@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.rpc import worker_pb2 as pb
+from cluster.wire.frames import StreamToken
 from cluster.words.checking import check
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, HandoffKey, Holder
@@ -155,7 +156,7 @@ class PrefillWorker:
         """Prompts that wait, compute or ship, guests, and prefixes that others fetch."""
         return len(self._jobs) + len(self._departures) + len(self.guests) + len(self.replica.grants)
 
-    def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
+    def take_tokens(self) -> dict[str, list[StreamToken]]:
         return self.guests.take_tokens()  # the first tokens of what is shipped travel in each prompt's own call
 
     def status(self) -> pb.Status:

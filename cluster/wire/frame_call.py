@@ -8,6 +8,7 @@ worker it is a call like any other: its server is gRPC's, which asks for papers 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from urllib.parse import unquote
 
 import grpc
@@ -34,17 +35,28 @@ class FrameCall:
     `address`: by mutual TLS where `identity` has papers, with those of now."""
 
     def __init__(
-        self, address: str, *, peer: ProcessName, identity: Identity, connects_within_s: float = _CONNECTS_WITHIN_S
+        self,
+        address: str,
+        *,
+        peer: ProcessName,
+        identity: Identity,
+        taker: Callable[[pb.Frame], None] | None = None,
+        connects_within_s: float = _CONNECTS_WITHIN_S,
     ) -> None:
+        """taker: has a frame at once that comes while whoever iterates waits for it. What it raises ends the call, and
+        is raised to him."""
+        self._taker = taker
+        self._untaken: list[Exception] = []  # one at most, until it is raised: it knows by then who took
         self._replica = peer.replica
         self._connects_within_s = connects_within_s
         self._connection = FrameConnection(
             _METHOD,
-            pb.FramesRequest(router=identity.name.router).SerializeToString(),
+            pb.FramesRequest(router=identity.name.router, takes_plain=True).SerializeToString(),
             scheme="https" if identity.papers else "http",
             authority=peer.host if identity.papers else address,
             max_message_bytes=MAX_MESSAGE_BYTES,
             quiet_s=PING_EVERY_S,
+            straight=self._hand_over if taker else None,
         )
         self._connecting = asyncio.ensure_future(self._connect(address, peer, identity))
 
@@ -53,14 +65,27 @@ class FrameCall:
 
     async def __anext__(self) -> pb.Frame:
         if (message := await self._connection.message()) is not None:
-            try:
-                return pb.Frame.FromString(message)
-            except DecodeError as unread:
-                self._connection.end(f"it sent what is no frame: {unread}")
-                raise self._made(grpc.StatusCode.UNAVAILABLE, self._connection.lost, ()) from unread
+            return self._frame_of(message)
+        if self._untaken:
+            raise self._untaken.pop()
         if (error := self._error()) is None:
             raise StopAsyncIteration
         raise error
+
+    def _hand_over(self, message: bytes) -> None:
+        assert self._taker
+        try:
+            self._taker(self._frame_of(message))
+        except Exception as error:  # the edge: the transport that brings it has no part in this
+            self._untaken.append(error)
+            self._connection.end("what it sent could not be taken")
+
+    def _frame_of(self, message: bytes) -> pb.Frame:
+        try:
+            return pb.Frame.FromString(message)
+        except DecodeError as unread:
+            self._connection.end(f"it sent what is no frame: {unread}")
+            raise self._made(grpc.StatusCode.UNAVAILABLE, self._connection.lost, ()) from unread
 
     def cancel(self) -> None:
         self._connecting.cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from cluster.wire.plain_headers import HeadersUnread, plain_headers, read_headers
@@ -27,6 +27,7 @@ _WINDOW_BYTES = 1 << 20  # that may be on their way, or wait until they are take
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_UNSENT_BYTES = 64 << 10  # of answers to what it asks, while it does not read
 _MESSAGE_HEAD_BYTES = 5
+_HEADS = struct.Struct(">IBIBI")  # of a frame, and of the message that it begins with
 _MAX_IDLE_FRAMES = 1000  # between two looks, that bring nothing of the call: a server of gRPC sends a few
 _AT_ONCE = 64  # messages that are taken before others have their turn
 
@@ -37,13 +38,23 @@ class FrameConnection(asyncio.Protocol):
     """Belongs to the event loop. Whoever holds it iterates over messages in one task at a time."""
 
     def __init__(
-        self, method: str, request: bytes, *, scheme: str, authority: str, max_message_bytes: int, quiet_s: float
+        self,
+        method: str,
+        request: bytes,
+        *,
+        scheme: str,
+        authority: str,
+        max_message_bytes: int,
+        quiet_s: float,
+        straight: Callable[[bytes], None] | None = None,
     ) -> None:
         """scheme: http, or https where the connection is one of TLS. quiet_s: after which the other side is asked
-        whether it is there; it has twice as long to say anything."""
+        whether it is there; it has twice as long to say anything. straight: has a message that comes by itself while
+        whoever iterates waits for one, who is not woken for it."""
         self._opening = _opening(method, request, scheme, authority)
         self._max_message_bytes = max_message_bytes
         self._quiet_s = quiet_s
+        self._straight = straight
         self._num_quiet = 0  # looks in a row before which nothing came
         self._num_idle_frames = 0  # since the last look
         self._num_at_once = 0  # messages taken that nobody had to wait for
@@ -101,6 +112,9 @@ class FrameConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._num_quiet = 0
+        if self._straight and (message := self._only_message(data)) is not None:
+            self._return_windows()
+            return self._straight(message)
         read, at = self._read, 0
         read += data
         try:
@@ -118,6 +132,20 @@ class FrameConnection(asyncio.Protocol):
         self._return_windows()
         if self._messages:
             self._wake()
+
+    def _only_message(self, data: bytes) -> bytes | None:
+        """Of a read that is one frame with one message, as most are: all of it is looked at once. None: it is another,
+        or nobody waits."""
+        is_awaited = self._waking and not self._waking.done() and not self.is_over
+        if not is_awaited or self._read or self._message or self._block is not None or len(data) < _HEADS.size:
+            return None
+        size, message_size = len(data) - _HEAD_BYTES, len(data) - _HEADS.size
+        if size > _MAX_FRAME_BYTES or message_size > self._max_message_bytes:
+            return None
+        if _HEADS.unpack_from(data) != (size << 8 | _DATA, 0, _CALL, 0, message_size):
+            return None
+        self._num_unreturned += size
+        return data[_HEADS.size :]
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytearray) -> None:
         if (self._block is not None) != (kind == _CONTINUATION):

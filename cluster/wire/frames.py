@@ -11,14 +11,18 @@ from grpc import aio
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_errors import abort_with
+from cluster.wire.messages import stream_token_to_proto
 from cluster.words.checking import check_name
 from cluster.words.errors import CapacityError, ClusterError
+from cluster.words.request import SampledToken
 
 HEARTBEAT_S = 1.0
 # How old what routers know of a replica may be while the same requests live on it. To tell it with each token takes 0.2
 # ms between two steps, and something of each router, too.
 STATUS_S = 0.05
 _MAX_ROUTERS = 1024
+
+StreamToken = tuple[int, SampledToken]  # the key of a stream, and its next token
 
 
 class FrameHub:
@@ -39,7 +43,7 @@ class FrameHub:
         for outbox in self._outboxes.values():
             outbox.wake.set()
 
-    def publish(self, tokens: Mapping[str, Iterable[pb.StreamTokens]], status: pb.Status | None = None) -> None:
+    def publish(self, tokens: Mapping[str, Iterable[StreamToken]], status: pb.Status | None = None) -> None:
         """Add tokens to each router's next frame; a new status goes to every router."""
         if status is not None and status != self._status:
             self._status = status
@@ -48,22 +52,21 @@ class FrameHub:
                 outbox.wake.set()
         for router, streams in tokens.items():
             if router in self._outboxes:
-                self._outboxes[router].frame.streams.extend(streams)
-                self._outboxes[router].wake.set()
+                self._outboxes[router].add(streams)
 
     def num_frames(self, router: str) -> int:
         """So many have, or soon will have, all that was published for this router; 0: it does not listen."""
         outbox = self._outboxes.get(router)
         return outbox.number + 1 if outbox else 0
 
-    async def frames(self, router: str) -> AsyncIterator[pb.Frame]:
+    async def frames(self, router: str, *, takes_plain: bool = False) -> AsyncIterator[pb.Frame]:
         """The body of the Frames call. A second stream of the same router takes the place of the first.
 
         Raises CapacityError where too many listen.
         """
         if len(self._outboxes) >= _MAX_ROUTERS and router not in self._outboxes:
             raise CapacityError(f"{_MAX_ROUTERS} routers listen already")
-        outbox = self._outboxes[router] = _Outbox()
+        outbox = self._outboxes[router] = _Outbox(takes_plain)
         outbox.frame.status.CopyFrom(self._status)
         outbox.wake.set()
         try:
@@ -74,10 +77,7 @@ class FrameHub:
                 except TimeoutError:
                     pass  # an empty frame: we are alive
                 outbox.wake.clear()
-                frame, outbox.frame = outbox.frame, pb.Frame()
-                frame.number = outbox.number
-                outbox.number += 1
-                yield frame
+                yield outbox.next_frame()
         finally:
             if self._outboxes.get(router) is outbox:
                 del self._outboxes[router]
@@ -94,14 +94,39 @@ class WorkerServicer(rpc.WorkerServicer):
     ) -> AsyncIterator[pb.Frame]:
         try:
             check_name(request.router, "router")
-            async for frame in self._hub.frames(request.router):
+            async for frame in self._hub.frames(request.router, takes_plain=request.takes_plain):
                 yield frame
         except ClusterError as error:
             await abort_with(context, error)
 
 
 class _Outbox:
-    def __init__(self) -> None:
-        self.frame = pb.Frame()  # the next one
-        self.number = 0  # of the next one
+    """The next frame of one router."""
+
+    def __init__(self, takes_plain: bool) -> None:
+        self.frame = pb.Frame()
+        self.number = 0
         self.wake = asyncio.Event()
+        self._takes_plain = takes_plain
+        self._plain: list[StreamToken] = []
+        self._told: list[pb.StreamTokens] = []  # behind those
+
+    def add(self, tokens: Iterable[StreamToken]) -> None:
+        for stream, token in tokens:
+            # Behind a token that says more none is plain: it may be of the same stream.
+            if self._takes_plain and not self._told and token.is_plain:
+                self._plain.append((stream, token))
+            else:
+                self._told.append(stream_token_to_proto(stream, token))
+        self.wake.set()
+
+    def next_frame(self) -> pb.Frame:
+        frame, self.frame = self.frame, pb.Frame()
+        plain, self._plain = self._plain, []
+        told, self._told = self._told, []
+        frame.number = self.number
+        frame.plain_streams.extend([stream for stream, _ in plain])
+        frame.plain_token_ids.extend([token.token_id for _, token in plain])
+        frame.streams.extend(told)
+        self.number += 1
+        return frame

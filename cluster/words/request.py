@@ -132,6 +132,11 @@ class SampledToken:
     finish_reason: FinishReason | None = None
     drafts: DraftTally | None = None  # with some: of its choice, since the last one that had it
 
+    @property
+    def is_plain(self) -> bool:
+        """It is its id, and nothing else."""
+        return self.logprob is None and self.finish_reason is None and self.drafts is None
+
 
 def choice_seed(seed: int, choice: int) -> int:
     """The seed of choice `choice` of a request; choice 0 keeps the request's own."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.messages import stream_token_to_proto
+from cluster.wire.frames import StreamToken
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
@@ -56,7 +55,7 @@ class Answers:
         self._engine = replica.engine
         self._requests: dict[Prompt, LiveRequest] = {}
         self._stream_of: dict[Sequence, tuple[LiveRequest, int]] = {}
-        self._tokens: dict[str, list[pb.StreamTokens]] = {}
+        self._tokens: dict[str, list[StreamToken]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -136,7 +135,7 @@ class Answers:
         if not request.choices:
             self._requests.pop(request.prompt).listener.ended(None)
 
-    def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
+    def take_tokens(self) -> dict[str, list[StreamToken]]:
         """What was sampled since the last time, by router."""
         tokens, self._tokens = self._tokens, {}
         return tokens
@@ -162,4 +161,4 @@ class Answers:
         request, stream = self._stream_of[sequence]
         is_last = token.finish_reason is not None or sequence in self._moves  # of which nobody here knows when
         token.drafts = sequence.take_drafts(is_last=is_last)
-        self._tokens.setdefault(request.router, []).append(stream_token_to_proto(stream, token))
+        self._tokens.setdefault(request.router, []).append((stream, token))

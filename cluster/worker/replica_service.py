@@ -15,7 +15,7 @@ from cluster.index.presence import Presence
 from cluster.index.redis_client import connect_redis
 from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
-from cluster.wire.frames import STATUS_S, FrameHub
+from cluster.wire.frames import STATUS_S, FrameHub, StreamToken
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaFailed, ReplicaLost
 from cluster.words.rank import RankStatus
@@ -59,7 +59,7 @@ class RoleWorker(Protocol):
 
     def status(self) -> pb.Status: ...
 
-    def take_tokens(self) -> Mapping[str, Sequence[pb.StreamTokens]]:
+    def take_tokens(self) -> Mapping[str, Sequence[StreamToken]]:
         """The tokens sampled since the last call, per router."""
         ...
 

@@ -15,10 +15,11 @@ from grpc import aio
 from cluster.process.ordered_process import obey
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.frames import STATUS_S, FrameHub, WorkerServicer
+from cluster.wire.frames import STATUS_S, FrameHub, StreamToken, WorkerServicer
 from cluster.wire.rank_host import RankHost
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
+from cluster.words.request import FinishReason, SampledToken
 
 ROUTER = "router-0"
 NUM_BLOCKS = 1 << 20
@@ -73,17 +74,17 @@ class PacedWorker(rpc.DecodeWorkerServicer):
         self._told = told
         return told
 
-    def _next(self, stream: int) -> pb.StreamTokens:
+    def _next(self, stream: int) -> StreamToken:
         left, last, ended = self._left[stream]
-        token = pb.SampledToken(token_id=_FIRST + (last + left) % _NUM_IDS)
+        token = SampledToken(token_id=_FIRST + (last + left) % _NUM_IDS)
         if left == 1:
             del self._left[stream]
-            token.finish_reason = "length"
+            token.finish_reason = FinishReason.LENGTH
             ended.set()
         else:
             self._left[stream] = left - 1, last, ended
         self.num_tokens += 1
-        return pb.StreamTokens(stream=stream, tokens=[token])
+        return stream, token
 
 
 class Workers:

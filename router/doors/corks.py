@@ -1,4 +1,5 @@
-"""What is written to one connection in one turn of the event loop leaves together, but for the first of it.
+"""What is written to one connection in one turn of the event loop leaves together, where the turn before had several,
+too; else but for the first of it, which may be alone.
 
 gRPC writes by itself what each stream has, so a step of sixteen streams is sixteen segments, each of which wakes its
 reader: a third of what sending costs (docs/benchmarks/router.md). The kernel holds them back if it is told to
@@ -28,6 +29,7 @@ class CorkedConnection:
     peer: str  # as gRPC writes it
     num_calls: int = 0
     num_written: int = 0  # in this turn
+    had_several: bool = False  # in the last turn that had any
     socket: socket.socket | None = None  # a second descriptor of the same one, ours
     is_sought: bool = False  # once is enough
     is_held: bool = False
@@ -68,11 +70,11 @@ class Corks:
                 self._num_held -= 1
 
     def writes(self, connection: CorkedConnection) -> None:
-        """A message follows. After the first of a turn they are held back, until `release`."""
+        """A message follows. From the first or the second of a turn on they are held back, until `release`."""
         connection.num_written += 1
         if connection.num_written == 1:
             self._written.append(connection)
-        elif connection.num_written == 2:
+        if connection.num_written == (1 if connection.had_several else 2):
             if connection.socket and not connection.is_held:
                 connection.is_held = _set_cork(connection.socket, True)
             elif not connection.is_sought and _CORK is not None:
@@ -82,6 +84,7 @@ class Corks:
     def release(self) -> None:
         """The turn is over."""
         for connection in self._written:
+            connection.had_several = connection.num_written > 1
             connection.num_written = 0
             self._let_go(connection)
         self._written.clear()

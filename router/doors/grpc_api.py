@@ -27,15 +27,18 @@ from router.doors.grpc_errors import status_of
 from router.doors.grpc_gate import KeyInterceptor, authorization_of
 from router.doors.grpc_health import DoorHealth
 from router.doors.grpc_messages import (
+    ResponseBytes,
     detokenize_request_of,
     prompt_logprobs_of,
     request_of,
     response_of,
     tokenize_request_of,
 )
+from router.doors.polled_call import PolledCall
 from router.doors.polled_server import open_server
 from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
+from router.text.events import Event
 from router.text.models import Models
 from router.text.prompt_encoder import num_chars
 from router.tracing import Trace
@@ -169,6 +172,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._num_running = 0
         self._models = models
         self._access = access
+        self._bytes = ResponseBytes()
         self._visits: dict[_Context, Visit] = {}  # of the calls under way
 
     @asynccontextmanager
@@ -192,7 +196,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
             is_first, tokenizer = True, completion.service.tokenizer
-            async with completion.run() as arrivals:
+            write_now = context.write_now if isinstance(context, PolledCall) else None
+
+            def straight(event: Event) -> bool:
+                if write_now is None or is_first:
+                    return False
+                return write_now(self._bytes.of(event, request_id=asked.id, tokenizer=tokenizer))
+
+            async with completion.run(straight=straight) as arrivals:
                 async for events in arrivals:
                     if is_first:
                         await self._tell_prompt(completion, context)

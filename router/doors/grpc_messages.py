@@ -6,6 +6,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
@@ -27,6 +28,8 @@ from router.text.completion_request import (
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 
+# Messages of one token that are kept: some 2 MB at most. Most of what a model says is made of some thousands.
+_MAX_KEPT, _MAX_KEPT_CHARS = 8192, 64
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _OF_CHAT = ("messages", "tools", "tool_choice", "template_variables", "reasoning_effort", "continue_final_message")
 _RENAMED = {"user": "tenant", "tokens": "token_ids", **{name: f"chat.{name}" for name in _OF_CHAT}}
@@ -88,6 +91,21 @@ def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.Ge
         case Summary():
             usage = pb.Usage(**asdict(event.usage))
             return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=_trace(event)))
+
+
+class ResponseBytes:
+    """Responses as they go over the network. Most bring the text of one token and nothing else: those are kept, for a
+    token that comes again."""
+
+    def __init__(self) -> None:
+        self._of_plain = lru_cache(maxsize=_MAX_KEPT)(_plain_delta)
+
+    def of(self, event: Event, *, request_id: str, tokenizer: Tokenizer) -> bytes:
+        if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_KEPT_CHARS:
+            [token] = event.tokens
+            if token.logprob is None and not event.thinking and not event.calls:
+                return self._of_plain(event.choice, token.token_id, event.text)
+        return response_of(event, request_id=request_id, tokenizer=tokenizer).SerializeToString()
 
 
 def prompt_logprobs_of(prompt_ids: Sequence[int], told: PromptLogprobs, tokenizer: Tokenizer) -> pb.GenerateResponse:
@@ -186,6 +204,11 @@ def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
             return tuple(message.token_ids.ids)
         case _:
             raise RequestError("one of prompt, chat and token_ids must be set", param="prompt")
+
+
+def _plain_delta(choice: int, token_id: int, text: str) -> bytes:
+    delta = pb.Delta(choice=choice, text=text, token_ids=[token_id])
+    return pb.GenerateResponse(delta=delta).SerializeToString()
 
 
 def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:

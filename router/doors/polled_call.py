@@ -126,6 +126,15 @@ class PolledCall:
         operations = (operation,) if self._has_begun else (*self._beginning(), operation)
         self._server.write(self._connection, self._call, operations, self._sent)
 
+    def write_now(self, message: bytes) -> bool:
+        """A message after the first, as it goes over the network; if none before it is still to be taken over."""
+        if self._is_sending or self._has_status or not self._has_begun:
+            return False
+        self._is_sending = True
+        operations = (cygrpc.SendMessageOperation(message, _NO_FLAGS),)
+        self._server.write(self._connection, self._call, operations, self._sent)
+        return True
+
     def _sent(self, event: Any) -> None:
         self._is_sending = False
         if self._waking and not self._waking.done():

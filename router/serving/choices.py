@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from cluster.words.errors import ClientTooSlow, ClusterError, TransferError
+from cluster.words.errors import ClientTooSlow, ClusterError, ReplicaLost, TransferError
 from cluster.words.request import SampledToken
 from router.serving.request_state import RequestState
 
@@ -32,7 +32,7 @@ class Choices:
         self.prefill_spoke = asyncio.Event()  # what D says is kept back until then
         if not has_prefill:
             self.prefill_spoke.set()
-        self._early: list[tuple[int, SampledToken]] = []  # of D, not joined yet
+        self._early: list[tuple[int, Sequence[SampledToken]]] = []  # of D, not joined yet
         self._errors: list[ClusterError] = []  # one at most, until it is raised: it knows by then who waited here
         self._arrived = asyncio.Event()  # set at each token
         self._ended = asyncio.Event()
@@ -67,7 +67,7 @@ class Choices:
         """P has computed the prompt: the first token of each choice."""
         self._first_epoch = epoch
         for choice, token in zip(self._choices, tokens, strict=True):
-            self._take(choice, token)
+            self._take(choice, [token])
         self._join()
         self.prefill_spoke.set()
 
@@ -76,13 +76,14 @@ class Choices:
         self._started_epoch = epoch
         self._join()
 
-    def decoded(self, choice: int, tokens: list[SampledToken]) -> None:
+    def decoded(self, choice: int, tokens: Sequence[SampledToken] | ReplicaLost) -> None:
         """What D has generated."""
-        for token in tokens:
-            if self._is_joined:
-                self._take(choice, token)
-            else:
-                self._early.append((choice, token))
+        if isinstance(tokens, ReplicaLost):
+            self.fail(tokens)
+        elif self._is_joined:
+            self._take(choice, tokens)
+        else:
+            self._early.append((choice, tokens))
 
     def finish(self, choice: int) -> None:
         """It needs no more tokens; none will be appended."""
@@ -107,14 +108,20 @@ class Choices:
             return
         self._is_joined = True
         early, self._early = self._early, []
-        for choice, token in early:
-            self._take(choice, token)
+        for choice, tokens in early:
+            self._take(choice, tokens)
 
-    def _take(self, choice: int, token: SampledToken) -> None:
-        if choice in self._state.unfinished:
-            if self._state.is_unread:
-                return self.fail(ClientTooSlow(f"request {self._state.request.id}: too much of its answer is unread"))
-            self._state.append(choice, token)
-            self._arrived.set()
-            if token.finish_reason:
-                self.finish(choice)
+    def _take(self, choice: int, tokens: Sequence[SampledToken]) -> None:
+        if choice not in self._state.unfinished or not tokens:
+            return
+        if self._state.is_unread:
+            return self.fail(ClientTooSlow(f"request {self._state.request.id}: too much of its answer is unread"))
+        is_last = False
+        for number, token in enumerate(tokens, 1):
+            if token.finish_reason:  # what follows is none of this choice
+                is_last, tokens = True, tokens[:number]
+                break
+        self._state.append(choice, tokens)
+        self._arrived.set()
+        if is_last:
+            self.finish(choice)

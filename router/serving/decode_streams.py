@@ -10,7 +10,7 @@ from time import monotonic
 
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.life import LifeState
-from cluster.words.request import SampledToken, SequenceRequest
+from cluster.words.request import SequenceRequest
 from router.serving.attempt_tasks import AttemptTasks
 from router.serving.choices import Choices
 from router.serving.dispatch import Dispatch
@@ -60,7 +60,7 @@ class DecodeStreams:
         """From now on the tokens of all choices come from this replica, on these streams."""
         for i, choice in enumerate(self._request.choices):
             self._streams[choice] = stream = DecodeStream(decode, self._request.stream + i)
-            decode.subscribe(stream.key, partial(self._take, choice))
+            decode.subscribe(stream.key, partial(self._choices.decoded, choice))
         self._tasks.start(self._leave_when_draining(decode))
         return dict(self._streams)
 
@@ -180,7 +180,7 @@ class DecodeStreams:
             if self._booking and len(self._streams) == 1:
                 self._booking.end()
             self._state.route.decode_replica = target.replica.id
-            move.follow(partial(self._take, choice))
+            move.follow(partial(self._choices.decoded, choice))
             self._tasks.start(self._leave_when_draining(target.replica))
 
     def _hold(self, lease: Lease, booking: Booking, leased: Mapping[int, DecodeStream]) -> asyncio.Task[None]:
@@ -204,9 +204,3 @@ class DecodeStreams:
         finally:
             self._state.life.add(LifeState.DECODE, next(iter(leased.values())).replica.id, began)
         await self.lease_ended(leased, num_frames=num_frames)
-
-    def _take(self, choice: int, tokens: list[SampledToken] | ReplicaLost) -> None:
-        if isinstance(tokens, ReplicaLost):
-            self._choices.fail(tokens)
-        else:
-            self._choices.decoded(choice, tokens)

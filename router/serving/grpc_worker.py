@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
@@ -36,8 +36,8 @@ class GrpcWorker:
         self._channel = open_lasting_channel(address, peer=self._peer, identity=identity)
         self._following: WeakSet[FrameCall] = WeakSet()
 
-    def frames(self) -> FrameCall:
-        call = FrameCall(self._address, peer=self._peer, identity=self._identity)
+    def frames(self, taker: Callable[[pb.Frame], None] | None = None) -> FrameCall:
+        call = FrameCall(self._address, peer=self._peer, identity=self._identity, taker=taker)
         self._following.add(call)
         return call
 

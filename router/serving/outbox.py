@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
-from cluster.words.errors import ClusterError
 from cluster.words.request import SampledToken
+from router.generation import Taker
 
 _TOGETHER = 64  # some 1 ms of work for a door
 
@@ -17,24 +18,29 @@ class Outbox:
 
     def __init__(self) -> None:
         self.num_waiting = 0  # tokens
+        # Who has what comes while the iteration waits: to wake that costs a token as much again as its text.
+        self.taker: Taker | None = None
         self._bundles: deque[dict[int, list[SampledToken]]] = deque()  # by choice; all but the last are full
         self._num_in_last = 0
         self._is_over = False
-        self._errors: list[ClusterError] = []  # one at most, until it is raised: it knows by then who took
+        self._errors: list[Exception] = []  # one at most, until it is raised: it knows by then who took
         self._loop = asyncio.get_running_loop()
         self._waking: asyncio.Future[None] | None = None  # of who waits; an Event would cost each token twice as much
 
-    def put(self, choice: int, token: SampledToken) -> None:
-        if not self._bundles or self._num_in_last == _TOGETHER:
-            self._bundles.append({})
-            self._num_in_last = 0
-        self._bundles[-1].setdefault(choice, []).append(token)
-        self._num_in_last += 1
-        self.num_waiting += 1
-        if self._waking:
-            self._wake()
+    def put(self, choice: int, tokens: Sequence[SampledToken]) -> None:
+        """At least one, which have come together."""
+        if self.taker and self._waking and not self._waking.done():
+            self._hand_over(self.taker, choice, tokens)
+            return
+        for token in tokens:
+            if not self._bundles or self._num_in_last == _TOGETHER:
+                self._open_bundle()
+            self._bundles[-1].setdefault(choice, []).append(token)
+            self._num_in_last += 1
+        self.num_waiting += len(tokens)
+        self._wake()
 
-    def end(self, error: ClusterError | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         """No more come. The first word counts."""
         if not self._is_over:
             self._is_over = True
@@ -45,8 +51,9 @@ class Outbox:
         return self
 
     async def __anext__(self) -> dict[int, list[SampledToken]]:
-        """By choice, at least one token. Raises the error with which it ended, once, after the last token. Where much
-        waits, other requests have their turn before it is given."""
+        """By choice, at least one token; or nothing, where the taker says that there is more to do. Raises the error
+        with which it ended, once, after the last token. Where much waits, other requests have their turn before it is
+        given."""
         if len(self._bundles) > 1:
             await asyncio.sleep(0)
         if not self._bundles and not self._is_over:
@@ -62,6 +69,19 @@ class Outbox:
         bundle = self._bundles.popleft()
         self.num_waiting -= sum(map(len, bundle.values()))
         return bundle
+
+    def _hand_over(self, taker: Taker, choice: int, tokens: Sequence[SampledToken]) -> None:
+        try:
+            if taker(choice, tokens):
+                return
+        except Exception as error:  # it is whoever iterates to whom this happens, and not who brings tokens
+            return self.end(error)
+        self._open_bundle()  # an empty one; what comes before it is given joins it
+        self._wake()
+
+    def _open_bundle(self) -> None:
+        self._bundles.append({})
+        self._num_in_last = 0
 
     def _wake(self) -> None:
         if self._waking and not self._waking.done():

@@ -150,18 +150,12 @@ class Replica:
 
     async def _read_frames(self) -> None:
         """Until they end. Raises TimeoutError when none comes any more."""
-        frames, self._num_frames = self.worker.frames(), 0
+        frames, self._num_frames = self.worker.frames(self._take_next), 0
         async with asyncio.timeout(None) as silence:
             watch = asyncio.create_task(self._watch_silence(silence))
             try:
                 async for frame in frames:
-                    self._num_quiet_looks = 0
-                    if frame.number > self._num_frames:
-                        raise ReplicaLost(f"{self.id}: a frame is missing before number {frame.number}")
-                    if frame.number == self._num_frames:  # not one that came before
-                        self._take(frame)
-                        self._num_frames += 1
-                        self._framed.set()
+                    self._take_next(frame)
             finally:
                 watch.cancel()
                 frames.cancel()
@@ -174,6 +168,15 @@ class Replica:
             await asyncio.sleep(self._look_s)
             self._num_quiet_looks += 1
         silence.reschedule(asyncio.get_running_loop().time())
+
+    def _take_next(self, frame: pb.Frame) -> None:
+        self._num_quiet_looks = 0
+        if frame.number > self._num_frames:
+            raise ReplicaLost(f"{self.id}: a frame is missing before number {frame.number}")
+        if frame.number == self._num_frames:  # not one that came before
+            self._take(frame)
+            self._num_frames += 1
+            self._framed.set()
 
     def _take(self, frame: pb.Frame) -> None:
         has_status = frame.HasField("status")
@@ -190,17 +193,20 @@ class Replica:
         if has_status or not self.is_alive:
             self.is_alive = True
             self._on_change()
-        for stream in frame.streams:
-            if sink := self._sinks.get(stream.stream):
-                self._hand_on(stream, sink)
+        for stream, token_id in zip(frame.plain_streams, frame.plain_token_ids, strict=True):
+            if sink := self._sinks.get(stream):
+                self._hand_on(stream, sink, SampledToken(token_id))
+        for told in frame.streams:
+            if sink := self._sinks.get(told.stream):
+                self._hand_on(told.stream, sink, told)
 
-    def _hand_on(self, stream: pb.StreamTokens, sink: TokenSink) -> None:
+    def _hand_on(self, stream: int, sink: TokenSink, told: SampledToken | pb.StreamTokens) -> None:
         """What cannot be read, or taken, ends that stream alone."""
         try:
-            sink(tokens_from_proto(stream.tokens))
+            sink([told] if isinstance(told, SampledToken) else tokens_from_proto(told.tokens))
         except Exception as error:
-            logger.exception("replica=%s stream=%d brought what cannot be taken", self.id, stream.stream)
-            self.unsubscribe(stream.stream)
+            logger.exception("replica=%s stream=%d brought what cannot be taken", self.id, stream)
+            self.unsubscribe(stream)
             sink(ReplicaLost(f"{self.id}: its tokens cannot be read: {error!r}"))
 
     def _lost(self, reason: str) -> None:

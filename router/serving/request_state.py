@@ -37,14 +37,16 @@ class RequestState:
         self._max_unread = _MAX_UNREAD // (1 + (request.sampling.num_logprobs or 0))  # tokens
         self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
 
-    def append(self, choice: int, token: SampledToken) -> None:
-        """The next token of an unfinished choice, which goes to the client."""
-        self.tokens[choice].append(token.token_id)
+    def append(self, choice: int, tokens: Sequence[SampledToken]) -> None:
+        """The next tokens of an unfinished choice, which go to the client."""
+        ids = self.tokens[choice]
+        for token in tokens:
+            ids.append(token.token_id)
+            if token.drafts:
+                self.route.drafts.add(token.drafts)
         if self._first_at is None:
             self._first_at = self._now()
-        self.outbox.put(choice, token)
-        if token.drafts:
-            self.route.drafts.add(token.drafts)
+        self.outbox.put(choice, tokens)
         if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
             self._log_pause(choice, self._now() - lost_at)
 

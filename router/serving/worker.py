@@ -7,7 +7,7 @@ replica's own, ReplicaLost where it could not even answer, DeadlineExceeded wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from cluster.rpc import worker_pb2 as pb
@@ -31,8 +31,9 @@ class WorkerCall(Protocol[Event_co]):
 class Worker(Protocol):
     """One replica, as far as its router can reach it."""
 
-    def frames(self) -> WorkerCall[pb.Frame]:
-        """Its status and the tokens of all our requests there, at least once a second."""
+    def frames(self, taker: Callable[[pb.Frame], None] | None = None) -> WorkerCall[pb.Frame]:
+        """Its status and the tokens of all our requests there, at least once a second. One that comes while the
+        iteration waits may be handed to `taker` at once, in its place; what that raises ends the iteration."""
         ...
 
     def prefill(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from cluster.words.errors import ClusterError, ReplicaLost
-from router.generation import Arrived, Generation
+from cluster.words.request import SampledToken
+from router.generation import Generation
 from router.text.choice_text import ChoiceText
 from router.text.events import Event, Summary
 from router.text.token_clock import TokenClock
@@ -29,8 +31,13 @@ class AnswerEvents:
         unread: UnreadLimit,
         summary: Callable[[], Summary],
         request_id: str,
+        straight: Callable[[Event], bool] | None = None,
     ) -> None:
+        """straight: takes an event at once, if it can. What it takes is not given to whoever iterates, who is woken for
+        the rest alone."""
         self._generation = generation
+        if straight:
+            generation.hand_to(partial(self._send, straight))
         self._tokens = aiter(generation)
         self._choices = choices
         self._num_open = len(choices)
@@ -39,6 +46,7 @@ class AnswerEvents:
         self._summary = summary
         self._is_summed = False
         self._request_id = request_id
+        self._unsent: list[Event] = []
         self._unneeded: list[int] = []  # choices that a stop string has ended; the workers do not know yet
 
     def __aiter__(self) -> AnswerEvents:
@@ -61,25 +69,31 @@ class AnswerEvents:
                 arrived = await anext(self._tokens)
             except StopAsyncIteration:
                 raise ReplicaLost(f"request {self._request_id}: its tokens ended before it was finished") from None
-            events = self._events_of(arrived)
+            events, self._unsent = self._unsent, []
+            for number, tokens in arrived.items():
+                events += self._events_of(number, tokens)
         self._unread.given()
         return events
 
-    def _events_of(self, arrived: Arrived) -> list[Event]:
-        events: list[Event] = []
-        for number, tokens in arrived.items():
-            choice = self._choices[number]
-            if choice.finished is not None:
-                continue  # they were on their way when we said stop
-            delta = choice.add(tokens)
-            self._clock.tick(number, len(delta.tokens))
-            events.append(delta)
-            if choice.finished is not None:
-                events.append(choice.finished)
-                self._num_open -= 1
-                if delta.tokens[-1].finish_reason is None:
-                    self._unneeded.append(number)
-        return events
+    def _send(self, straight: Callable[[Event], bool], number: int, tokens: Sequence[SampledToken]) -> bool:
+        """While whoever iterates waits. Whether there is nothing that he has to see to."""
+        for event in self._events_of(number, tokens):
+            if self._unsent or not straight(event):
+                self._unsent.append(event)
+        return not self._unsent and not self._unneeded and self._num_open > 0
+
+    def _events_of(self, number: int, tokens: Sequence[SampledToken]) -> list[Event]:
+        choice = self._choices[number]
+        if choice.finished is not None:
+            return []  # they were on their way when we said stop
+        delta = choice.add(tokens)
+        self._clock.tick(number, len(delta.tokens))
+        if choice.finished is None:
+            return [delta]
+        self._num_open -= 1
+        if delta.tokens[-1].finish_reason is None:
+            self._unneeded.append(number)
+        return [delta, choice.finished]
 
     async def _end(self) -> Summary:
         if self._is_summed:

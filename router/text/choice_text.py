@@ -39,7 +39,7 @@ class ChoiceText:
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=request.skip_special_tokens, shown=shown if reader else ()
         )
-        self._stops = StopMatcher(request.stop, include_stop=request.include_stop)
+        self._stops = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
 
     def add(self, tokens: Iterable[SampledToken]) -> Delta:
         """Those up to the one that ends the choice, by itself or by a stop string, which sets `finished`."""
@@ -69,24 +69,24 @@ class ChoiceText:
     def _add(self, token: SampledToken) -> str:
         """The text that may go out now."""
         self.num_tokens += 1
-        text = self._text_of(token)
+        is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop
+        text = "" if is_hidden else self._detokenizer.add(token.token_id)
+        if token.finish_reason is not None:
+            text += self._detokenizer.finish()
         self._num_chars += len(text)
         if self._thinking is not None:
             self.num_thinking += self._thinking.is_inside
             self._thinking.add(text)  # and not what a stop string lets through: that may come later
         # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
-        sent, stop = (text, None) if self.num_tokens <= self._min_tokens else self._stops.add(text)
+        sent, stop = text, None
+        if self._stops and self.num_tokens > self._min_tokens:
+            sent, stop = self._stops.add(text)
         if stop is not None:
             self.finished = Finished(self.choice, FinishReason.STOP, stop)
         elif token.finish_reason is not None:
-            sent += self._stops.finish()
+            sent += self._stops.finish() if self._stops else ""
             self.finished = Finished(self.choice, token.finish_reason)
         return sent
-
-    def _text_of(self, token: SampledToken) -> str:
-        is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop
-        text = "" if is_hidden else self._detokenizer.add(token.token_id)
-        return text if token.finish_reason is None else text + self._detokenizer.finish()
 
 
 class Detokenizer:
@@ -99,6 +99,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Container[int] = ()) -> None:
         """shown: special tokens that are not skipped."""
         self._tokenizer = tokenizer
+        self._whole_text = tokenizer.whole_text
         self._shown = shown
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -106,7 +107,7 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """The characters that this token completes; empty while one is still in pieces."""
-        if not self._is_in_pieces and (text := self._tokenizer.whole_text(token_id)) is not None:
+        if not self._is_in_pieces and (text := self._whole_text(token_id)) is not None:
             return text
         if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._shown:
             return ""

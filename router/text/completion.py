@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -223,13 +223,17 @@ class Completion:
 
     @asynccontextmanager
     async def run(
-        self, turn: AbstractAsyncContextManager[None] | None = None
+        self,
+        turn: AbstractAsyncContextManager[None] | None = None,
+        *,
+        straight: Callable[[Event], bool] | None = None,
     ) -> AsyncIterator[AsyncIterator[list[Event]]]:
         """Start it, once, and hold it for as long as the block lasts; leaving the block ends it everywhere.
 
-        turn: where it waits before it starts. Gives the events, which are to be consumed in the task that entered. The
-        block raises ClusterError; past the deadline that is DeadlineExceeded, and ClientTooSlow where events are not
-        consumed in time, whatever the block was waiting for.
+        turn: where it waits before it starts. straight: see AnswerEvents; ranked choices do not go to it.
+        Gives the events, which are to be consumed in the task that entered. The block raises ClusterError; past the
+        deadline that is DeadlineExceeded, and ClientTooSlow where events are not consumed in time, whatever the block
+        was waiting for.
         """
         self._account.arrived(self.prompt_ids)
         try:
@@ -248,6 +252,7 @@ class Completion:
                     unread=self._unread,
                     summary=self._summary,
                     request_id=self.request.id,
+                    straight=None if self.request.is_ranked else straight,
                 )
                 has_logprobs = self.request.logprobs is not None
                 yield (

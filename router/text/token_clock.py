@@ -12,8 +12,9 @@ class TokenClock:
 
     def __init__(self, metrics: Metrics, *, num_choices: int) -> None:
         self._metrics = metrics
+        self._observe = metrics.inter_token_latency.observe
         self.began = monotonic()
-        self._last_s: list[float | None] = [None] * num_choices
+        self._last: list[float | None] = [None] * num_choices  # when a token of each came
         self._gaps_s = 0.0  # the sum over all choices
         self._num_gaps = 0
         self.ttft_s = 0.0  # 0 until there is a token
@@ -29,16 +30,16 @@ class TokenClock:
 
     def tick(self, choice: int, num_tokens: int = 1) -> None:
         """Tokens of this choice have come, all at this moment."""
-        now_s = monotonic() - self.began
-        last_s = self._last_s[choice]
-        self._last_s[choice] = now_s
+        now = monotonic()
+        last, self._last[choice] = self._last[choice], now
         if self.ttft_s == 0.0:
-            self.ttft_s = now_s
-            self._metrics.time_to_first_token.observe(now_s)
-        if last_s is not None:
-            self._gaps_s += now_s - last_s
-            self._metrics.inter_token_latency.observe(now_s - last_s)
+            self.ttft_s = now - self.began
+            self._metrics.time_to_first_token.observe(self.ttft_s)
+        if last is not None:
+            gap_s = now - last
+            self._gaps_s += gap_s
             self._num_gaps += 1
+            self._observe(gap_s)
         if num_tokens > 1:
             self._num_gaps += num_tokens - 1
-            self._metrics.inter_token_latency.observe(0.0, num_tokens - 1)
+            self._observe(0.0, num_tokens - 1)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ class Tokenizer:
     def __init__(self, model_dir: Path) -> None:
         self._fast = _load(model_dir / "tokenizer.json")
         self._bytes = TokenBytes.of(self._fast)
-        self._whole_texts: dict[int, str | None] = {}  # filling it is idempotent, so threads may share it
+        # What a token adds to a text of whole characters, where that is whole characters again; else None, and for
+        # special tokens. Each is looked for once.
+        self.whole_text = cache(self._find_whole_text)
         config = _read_json(model_dir / "tokenizer_config.json")
         self.special_tokens = _special_tokens(config, _read_json(model_dir / "special_tokens_map.json"))
         added = self._fast.get_added_tokens_decoder()
@@ -65,13 +68,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """A token's text as the OpenAI API prints it: bytes that are no UTF-8 by themselves are written \\xNN."""
         return self.token_bytes(token_id).decode(errors="backslashreplace")
-
-    def whole_text(self, token_id: int) -> str | None:
-        """What this token adds to a text of whole characters, where that is whole characters again; else None, and for
-        special tokens."""
-        if token_id not in self._whole_texts:
-            self._whole_texts[token_id] = self._find_whole_text(token_id)
-        return self._whole_texts[token_id]
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids

@@ -51,8 +51,8 @@ def _run(worker: DecodeWorker, router: str = "router-0") -> dict[int, list[int]]
     """Step until there is nothing to do: the tokens of each stream."""
     tokens: dict[int, list[int]] = {}
     while worker.step():
-        for part in worker.take_tokens().get(router, []):
-            tokens.setdefault(part.stream, []).extend(token.token_id for token in part.tokens)
+        for stream, token in worker.take_tokens().get(router, []):
+            tokens.setdefault(stream, []).append(token.token_id)
     return tokens
 
 

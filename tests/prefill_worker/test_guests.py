@@ -57,8 +57,8 @@ class Guest:
 
 def _step(worker: PrefillWorker, said: dict[int, list[int]]) -> bool:
     did_work = worker.step()
-    for part in worker.take_tokens().get(_ROUTER, []):
-        said.setdefault(part.stream, []).extend(token.token_id for token in part.tokens)
+    for stream, token in worker.take_tokens().get(_ROUTER, []):
+        said.setdefault(stream, []).append(token.token_id)
     return did_work
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from cluster.words.life import Life
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import DraftTally, SampledToken, SequenceRequest, TokenLogprob, finish_reason
-from router.generation import Arrived, RequestRoute
+from router.generation import Arrived, RequestRoute, Taker
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]
 
@@ -51,6 +51,7 @@ class FakeGeneration:
         self._fake = fake
         self._request = request
         self._owner: asyncio.Task[object] | None = None
+        self._taker: Taker | None = None
         self._open = set(request.choices)
         self._stopped: set[int] = set()
         self.life = Life()
@@ -73,7 +74,19 @@ class FakeGeneration:
         if len(self._fake.ended) == len(self._fake.started):
             self._fake.has_ended.set()
 
+    def hand_to(self, taker: Taker) -> None:
+        self._taker = taker
+
     async def __aiter__(self) -> AsyncIterator[Arrived]:
+        async for arrived in self._together():
+            if not self._taker:
+                yield arrived
+                continue
+            [(choice, tokens), *others] = arrived.items()
+            if not self._taker(choice, tokens) or others:
+                yield dict(others)
+
+    async def _together(self) -> AsyncIterator[Arrived]:
         arrived: dict[int, list[SampledToken]] = {}
         async with aclosing(self._tokens()) as tokens:
             async for choice, token in tokens:

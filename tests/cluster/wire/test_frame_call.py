@@ -26,6 +26,7 @@ from cluster.wire.frames import FrameHub, WorkerServicer
 from cluster.wire.plain_headers import plain_headers
 from cluster.words.errors import CapacityError, ReplicaLost, RequestError
 from cluster.words.papers import Identity
+from cluster.words.request import SampledToken
 from tests.event_loops import on_both_loops
 from tests.identities import DEPLOYMENT, in_clear, proven, rank, router
 from tests.waiting import becomes
@@ -122,9 +123,9 @@ async def test_it_brings_what_a_hub_publishes() -> None:
         frames = _call(address)
         assert (await _next(frames)).number == 0
         for number in range(1, 4):
-            hub.publish({_CALLER.router: [pb.StreamTokens(stream=number)]})
+            hub.publish({_CALLER.router: [(number, SampledToken(7))]})
             frame = await _next(frames)
-            assert frame.number == number and [stream.stream for stream in frame.streams] == [number]
+            assert (frame.number, [*frame.plain_streams], [*frame.plain_token_ids]) == (number, [number], [7])
         hub.close()
         async with asyncio.timeout(_S):
             # What was next; unless the worker had not yet heard that the last one is sent.
@@ -193,6 +194,64 @@ async def test_a_message_may_be_larger_than_the_window() -> None:
     async with _serving(_Servicer(large, pb.Frame(number=1), large), in_clear(_CALLEE)) as address:
         frames = _call(address)
         assert [(await _next(frames)).ByteSize() for _ in range(3)] == [large.ByteSize(), 2, large.ByteSize()]
+
+
+def _whole(message: bytes) -> bytes:
+    return _frame(0, 0, 1, _message(len(message)) + message)
+
+
+async def test_what_comes_by_itself_while_one_waits_goes_straight() -> None:
+    taken: list[bytes] = []
+    connection = FrameConnection("/", b"", scheme="", authority="", **_BOUNDS, straight=taken.append)
+    connection.connection_made(FakeTransport())
+    connection.data_received(_whole(b"early"))
+    assert await connection.message() == b"early"
+    waiting = asyncio.ensure_future(connection.message())
+    await asyncio.sleep(0)
+    connection.data_received(_whole(b"one"))
+    connection.data_received(_whole(b""))
+    connection.data_received(_frame(6, 0, 0, bytes(8)))
+    connection.data_received(_whole(b"two"))
+    assert taken == [b"one", b"", b"two"] and not waiting.done()
+    connection.data_received(_whole(b"three") + _whole(b"four"))
+    connection.data_received(_whole(b"five"))
+    assert await waiting == b"three"
+    assert [await connection.message(), await connection.message()] == [b"four", b"five"]
+    for first in range(1, 14 + 5):  # in two parts
+        waiting = asyncio.ensure_future(connection.message())
+        await asyncio.sleep(0)
+        connection.data_received(_whole(b"seven")[:first])
+        connection.data_received(_whole(b"seven")[first:])
+        assert await waiting == b"seven"
+    assert len(taken) == 3
+    connection.end("")
+
+
+async def test_windows_are_returned_for_what_goes_straight() -> None:
+    taken: list[bytes] = []
+    connection = FrameConnection("/", b"", scheme="", authority="", **_BOUNDS, straight=taken.append)
+    connection.connection_made(transport := FakeTransport())
+    waiting = asyncio.ensure_future(connection.message())
+    await asyncio.sleep(0)
+    transport.written.clear()
+    for _ in range(400):
+        connection.data_received(_whole(bytes(9_995)))
+    assert len(taken) == 400 and len(transport.written) == 2 * (400 * 10_000 // (1 << 19))
+    connection.end("")
+    assert await waiting is None
+
+
+async def test_what_a_taker_raises_ends_the_call_and_is_raised_to_whoever_iterates() -> None:
+    def refuse(frame: pb.Frame) -> None:
+        raise ZeroDivisionError
+
+    hub = FrameHub()
+    async with _serving(WorkerServicer(hub), in_clear(_CALLEE)) as address:
+        with pytest.raises(ZeroDivisionError):
+            async for _ in (frames := _call(address, taker=refuse)):
+                hub.publish({_CALLER.router: [(1, SampledToken(7))]})
+        with pytest.raises(ReplicaLost, match="could not be taken"):
+            await _next(frames)
 
 
 async def test_who_does_not_take_is_not_sent_more_than_the_window() -> None:
@@ -328,10 +387,11 @@ _NONSENSE: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.parametrize("taker", [None, lambda frame: None], ids=["iterated", "straight"])
 @pytest.mark.parametrize("why", _NONSENSE)
-async def test_nonsense_ends_it(why: str) -> None:
+async def test_nonsense_ends_it(why: str, taker: Callable[[pb.Frame], None] | None) -> None:
     async with _saying(_NONSENSE[why]()) as (address, _):
-        frames = _call(address)
+        frames = _call(address, taker=taker)
         with pytest.raises(ReplicaLost, match=f"UNAVAILABLE.*{why}"):
             while True:
                 await _next(frames)

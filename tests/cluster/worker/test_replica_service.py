@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.rpc import worker_pb2 as pb
-from cluster.wire.frames import FrameHub
+from cluster.wire.frames import FrameHub, StreamToken
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaLost
 from cluster.worker.replica_service import ReplicaService
@@ -50,7 +50,7 @@ class SlowWorker:
         self.num_statuses += 1
         return pb.Status(running=self.num_requests, totals=pb.Totals(generated_tokens=self.num_steps))
 
-    def take_tokens(self) -> Mapping[str, Sequence[pb.StreamTokens]]:
+    def take_tokens(self) -> Mapping[str, Sequence[StreamToken]]:
         return {}
 
 

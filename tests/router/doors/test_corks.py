@@ -67,19 +67,25 @@ def _num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_all_but_the_first_of_a_turn_wait_for_its_end(pair: Pair) -> None:
+def test_several_of_a_turn_wait_for_its_end(pair: Pair) -> None:
     held = Corks()
     held.listen(pair.port)
     connection = held.join(pair.peer)
     assert _found(held, connection)
-    for _ in range(2):
-        held.writes(connection)
-        assert not pair.is_corked, "it may be alone, and would wait for nothing"
-        held.writes(connection)
-        assert pair.is_corked
-        held.writes(connection)
+
+    def turn(num_messages: int) -> list[bool]:
+        are_held = []
+        for _ in range(num_messages):
+            held.writes(connection)
+            are_held.append(pair.is_corked)
         held.release()
         assert not pair.is_corked
+        return are_held
+
+    assert turn(3) == [True, True, True]
+    assert turn(1) == [True]
+    assert turn(1) == [False] and turn(3) == [False, True, True], "it may be alone again, and would wait for nothing"
+    assert turn(2) == [True, True]
     held.leave(connection)
 
 

@@ -239,6 +239,28 @@ async def test_who_reads_nothing_holds_up_his_own_handler_and_no_other(served: S
     assert all_written.is_set()
 
 
+async def test_what_is_written_now_waits_for_nothing_and_is_refused_where_something_waits(
+    kind: str, served: Served
+) -> None:
+    if kind == "aio":
+        pytest.skip("it has no such way")
+
+    async def pour(messages: Any, context: Any) -> None:
+        assert not context.write_now(b"before all others")
+        await context.write(b"0")
+        number = 1
+        while number < 100:
+            number += context.write_now(b"%d" % number)
+            assert not context.write_now(b"before that is taken over")
+            await asyncio.sleep(0)
+        await context.write(b"100")
+        refused.append(context.write_now(b"101"))
+
+    refused: list[bool] = []
+    assert [message async for message in served.ask(pour)] == [b"%d" % number for number in range(101)]
+    assert refused == [False]
+
+
 async def test_many_calls_at_once_are_all_served(served: Served) -> None:
     async def one(messages: Any, context: Any) -> None:
         await context.write(await anext(messages))

@@ -72,17 +72,33 @@ def _in_messages(request: SequenceRequest) -> list[pb.PromptLogprobs]:
 class FakeCall(Generic[Event]):
     """Implements router.serving.worker.WorkerCall."""
 
-    def __init__(self, request: SequenceRequest | None = None, *, on_cancel: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        request: SequenceRequest | None = None,
+        *,
+        on_cancel: Callable[[], None] = lambda: None,
+        taker: Callable[[Event], None] | None = None,
+    ) -> None:
         self.request = request
         self._on_cancel = on_cancel
+        self._taker = taker
+        self._is_awaited = False
         self.is_over = False
-        self._events: asyncio.Queue[Event | ClusterError | None] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
 
     def put(self, event: Event) -> None:
-        if not self.is_over:
+        if self.is_over:
+            return
+        if self._taker is None or not self._is_awaited or not self._events.empty():
             self._events.put_nowait(event)
+            return
+        try:
+            self._taker(event)
+        except Exception as error:
+            self._on_cancel()
+            self.end(error)
 
-    def end(self, error: ClusterError | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         if not self.is_over:
             self.is_over = True
             self._events.put_nowait(error)
@@ -96,8 +112,12 @@ class FakeCall(Generic[Event]):
         return self
 
     async def __anext__(self) -> Event:
-        event = await self._events.get()
-        if event is None or isinstance(event, ClusterError):
+        self._is_awaited = True
+        try:
+            event = await self._events.get()
+        finally:
+            self._is_awaited = False
+        if event is None or isinstance(event, Exception):
             self._events.put_nowait(None)
             try:
                 raise event or StopAsyncIteration
@@ -185,8 +205,9 @@ class FakeWorker:
 
     # Frames.
 
-    def frames(self) -> FakeCall[pb.Frame]:
-        self._stream, self._number, self._outgoing = FakeCall(on_cancel=self._hit_all), 0, []
+    def frames(self, taker: Callable[[pb.Frame], None] | None = None) -> FakeCall[pb.Frame]:
+        taker = taker if sum(self.name.encode()) % 2 else None  # of every other worker all frames are iterated over
+        self._stream, self._number, self._outgoing = FakeCall(on_cancel=self._hit_all, taker=taker), 0, []
         if self.is_dead:
             self._stream.end(ReplicaLost(f"{self.name} is dead"))
         elif not self.is_silent:

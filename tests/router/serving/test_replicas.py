@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -20,13 +20,14 @@ from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.words.errors import ReplicaLost
-from cluster.words.request import FinishReason, SequenceRequest
+from cluster.words.request import FinishReason, SampledToken, SequenceRequest
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 from tests.identities import in_clear, router
 from tests.members import make_member
+from tests.router.serving.fake_worker import FakeCall
 from tests.waiting import becomes
 
 _NAME = "here"
@@ -200,7 +201,7 @@ async def test_a_router_that_stood_still_reads_first_what_has_come_meanwhile() -
             self.is_cancelled = True
 
     frames, loop, changed = Frames(), asyncio.get_running_loop(), asyncio.Event()
-    worker: Any = SimpleNamespace(frames=lambda: frames, close=partial(asyncio.sleep, 0))
+    worker: Any = SimpleNamespace(frames=lambda taker: frames, close=partial(asyncio.sleep, 0))
     replica = Replica(make_member(), worker, on_change=changed.set, tasks=Supervisor(), look_s=0.02)
     frames.queue.put_nowait(pb.Frame(number=0, status=pb.Status(replica="decode-0")))
     await changed.wait()
@@ -213,4 +214,33 @@ async def test_a_router_that_stood_still_reads_first_what_has_come_meanwhile() -
     assert replica.is_alive and not frames.is_cancelled
     await becomes(lambda: frames.is_cancelled)  # and then it says nothing more
     assert not replica.is_alive
+    await replica.close()
+
+
+@pytest.mark.parametrize("is_straight", [False, True], ids=["iterated", "straight"])
+async def test_plain_tokens_go_where_others_go_and_only_with_a_stream_each(is_straight: bool) -> None:
+    call, changed, heard = FakeCall[pb.Frame](), asyncio.Event(), list[Any]()
+
+    def take(stream: int, tokens: Any) -> None:
+        heard.append((stream, tokens))
+
+    def frames(taker: Callable[[pb.Frame], None]) -> FakeCall[pb.Frame]:
+        nonlocal call
+        call = FakeCall(taker=taker if is_straight else None)
+        return call
+
+    worker: Any = SimpleNamespace(frames=frames, close=partial(asyncio.sleep, 0))
+    replica = Replica(make_member(), worker, on_change=changed.set, tasks=Supervisor())
+    await asyncio.sleep(0)
+    call.put(pb.Frame(number=0))
+    await becomes(lambda: replica.is_alive)
+    for stream in (1, 2):
+        replica.subscribe(stream, partial(take, stream))
+    last = pb.StreamTokens(stream=1, tokens=[pb.SampledToken(token_id=7, finish_reason="stop")])
+    call.put(pb.Frame(number=1, plain_streams=[2, 9, 1], plain_token_ids=[5, 5, 6], streams=[last]))
+    await becomes(lambda: len(heard) == 3)
+    assert heard == [(2, [SampledToken(5)]), (1, [SampledToken(6)]), (1, [SampledToken(7, None, FinishReason.STOP)])]
+    call.put(pb.Frame(number=2, plain_streams=[1, 2], plain_token_ids=[5]))
+    await becomes(lambda: not replica.is_alive)
+    assert isinstance(heard[-1][1], ReplicaLost) and "cannot be read" in str(heard[-1][1])
     await replica.close()
