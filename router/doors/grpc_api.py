@@ -196,14 +196,15 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
             is_first, tokenizer = True, completion.service.tokenizer
-            write_now = context.write_now if isinstance(context, PolledCall) else None
 
             def straight(event: Event) -> bool:
-                if write_now is None or is_first:
+                assert isinstance(context, PolledCall)
+                if is_first:
                     return False
-                return write_now(self._bytes.of(event, request_id=asked.id, tokenizer=tokenizer))
+                return context.write_now(self._bytes.of(event, request_id=asked.id, tokenizer=tokenizer))
 
-            async with completion.run(straight=straight) as arrivals:
+            # grpc.aio's calls write only in a task.
+            async with completion.run(straight=straight if isinstance(context, PolledCall) else None) as arrivals:
                 async for events in arrivals:
                     if is_first:
                         await self._tell_prompt(completion, context)

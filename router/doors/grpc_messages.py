@@ -28,7 +28,7 @@ from router.text.completion_request import (
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 
-# Messages of one token that are kept: some 2 MB at most. Most of what a model says is made of some thousands.
+# Messages of one token that are kept: some 9 MB at most. Most of what a model says is made of some thousands.
 _MAX_KEPT, _MAX_KEPT_CHARS = 8192, 64
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _OF_CHAT = ("messages", "tools", "tool_choice", "template_variables", "reasoning_effort", "continue_final_message")

@@ -122,17 +122,17 @@ class PolledCall:
             await self._until_sent()
         self._check()
         operation = cygrpc.SendMessageOperation(self._serialize(message) if self._serialize else message, _NO_FLAGS)
-        self._is_sending = True
         operations = (operation,) if self._has_begun else (*self._beginning(), operation)
         self._server.write(self._connection, self._call, operations, self._sent)
+        self._is_sending = True
 
     def write_now(self, message: bytes) -> bool:
         """A message after the first, as it goes over the network; if none before it is still to be taken over."""
         if self._is_sending or self._has_status or not self._has_begun:
             return False
-        self._is_sending = True
         operations = (cygrpc.SendMessageOperation(message, _NO_FLAGS),)
         self._server.write(self._connection, self._call, operations, self._sent)
+        self._is_sending = True
         return True
 
     def _sent(self, event: Any) -> None:

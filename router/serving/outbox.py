@@ -23,12 +23,15 @@ class Outbox:
         self._bundles: deque[dict[int, list[SampledToken]]] = deque()  # by choice; all but the last are full
         self._num_in_last = 0
         self._is_over = False
+        self._is_broken = False  # the taker has raised: what came then is lost, and nothing may follow it
         self._errors: list[Exception] = []  # one at most, until it is raised: it knows by then who took
         self._loop = asyncio.get_running_loop()
         self._waking: asyncio.Future[None] | None = None  # of who waits; an Event would cost each token twice as much
 
     def put(self, choice: int, tokens: Sequence[SampledToken]) -> None:
         """At least one, which have come together."""
+        if self._is_broken:
+            return
         if self.taker and self._waking and not self._waking.done():
             self._hand_over(self.taker, choice, tokens)
             return
@@ -75,6 +78,7 @@ class Outbox:
             if taker(choice, tokens):
                 return
         except Exception as error:  # it is whoever iterates to whom this happens, and not who brings tokens
+            self._is_broken = True
             return self.end(error)
         self._open_bundle()  # an empty one; what comes before it is given joins it
         self._wake()

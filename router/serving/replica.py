@@ -179,6 +179,8 @@ class Replica:
             self._framed.set()
 
     def _take(self, frame: pb.Frame) -> None:
+        if len(frame.plain_streams) != len(frame.plain_token_ids):
+            raise ReplicaLost(f"{self.id}: a frame has tokens that are of no stream, or streams without one")
         has_status = frame.HasField("status")
         if has_status:
             if not make_plausible(frame.status) and not self._has_told_nonsense:

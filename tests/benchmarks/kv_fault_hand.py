@@ -148,6 +148,8 @@ class HandRouter:
     async def _listen(self, replica: str, worker: GrpcWorker, listening: asyncio.Event) -> None:
         with suppress(ClusterError):  # the case has killed it
             async for frame in worker.frames():
+                for stream, token_id in zip(frame.plain_streams, frame.plain_token_ids, strict=True):
+                    self._tokens[stream].append(token_id)
                 for some in frame.streams:
                     self._tokens[some.stream] += [token.token_id for token in some.tokens]
                 self._num_frames[replica] = frame.number + 1

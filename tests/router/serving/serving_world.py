@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from weakref import ref
 
 from cluster.index.membership import Member
 from cluster.words.errors import CapacityError, ClusterError, DeadlineExceeded
 from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, Sampling, SequenceRequest
-from router.generation import Generation
+from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
+from router.generation import Arrived, Generation
 from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.cost_policy import CostPolicy
@@ -42,6 +44,7 @@ class Client:
     was_cancelled: bool = False
     generation: Generation | None = None
     task: asyncio.Task[None] | None = None
+    random: Random | None = None  # draws what it wants to be woken for; None: everything
 
     @property
     def is_over(self) -> bool:
@@ -51,14 +54,26 @@ class Client:
     async def run(self, core: RouterCore, replicas: Replicas) -> None:
         try:
             async with core.start(self.request) as self.generation:
+                if self.random:
+                    self.generation.hand_to(partial(self._take_straight, self.random))
                 async for arrived in self.generation:
-                    self._check_told(self.generation)
-                    for choice, tokens in arrived.items():
-                        for token in tokens:
-                            self._take(choice, token.token_id, is_last=token.finish_reason is not None)
+                    self._take_all(arrived)
+                    if self.random and self.random.random() < 0.2:  # as one who reads slowly
+                        await pass_time(self.random.choice([0.0, 0.01, 0.1]))
         except ClusterError as error:
             self.error = error
             self.usable = frozenset(replica.id for replica in replicas.usable(Role.DECODE))
+
+    def _take_straight(self, random: Random, choice: int, tokens: Sequence[SampledToken]) -> bool:
+        self._take_all({choice: tokens})
+        return random.random() < 0.8
+
+    def _take_all(self, arrived: Arrived) -> None:
+        assert self.generation
+        self._check_told(self.generation)
+        for choice, tokens in arrived.items():
+            for token in tokens:
+                self._take(choice, token.token_id, is_last=token.finish_reason is not None)
 
     def _check_told(self, generation: Generation) -> None:
         told, expected = generation.prompt_logprobs, told_of_prompt(self.request)
@@ -163,6 +178,7 @@ class World:
             priority=priority,
         )
         client = Client(request, {choice: _said(request, choice) for choice in request.choices}, self._loop.time())
+        client.random = self.random.choice([None, self.random])
         client.task = asyncio.create_task(client.run(self.core, self.replicas))
         self.clients.append(client)
         return client

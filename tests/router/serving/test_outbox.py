@@ -123,3 +123,14 @@ async def test_what_a_taker_raises_happens_to_whoever_iterates() -> None:
     _put(outbox, 0, 1)
     with pytest.raises(ZeroDivisionError):
         await taking
+
+
+async def test_what_comes_behind_what_a_taker_could_not_take_is_not_given() -> None:
+    outbox, taker = Outbox(), FakeTaker()
+    outbox.taker, taker.answer = taker, ZeroDivisionError()
+    taking = asyncio.ensure_future(anext(outbox))
+    await asyncio.sleep(0)
+    _put(outbox, 0, 1)
+    _put(outbox, 0, 2)  # before whoever iterates has had his turn
+    with pytest.raises(ZeroDivisionError):
+        await taking
