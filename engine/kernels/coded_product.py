@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
-from engine.kernels.code_words import FIVE_BITS, NIBBLES, number_of_byte, widen
+from engine.kernels.code_words import FIVE_BITS, NIBBLES, SIX_BITS, number_of_byte, widen
 from engine.kernels.language import (
     cdiv,
     has_fp8_casts,
@@ -157,8 +157,8 @@ def launch_expert_product(
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
-    is_few = rows < (64 if panels.leasts is None and has_tile_copies(x_NI.device) else 128)
-    outputs = 64 if is_few else 128  # sums of rows take registers, too; so do an A100's rows
+    has_room = panels.leasts is None and panels.kind < SIX_BITS and has_tile_copies(x_NI.device)
+    outputs = 64 if rows < (64 if has_room else 128) else 128  # sums of rows take registers, too; so do an A100's rows
     tile = Tile(outputs, rows, 4 if rows < 128 else 8, 3 if outputs == 64 or panels.kind < NIBBLES else 2, False)
     tile = _fitted(tile, panels, x_NI.device)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
@@ -194,7 +194,8 @@ def most_rows_of_experts(panels: CodePanels, device: torch.device) -> int:
         return 32
     if panels.kind >= NIBBLES and not has_tile_copies(device) and not spares_registers():
         return 32
-    return 128 if panels.leasts is None else 64  # sums of rows beside products: more registers
+    # Sums of rows beside products, and codes in two pieces, take more registers.
+    return 128 if panels.leasts is None and panels.kind < SIX_BITS else 64
 
 
 def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -> Tensor:

