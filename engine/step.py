@@ -96,7 +96,7 @@ class ScheduledStep:
             rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
             positions += [position] * len(prompt.choices)
         # Where all are chosen at once, nobody reads them again, and a step has megabytes of them.
-        is_in_order = len(positions) == in_branches and positions == list(range(in_branches))
+        is_in_order = positions == list(range(in_branches))
         return rows, None if is_in_order else positions
 
     def note_scores(self) -> None:

@@ -124,9 +124,9 @@ class Guesses:
             return
         row = self._row(sequence)
         factor = row.acceptance[method].factor if method in row.acceptance else 1.0
-        known = self._acceptance[method].chances
+        chance = self._acceptance[method].chance
         kinds = proposal.kinds[: len(tokens)]
-        chances = list(accumulate([min(1.0, known[kind] * factor) for kind in kinds], mul))
+        chances = list(accumulate([min(1.0, chance(kind) * factor) for kind in kinds], mul))
         guess = Guess(len(sequence.tokens), tokens, kinds, chances)
         if proposal.branches:
             found = (self._branch(method, guess, proposed, factor) for proposed in proposal.branches)
