@@ -17,8 +17,9 @@
 
 namespace {
 
-constexpr int ROWS_WORTH_A_COPY = 8;
-template <int BITS> constexpr int MOST_FEW_BITS_ROWS = BITS == 8 ? 2 : 4;  // of one tile of registers
+// Where a run's own numbers are cheap and a tile has many rows, it reads the panel as quickly as a copy.
+template <class Format> constexpr int ROWS_WORTH_A_COPY = PARTS == 1 && Format::SPAN < 256 ? BLOCK_ROWS + 1 : 9;
+template <int BITS> constexpr int MOST_FEW_BITS_ROWS = PARTS == 1 ? 8 : BITS == 8 ? 2 : 4;  // of one tile of registers
 
 template <int BITS, int RUN> struct RowRun {
     float scale, total;  // total: of the run's inputs, as they are kept
@@ -65,9 +66,19 @@ template <int BITS, int RUN> struct RunRows {
     }
 };
 
+constexpr int64_t BYTES_AHEAD = 8192;  // that are asked for before they are read: as long as memory takes to answer
+
+// Asks for what comes so long after a run: by the time that all runs of a span have, after the span.
+template <class Format> inline void fetch_after(const uint8_t* span, int run) {
+    constexpr int LINES = Format::BYTES / 64, RUNS = Format::SPAN / Format::RUN;
+    for (int line = LINES * run / RUNS; line < LINES * (run + 1) / RUNS; line++)
+        __builtin_prefetch(span + BYTES_AHEAD + line * 64, 0, 2);
+}
+
 // A panel with a byte for each code.
 template <int BITS_, int RUN_> struct Copy {
     static constexpr int BITS = BITS_, RUN = RUN_, SPAN = RUN, HEAD = 2 * sizeof(Floats);
+    static constexpr bool IS_COPY = true;
     static constexpr int BYTES = HEAD + RUN * LANES;
 
     static CodePart codes(const uint8_t* span, int, int g, int part) {
@@ -80,7 +91,8 @@ template <int BITS_, int RUN_> struct Copy {
 
     template <class Format> static void make(const uint8_t* panel, int64_t inputs, uint8_t* copy) {
         for (int64_t span = 0; span < inputs / Format::SPAN; span++, panel += Format::BYTES)
-            for (int run = 0; run < Format::SPAN / RUN; run++, copy += BYTES)
+            for (int run = 0; run < Format::SPAN / RUN; run++, copy += BYTES) {
+                fetch_after<Format>(panel, run);
                 for (int part = 0; part < PARTS; part++) {
                     const FloatPart scale = Format::scale(panel, run, part);
                     store(copy + part * PART_BYTES, scale);
@@ -89,6 +101,7 @@ template <int BITS_, int RUN_> struct Copy {
                     for (int g = 0; g < RUN / 4; g++)
                         store(copy + HEAD + 64 * g + part * PART_BYTES, Format::codes(panel, run, g, part));
                 }
+            }
     }
 };
 
@@ -99,6 +112,7 @@ inline void few_bits_tile(const ProductCall& p, const Rows& rows, int64_t row, c
     FloatPart sums[ROWS][PARTS] = {};
     for (int64_t span = 0; span < rows.runs / RUNS; span++, panel += Format::BYTES)
         for (int run = 0; run < RUNS; run++, x++) {
+            if constexpr (!Format::IS_COPY) fetch_after<Format>(panel, run);
             IntPart whole[ROWS][PARTS];
             dots<Format::BITS, Format::RUN / 4>(
                 whole, [&](int g, int part) { return Format::codes(panel, run, g, part); },
@@ -114,12 +128,19 @@ inline void few_bits_tile(const ProductCall& p, const Rows& rows, int64_t row, c
     for (int r = 0; r < ROWS; r++) put(p, load<Floats>(&sums[r][0]), row + r, output);
 }
 
+// The first of `count` rows, as many as a tile takes; returns how many.
+template <class Format, int ROWS = MOST_FEW_BITS_ROWS<Format::BITS>, class Rows>
+inline int first_few_bits_rows(const ProductCall& p, const Rows& rows, int64_t row, int64_t count, const uint8_t* panel, int64_t output) {
+    if constexpr (ROWS > 1)
+        if (count < ROWS) return first_few_bits_rows<Format, ROWS - 1>(p, rows, row, count, panel, output);
+    few_bits_tile<Format, ROWS>(p, rows, row, panel, output);
+    return ROWS;
+}
+
 // All rows [row, end) by one panel.
-template <class Format, int MOST, class Rows>
+template <class Format, class Rows>
 inline void few_bits_panel(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, const uint8_t* panel, int64_t output) {
-    for (; row + MOST <= end; row += MOST) few_bits_tile<Format, MOST>(p, rows, row, panel, output);
-    if constexpr (MOST > 1)
-        if (row < end) few_bits_panel<Format, MOST / 2>(p, rows, row, end, panel, output);
+    while (row < end) row += first_few_bits_rows<Format>(p, rows, row, end - row, panel, output);
 }
 
 template <class Format> int64_t few_bits_panel_bytes(const ProductCall& p) { return p.inputs / Format::SPAN * Format::BYTES; }
@@ -178,12 +199,12 @@ template <class Format> void multiply_few_bits(const ProductCall& p, const Step&
         const int64_t end = std::min(row + BLOCK_ROWS, rows.count);
         for (int64_t i = me.first(panels); i < me.end(panels); i++) {
             const uint8_t* panel = static_cast<const uint8_t*>(p.panels) + i * panel_bytes;
-            if (end - row < ROWS_WORTH_A_COPY) {
-                few_bits_panel<Format, MOST_FEW_BITS_ROWS<Format::BITS>>(p, rows, row, end, panel, i * LANES);
+            if (end - row < ROWS_WORTH_A_COPY<Format>) {
+                few_bits_panel<Format>(p, rows, row, end, panel, i * LANES);
             } else {
                 uint8_t* copied = reinterpret_cast<uint8_t*>(copy.data());
                 Copied::template make<Format>(panel, p.inputs, copied);
-                few_bits_panel<Copied, MOST_FEW_BITS_ROWS<Format::BITS>>(p, rows, row, end, copied, i * LANES);
+                few_bits_panel<Copied>(p, rows, row, end, copied, i * LANES);
             }
         }
     }
