@@ -167,7 +167,7 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
         } else {  // where a tile ends, for the next one
             const uint32_t* later =
                 w + (g + EACH_AHEAD < groups ? g + EACH_AHEAD : (PANELS - 1) * groups + g + EACH_AHEAD) * LANES;
-            for (int i = 0; i < PANELS; i++) __builtin_prefetch(later + i * groups * LANES, 0, 2);
+            for (int i = 0; i < PANELS; i++) __builtin_prefetch(later + i * groups * LANES);
         }
         WordPart group[COUNT];
         for (int i = 0; i < COUNT; i++)
