@@ -16,6 +16,7 @@ from cluster.control.certificates import open_papers
 from cluster.identity.renewal import Renewal
 from cluster.process.garbage import collect_the_new, spare_the_old
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
+from cluster.process.turns import take_short_turns
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
 from cluster.words.rank import Binding, Progress, Rank, RankStatus
@@ -39,6 +40,7 @@ class RankActor:
         self._becoming = threading.Lock()
         self._has_loaded = False
         redirect_output(log_path(launch.log_dir, name.replica, name.rank), who=str(name))
+        take_short_turns()
 
     def bind(self) -> Binding:
         if self._rank is None:
