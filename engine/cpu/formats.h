@@ -68,7 +68,6 @@ constexpr int HALVES = 2 * LANES, UNIT = 32, NIBBLES = 16 * UNIT / 2, FIFTHS = 1
 // Blocks of 32 inputs: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. ZERO: the code of 0; -1: each output has its least number.
 template <int BITS_, int ZERO> struct Block {
     static constexpr int BITS = BITS_, RUN = 32, SPAN = 32;
-    static constexpr bool IS_COPY = false;
     static constexpr int HEAD = ZERO < 0 ? 2 * HALVES : HALVES, BYTES = HEAD + 2 * BITS * UNIT;
 
     static CodePart codes(const uint8_t* span, int, int g, int part) {
@@ -87,7 +86,6 @@ template <int BITS_, int ZERO> struct Block {
 // Q4_K and Q5_K: two numbers for 256 inputs, and for each run two whole numbers that multiply them.
 template <int BITS_> struct Nested {
     static constexpr int BITS = BITS_, RUN = 32, SPAN = 256, RUNS = SPAN / RUN;
-    static constexpr bool IS_COPY = false;
     static constexpr int LEASTS = 2 * HALVES + RUNS * LANES, HEAD = LEASTS + RUNS * LANES;
     static constexpr int UNIT_BYTES = 2 * BITS * UNIT, BYTES = HEAD + RUNS * UNIT_BYTES;
 
@@ -107,7 +105,6 @@ template <int BITS_> struct Nested {
 // Q6_K: one number for 256 inputs, and a signed one for each run of 16.
 struct SixBits {
     static constexpr int BITS = 6, RUN = 16, SPAN = 256, RUNS = SPAN / RUN;
-    static constexpr bool IS_COPY = false;
     static constexpr int HEAD = HALVES + RUNS * LANES, UNIT_BYTES = NIBBLES + UPPERS, BYTES = HEAD + SPAN / UNIT * UNIT_BYTES;
 
     static CodePart codes(const uint8_t* span, int run, int g, int part) {
@@ -124,7 +121,6 @@ struct SixBits {
 // AWQ and GPTQ: a number and a code of zero for so many inputs.
 template <int INPUTS> struct Group {
     static constexpr int BITS = 4, RUN = 32, SPAN = INPUTS, HEAD = HALVES + LANES, BYTES = HEAD + SPAN / UNIT * NIBBLES;
-    static constexpr bool IS_COPY = false;
 
     static CodePart codes(const uint8_t* span, int run, int g, int part) { return nibbles(span + HEAD + run * NIBBLES, g, part); }
     static FloatPart scale(const uint8_t* span, int, int part) { return halves(span, part); }

@@ -195,23 +195,15 @@ inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row,
         if (first < end) panels<Weights, ROWS, PANELS / 2>(p, rows, row, first, end, ahead);
 }
 
-// The first of `count` rows, as many as a tile takes; returns how many.
-template <class Weights, int ROWS = MOST_ROWS>
-inline int first_rows(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t count, int64_t first, int64_t end,
-                      Ahead& ahead) {
-    if constexpr (ROWS > 1)
-        if (count < ROWS) return first_rows<Weights, ROWS - 1>(p, rows, row, count, first, end, ahead);
-    panels<Weights, ROWS>(p, rows, row, first, end, ahead);
-    return ROWS;
-}
-
 // The first rows wait for their panels to come from memory. While the others meet them, those that come next are fetched.
 template <class Weights>
 inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t end, int64_t first, int64_t last,
                     Ahead next) {
     Ahead none;
     for (const int64_t begin = row; row < end;)
-        row += first_rows(p, rows, row, end - row, first, last, row == begin ? none : next);
+        row += first_rows<MOST_ROWS>(end - row, [&](auto some) {
+            panels<Weights, some>(p, rows, row, first, last, row == begin ? none : next);
+        });
 }
 
 // f(row, end of the rows, panel, end of the panels, end of those that come next) for this thread's part of the work: a

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "team.h"
 #include "vectors.h"
@@ -100,6 +101,14 @@ inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) 
     for (int64_t i = 0; i < count; i++)
         if (p.is_wide) wide[i] = widen(bf16(done[i]));
         else out[i] = done[i];
+}
+
+// work(N) for the first N of `count` rows, at most MOST: N is a constant, as a tile's rows have to be. Returns N.
+template <int MOST, class Work> inline int first_rows(int64_t count, const Work& work) {
+    if constexpr (MOST > 1)
+        if (count < MOST) return first_rows<MOST - 1>(count, work);
+    work(std::integral_constant<int, MOST>());
+    return MOST;
 }
 
 constexpr int BLOCK_ROWS = 96;  // of one walk over the panels: their inputs stay in the second cache

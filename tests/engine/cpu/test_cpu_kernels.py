@@ -87,7 +87,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, kind: str) ->
     weight_OI, x_TI = random(300, 100), random(50, 100, seed=1)
     matrix = getattr(PackedMatrix, kind)(kernels, weight_OI)
     whole = matrix.multiply(x_TI)
-    for count in (1, 2, 3, 5, 7, 8, 11, 12, 13, 49):
+    for count in (*range(1, 14), 49):  # every tile, and one row more than fit into one
         torch.testing.assert_close(matrix.multiply(x_TI[7 : 7 + count]), whole[7 : 7 + count], atol=0, rtol=0)
 
 
