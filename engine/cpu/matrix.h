@@ -195,7 +195,7 @@ inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row,
         if (first < end) panels<Weights, ROWS, PANELS / 2>(p, rows, row, first, end, ahead);
 }
 
-// The first rows wait for their panels to come from memory. While the others meet them, those that come next are fetched.
+// The first rows' panels come from memory. While the other rows meet them, those that come next are fetched.
 template <class Weights>
 inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t end, int64_t first, int64_t last,
                     Ahead next) {
