@@ -43,8 +43,9 @@ def launch_coded_experts(
     num_choices, num_experts = chosen_TC.numel(), len(down.words)
     if not num_choices:
         return x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
-    if tiles is None:
-        rows = rows_of_tiles(num_choices, num_experts, most=most_rows_of_experts(gate_up, x_TE.device))
+    most = min(most_rows_of_experts(panels, x_TE.device) for panels in (gate_up, down))  # they share the tiles
+    if tiles is None or tiles.rows > most:  # a router's may have more, where tokens have most of the experts
+        rows = rows_of_tiles(num_choices, num_experts, most=most)
         tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
     choice_P, expert_B = tiles
     gate_up_N2I = launch_expert_product(

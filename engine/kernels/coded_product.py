@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
-from engine.kernels.code_words import FIVE_BITS, NIBBLES, SIX_BITS, number_of_byte, widen
+from engine.kernels.code_words import FIVE_BITS, NIBBLES, number_of_byte, widen
 from engine.kernels.language import (
     cdiv,
     has_fp8_casts,
@@ -152,14 +152,13 @@ def launch_coded_product(
 def launch_expert_product(
     x_NI: Tensor, panels: CodePanels, choice_P: Tensor, expert_B: Tensor, num_choices: int, *, of_each: int
 ) -> Tensor:
-    """The product of each choice's row with its expert's matrix: (choices, O). See fused_experts.sort_into_tiles, which
-    makes choice and expert. of_each: choices that share a row of x."""
+    """The product of each choice's row with its expert's matrix: (choices, O). See expert_tiles.sort_into_tiles,
+    which makes choice and expert. of_each: choices that share a row of x."""
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
-    has_room = panels.leasts is None and panels.kind < SIX_BITS and has_tile_copies(x_NI.device)
-    outputs = 64 if rows < (64 if has_room else 128) else 128  # sums of rows take registers, too; so do an A100's rows
-    tile = Tile(outputs, rows, 4 if rows < 128 else 8, 3 if outputs == 64 or panels.kind < NIBBLES else 2, False)
+    tile = replace(Tile.of(rows, panels.kind, panels.words.shape[-1], x_NI.device), num_stages=3)
+    assert tile.rows == rows, f"tiles of {rows} choices: see most_rows_of_experts"
     tile = _fitted(tile, panels, x_NI.device)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
         x_NI,
@@ -189,13 +188,11 @@ def launch_expert_product(
 
 
 def most_rows_of_experts(panels: CodePanels, device: torch.device) -> int:
-    """Choices in a tile of `launch_expert_product`."""
-    if _wants_few_rows(panels.kind, panels.words.shape[-1], device):
-        return 32
-    if panels.kind >= NIBBLES and not has_tile_copies(device) and not spares_registers():
-        return 32
-    # Sums of rows beside products, and codes in two pieces, take more registers.
-    return 128 if panels.leasts is None and panels.kind < SIX_BITS else 64
+    """How many choices a tile of `launch_expert_product` may have: as many as `Tile.of` has rows."""
+    if panels.kind < NIBBLES:
+        return 128
+    is_short_of_registers = not has_tile_copies(device) and not spares_registers()
+    return 32 if is_short_of_registers or _wants_few_rows(panels.kind, panels.words.shape[-1], device) else 64
 
 
 def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -> Tensor:

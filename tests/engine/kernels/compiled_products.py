@@ -24,6 +24,7 @@ from engine.layers.int8_matrix import Int8Matrix
 _O, _I, _P = 4096, 4096, 64
 _EXPERTS = "experts of "
 ROWS = (1, 17, 64, 300, 2048)
+TILES = (16, 32, 64, 128)  # choices of an expert that a program multiplies by
 FORMS = {  # kind, group, least numbers: none, "halves", "codes" of zero; nested in others
     "fp8": (E4M3, 0, None, False),
     "fp8 blocks": (E4M3, 128, None, False),
@@ -64,11 +65,11 @@ def panels(form: str) -> CodePanels:
 
 
 def multiply_by_experts(form: str) -> None:
-    """In tiles of a step's few choices, and of a prompt's many."""
+    """In tiles of every size, from a step's few choices to a prompt's many."""
     one = panels(form)
     several = replace(one, **{name: of.expand(8, *of.shape) for name, of in one.tensors().items()})
     x = torch.empty(300, _I, dtype=torch.bfloat16, device=DEVICE)
-    for rows in (16, most_rows_of_experts(one, DEVICE)):
+    for rows in TILES[: TILES.index(most_rows_of_experts(one, DEVICE)) + 1]:
         choices, experts = (torch.empty(size, dtype=torch.int32, device=DEVICE) for size in (16 * rows, 16))
         launch_expert_product(x, several, choices, experts, len(x), of_each=1)
 

@@ -13,6 +13,7 @@ from engine.kernels import coded_product
 from engine.kernels.code_panels import CodePanels, numbers_of
 from engine.kernels.coded_experts import launch_coded_experts, reference_coded_experts
 from engine.kernels.coded_product import launch_coded_product, launch_widen, new_counters, reference_coded_product
+from engine.kernels.expert_tiles import sort_into_tiles
 from engine.layers import coded_matrix
 from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.coded_matrix import CodedMatrix
@@ -103,15 +104,17 @@ def test_many_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows, splits", [(20, 2), (64, 2), (130, None)])
-@pytest.mark.parametrize("name", ["fp8 channels", "int8 channels", "groups of 128", "one group"])
+@pytest.mark.parametrize("name", ["fp8 channels", "int8 channels", "groups of 128", "one group", "Q5_K"])
 def test_products_as_an_a100_has_them(name: str, num_rows: int, splits: int | None) -> None:
-    """Summed in place; and tiles of few rows, of which several share their outputs' inputs."""
+    """Summed in place; and tiles of few rows, of which several share their outputs' inputs, Q5_K's by an older Triton
+    alone."""
     weight = random_weight(name, 64, 512)  # of an odd number of panels
     panels, _ = panels_and_order(weight)
     x = random(num_rows, 512, dtype=torch.float16, seed=3)
     expected = reference_coded_product(x.float(), panels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coded_product, "has_tile_copies", lambda device: False)
+        patch.setattr(coded_product, "spares_registers", lambda: False)
         got = launched(x, panels, splits=splits)
     assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
 
@@ -169,6 +172,25 @@ def test_experts(name: str, hidden: int, features: int, num_tokens: int, num_exp
     got = launch_coded_experts(x, gate_up, down, chosen)
     assert got.shape == expected.shape and (got - expected).norm() < 1e-4 * expected.norm()
     assert launch_coded_experts(x[:0], gate_up, down, chosen[:0]).shape == (0, per_token, hidden)
+
+
+@pytest.mark.parametrize(
+    ("gate_up_name", "down_name", "is_a100"),
+    [("fp8 channels", "groups of 32", False), ("groups of 32", "groups of 128", True)],
+)
+def test_both_matrices_of_experts_take_the_tiles(
+    gate_up_name: str, down_name: str, is_a100: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second wants fewer choices in one than the first, and than a router has sorted."""
+    if is_a100:
+        monkeypatch.setattr(coded_product, "has_tile_copies", lambda device: False)
+    gate_up = stacked([random_weight(gate_up_name, 512, 64, seed=i) for i in range(2)])
+    down = stacked([random_weight(down_name, 64, 256, seed=i) for i in range(2)])
+    x, chosen = random(130, 64, seed=3) / 20, choices(130, 2, 1)
+    expected = reference_coded_experts(x, gate_up, down, chosen)
+    for tiles in (None, sort_into_tiles(chosen, num_experts=2, rows=128)):
+        got = launch_coded_experts(x, gate_up, down, chosen, tiles)
+        assert (got - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a device does not say what its kernels read")
