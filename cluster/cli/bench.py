@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +28,7 @@ _SLOW_WITHOUT_KERNELS = (
     "torch alone computes, a few times slower than this project's kernels: they need --dtype bfloat16 and a C++ "
     "compiler (Debian: apt-get install g++)"
 )
+_NO_COMPILER = "no C++ compiler (Debian: apt-get install g++): torch alone computes; of few bits for minutes"
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
 _Batch = Annotated[str, typer.Option(metavar="N[,N…]", help="Sequences that decode at a time.")]
 _Context = Annotated[str, typer.Option(metavar="N[,N…]", help="Tokens that each of these has.")]
@@ -75,6 +78,8 @@ def engine(
         result = _host(directory, batches=batches, contexts=contexts, threads=threads)
         print(json.dumps(result) if as_json else "\n".join(_host_lines(result)))
         return
+    if not (gpu or shutil.which("c++") or shutil.which("g++")):
+        print(_NO_COMPILER, file=sys.stderr)  # before the minutes that it may take
     result = bench_engine(
         directory,
         dtype=dtype,
