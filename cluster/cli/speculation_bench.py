@@ -33,6 +33,9 @@ def speculation(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=2)] = 256,
     tries: Annotated[int, typer.Option(min=1, help="Rounds, in which the methods take turns.")] = 5,
+    answers: Annotated[
+        int, typer.Option(min=1, help="To each prompt in a round: where one ends, the next begins. Of --prompts one.")
+    ] = 3,
     linear: Annotated[bool, typer.Option("--linear", help="Each method also with drafts that do not branch.")] = False,
     every_step: Annotated[
         bool, typer.Option("--every-step", help="Draft whatever is guessed: how often is it right?")
@@ -50,7 +53,8 @@ def speculation(
     Prompts that ask for an edit of a text, of JSON and of code, and one that does not; in bfloat16.
     """
     from cluster.model.source import resolve
-    from engine.tools.bench_speculation import LINEAR, bench_speculation, prompt_texts
+    from engine.tools.bench_speculation import bench_speculation, prompt_texts
+    from engine.tools.methods_in_turn import LINEAR
 
     batches = sorted({int(count) for count in batch.split(",") if count.isdigit() and int(count)})
     texts = prompt_texts()
@@ -78,7 +82,7 @@ def speculation(
         tries=tries,
         threads=threads,
         cpu_time=cpu_time,
-        in_turn=prompts is not None,
+        answers=None if prompts else answers,
         every_step=every_step,
         draft_tokens=draft_tokens,
         answered=answered,

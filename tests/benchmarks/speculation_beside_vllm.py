@@ -42,7 +42,8 @@ from cluster.cli.speculation_bench import encode_prompts
 from cluster.model.source import resolve
 from cluster.words.request import Sampling
 from engine.config import EngineConfig
-from engine.tools.bench_speculation import MethodParts, MethodReplica, answer, prompt_texts
+from engine.tools.bench_speculation import prompt_texts
+from engine.tools.methods_in_turn import Asked, MethodParts, MethodReplica, answer
 from tests.benchmarks.beside_vllm import export, vllm_environment
 
 _SIDE_S = 1800.0
@@ -144,8 +145,8 @@ def _our_sides(
 
     def side(replica: MethodReplica) -> Ask:
         def ask(asked: Seq[Seq[int]]) -> Turn:
-            found = answer(asked, sampling, replica, parts.clock, {})
-            return Turn((sum(map(len, found.tokens)) - len(asked)) / found.seconds, found.tokens)
+            found = answer([Asked(ids, 0) for ids in asked], len(asked), sampling, replica, parts.clock, {})
+            return Turn(found.tokens_per_s, found.tokens)
 
         return ask
 

@@ -59,7 +59,8 @@ def test_it_measures_every_method_beside_none(
         ("edit", batch, method) for batch in (1, 2) for method in ("off", *(methods or "ngram,suffix,auto").split(","))
     ]
     for row in rows:
-        assert row["is_same"] and row["tokens"] == 6 * row["batch"] and row["tokens_per_s"] > 0
+        assert row["is_same"] and row["tokens_per_s"] > 0
+        assert row["method"] != "off" or (row["tokens"], row["steps"]) == (15 * row["batch"], 15), "5 of 6, 3 times"
         assert row["accepted"] <= row["drafted"] and (row["method"] != "off" or row["drafted"] == 0)
         assert row["beside_off"] == 1.0 or row["method"] != "off"
 
@@ -90,11 +91,11 @@ def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_o
     finally:
         torch.set_num_threads(threads)
     off, drafting, linear = result["rows"]
-    assert off["tokens"] == 60 and all(row["is_same"] for row in result["rows"]), "three, two at a time"
+    assert off["tokens"] == 38 and all(row["is_same"] for row in result["rows"]), "two at a time: of three, two"
     assert len(linear["by_place"]) <= 3 and linear["by_place"][0][0] > 10 and not linear["branches_by_place"]
     assert all(right <= drafted for drafted, right in drafting["by_place"])
     assert drafting["drafted"] == sum(n for n, _ in (*drafting["by_place"], *drafting["branches_by_place"]))
-    assert "prompts" in said and "    20 tokens" in said and "; by place " in said
+    assert "prompts" in said and "    19 tokens" in said and "; by place " in said
 
 
 def test_what_was_answered_before_is_known(
@@ -104,11 +105,20 @@ def test_what_was_answered_before_is_known(
     shutil.copytree(tiny_model("llama")[0], directory)
     save_tokenizer(directory)
     options = ["--model", str(directory), "--kind", "open_chat", "--batch", "1", "--max-tokens", "24", "--tries", "1"]
-    options += ["--threads", "1", "--method", "suffix", "--every-step", "--json"]  # greedy: whatever the seed, the same
+    options += [
+        "--answers",
+        "1",
+        "--threads",
+        "1",
+        "--method",
+        "suffix",
+        "--every-step",
+        "--json",
+    ]  # greedy: whatever the seed, the same
     threads = torch.get_num_threads()
     steps = []
     try:
-        for more in ([], ["--answered", "2"]):
+        for more in ([], ["--answered", "2"]):  # greedy: whatever the seed, the same
             assert run(["bench", "speculation", *options, *more]) == 0
             off, drafting = json.loads(capsys.readouterr().out)["rows"]
             assert off["steps"] == 23 and drafting["is_same"]
