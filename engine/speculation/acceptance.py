@@ -23,9 +23,10 @@ class Acceptance:
         self._memory = memory
         self._reached = [_PRIOR] * NUM_KINDS
         self._right = [_PRIOR * chance for chance in believed]
+        self.chances = list(believed)  # by kind
 
     def chance(self, kind: int) -> float:
-        return self._right[kind] / self._reached[kind]
+        return self.chances[kind]
 
     def saw(self, kinds: Seq[int], num_right: int, num_reached: int) -> None:
         """Of a proposal, so many tokens were right, and so many were looked at: one more, or all."""
@@ -36,6 +37,7 @@ class Acceptance:
             if self._reached[kind] > self._memory:
                 self._reached[kind] /= 2
                 self._right[kind] /= 2
+            self.chances[kind] = self._right[kind] / self._reached[kind]
 
 
 class Correction:

@@ -25,7 +25,7 @@ class StepPrice:
         """beside: what is computed for that and is no token of the step, as tokens."""
         if not num_drafted:
             return self.plain
-        return (self.plain + self.token * (num_drafted + beside)) * self.factor(num_drafted)
+        return (self.plain + self.token * (num_drafted + beside)) * factor_of(self.factors, self.num_tokens + num_drafted)
 
     def factor(self, num_drafted: int) -> float:
         """Of a step with so many."""
@@ -60,18 +60,11 @@ _FORK = 1.0  # tokens: to copy a block, and to tell of a row
 FREE = StepPrice(plain=1.0, token=0.0)  # nobody knows: whatever may be right is drafted
 
 
-class _Part(NamedTuple):
-    """Tokens that are taken together or not at all, for they pay together. The best comes first, and of what is as good
-    what must come first."""
-
-    density: float  # what they bring over what they cost, below 0
-    is_branch: bool
-    number: int  # of the row; or of the offer
-    place: int  # of the first
-    value: float  # chances, added up
-    price: float  # in tokens
-    num_again: int
-    length: int
+# Tokens that are taken together or not at all, for they pay together. In order the best comes first, and of what is as
+# good what must come first: what they bring over what they cost, below 0; whether they are a branch's; the number of the
+# row, or of the offer; the place of the first; their chances, added up; their price, in tokens; tokens that are computed
+# once more for them; how many they are. (No class: a step has many, and is short.)
+_Part = tuple[float, bool, int, int, float, float, int, int]
 
 
 def plan_drafts(chances: Seq[Seq[float]], num_rows: int, price: StepPrice, max_tokens: int) -> list[int]:
@@ -90,33 +83,33 @@ def plan_tree(
     """The same with branches beside the drafts."""
     # By a line, no token pays that would not pay alone, beside those that come anyway.
     floor = price.floor(num_rows)
-    parts = [
-        _Part(-chance, False, i, place, chance, 1.0, 0, 1)
+    parts: list[_Part] = [
+        (-chance, False, i, place, chance, 1.0, 0, 1)
         for i, row in enumerate(chances)
         for place, chance in enumerate(row)
         if chance > floor
     ]
     for number, offer in enumerate(offers):
-        parts += [part for part in _parts_of(number, offer) if -part.density > floor]
+        parts += [part for part in _parts_of(number, offer) if -part[0] > floor]
     best, best_rate = 0, num_rows / price.plain * (_LEAST_GAIN if price.token else 1.0)
-    taken: list[_Part] = []
+    taken: list[tuple[bool, int, int]] = []
     without = set[int]()  # branches whose first part has no room
     expected, cost, room = float(num_rows), 0.0, max_tokens
-    for part in sorted(parts):
-        num_tokens = part.num_again + part.length
-        if num_tokens > room or (part.is_branch and part.number in without):
-            if part.is_branch:
-                without.add(part.number)
+    for _, is_branch, number, _, value, part_cost, num_again, length in sorted(parts):
+        num_tokens = num_again + length
+        if num_tokens > room or (is_branch and number in without):
+            if is_branch:
+                without.add(number)
             continue
-        taken.append(part)
-        expected, cost, room = expected + part.value, cost + part.price, room - num_tokens
+        taken.append((is_branch, number, length))
+        expected, cost, room = expected + value, cost + part_cost, room - num_tokens
         num_drafted = max_tokens - room
         rate = expected / price.step(num_drafted, cost - num_drafted)
         if rate > best_rate:
             best, best_rate = len(taken), rate
     plan = DraftPlan([0] * len(chances), [0] * len(offers))
-    for part in taken[:best]:
-        (plan.branches if part.is_branch else plan.lengths)[part.number] += part.length
+    for is_branch, number, length in taken[:best]:
+        (plan.branches if is_branch else plan.lengths)[number] += length
     return plan
 
 
@@ -125,6 +118,6 @@ def _parts_of(number: int, offer: BranchOffer) -> list[_Part]:
     beside = offer.num_again + offer.fork
     sums = list(accumulate(offer.chances))
     density, length = max((value / (beside + i), i) for i, value in enumerate(sums, 1))
-    first = _Part(-density, True, number, 0, sums[length - 1], beside + length, offer.num_again, length)
+    first = (-density, True, number, 0, sums[length - 1], beside + length, offer.num_again, length)
     rest = enumerate(offer.chances[length:], length)
-    return [first, *(_Part(-chance, True, number, place, chance, 1.0, 0, 1) for place, chance in rest)]
+    return [first, *((-chance, True, number, place, chance, 1.0, 0, 1) for place, chance in rest)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.words.request import DraftTally
 from cluster.words.timing import StepTiming
@@ -53,7 +53,7 @@ class Drafting:
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        self._priced: tuple[list[Sequence], int, StepPrice] = [], 0, FREE  # the step that was planned last
+        self._priced: _Priced | None = None  # the step that was planned last, or one before it that was like it
 
     @property
     def is_on(self) -> bool:
@@ -72,7 +72,6 @@ class Drafting:
         if most < 1:
             return {}
         price = self._price(rows, num_tokens)
-        self._priced = list(rows), num_tokens, price
         drafts = self._speculation.draft(rows, price, max_tokens=most, blocks=self._blocks)
         if self._pace and (asking_s := self._speculation.take_asking_s()):
             self._pace.set_aside(asking_s)
@@ -95,9 +94,7 @@ class Drafting:
             return
         rows = [sequence for sequence, _ in decoding]
         num_tokens -= sum(draft.num_tokens for draft in drafts.values())
-        *planned, price = self._priced
-        floor = (price if planned == [rows, num_tokens] else self._price(rows, num_tokens)).floor(len(rows))
-        self._priced = [], 0, FREE
+        floor = self._price(rows, num_tokens).floor(len(rows))
         for row in rows:
             tally = row.drafts = row.drafts or DraftTally()
             tally.steps += 1
@@ -120,13 +117,26 @@ class Drafting:
             self._speculation.forget(sequence)
 
     def _price(self, rows: Seq[Sequence], num_tokens: int) -> StepPrice:
+        """What is known of steps is worked out anew now and then; until then a step with the same rows has the same
+        price, for they read but a few positions more."""
         timing = self._pace.timing if self._pace else None
         if self._pace is None or timing is None:
             return FREE
+        known, last = (timing, self._pace.draft_factors), self._priced
+        if last and last.known == known and last.num_tokens == num_tokens and last.rows == rows:
+            return last.price
         num_context = sum(len(sequence.tokens) for sequence in rows)
         plain_s = timing.step_s(num_tokens=num_tokens, num_pairs=0, num_context=num_context)
-        if not plain_s:
-            return FREE
-        token_s, context_s = timing.token_s * _MARGIN, timing.context_s * _MARGIN
-        factors = self._pace.draft_factors
-        return StepPrice(plain=plain_s, token=token_s, num_tokens=num_tokens, factors=factors, context=context_s)
+        price = FREE
+        if plain_s:
+            token_s, context_s = timing.token_s * _MARGIN, timing.context_s * _MARGIN
+            price = StepPrice(plain_s, token_s, num_tokens, factors=known[1], context=context_s)
+        self._priced = _Priced(known, num_tokens, list(rows), price)
+        return price
+
+
+class _Priced(NamedTuple):
+    known: tuple[StepTiming, Seq[float]]  # by which
+    num_tokens: int
+    rows: list[Sequence]
+    price: StepPrice

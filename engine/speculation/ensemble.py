@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
+from operator import mul
 
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.guess import Guess, GuessedBranch
@@ -21,6 +23,10 @@ def together(guesses: Seq[Guess], branching: Acceptance) -> Guess:
     branching: how often such a token is right, by how sure its method is of it. The kinds of tokens are left out: each
     method learns from its own guess.
     """
+    first, *others = guesses
+    if not any(one.branches for one in guesses) and all(map(first.says_what, others)):  # mostly
+        likeliest = map(max, *(one.shares() for one in guesses)) if others else first.shares()
+        return Guess(first.start, first.tokens, (), list(accumulate(likeliest, mul)))
     tokens: list[int] = []
     chances: list[float] = []
     branches: list[GuessedBranch] = []
@@ -46,7 +52,7 @@ def together(guesses: Seq[Guess], branching: Acceptance) -> Guess:
         above *= share
         tokens.append(token)
         chances.append(above)
-    return Guess(guesses[0].start, tokens, (), chances, branches)
+    return Guess(first.start, tokens, (), chances, branches)
 
 
 def _instead(guess: Guess, place: int, above: float, share: float, best: float, branching: Acceptance) -> GuessedBranch:

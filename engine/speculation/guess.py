@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from operator import eq
 from typing import NamedTuple
 
 
@@ -26,13 +27,21 @@ class Guess:
     chances: Seq[float]  # of each, that it and those before it are right
     branches: Seq[GuessedBranch] = ()
 
-    def shares(self) -> list[float]:
-        """Of each, the chance that it is right if all before it are."""
+    def shares(self, num_tokens: int | None = None) -> list[float]:
+        """Of each, or of the first so many, the chance that it is right if all before it are."""
         before, found = 1.0, list[float]()
-        for chance in self.chances:
+        for chance in self.chances[:num_tokens]:
             found.append(chance / before if before else 0.0)
             before = chance
         return found
+
+    def with_chances(self, chances: Seq[float]) -> Guess:
+        """The same, believed otherwise."""
+        return Guess(self.start, self.tokens, self.kinds, chances, self.branches)
+
+    def says_what(self, other: Guess) -> bool:
+        """Whether both have the same tokens, but for branches."""
+        return len(self.tokens) == len(other.tokens) and all(map(eq, self.tokens, other.tokens))
 
     def outcome(self, tokens: Seq[int]) -> tuple[int, int]:
         """How many of its tokens are right, and how many can be judged, where a row has these: one more, or all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -73,8 +73,8 @@ class Guesses:
         if row.best is None:
             method, promised = self._most_promising(row)
             factors = accumulate([self._of_best.factor] * len(promised.tokens), mul)
-            believed = replace(promised, chances=list(map(mul, promised.chances, factors)))
-            row.best = _Best(method, promised, believed)
+            believed = list(map(mul, promised.chances, factors))
+            row.best = _Best(method, promised, promised.with_chances(believed))
         return row.best.method, row.best.believed
 
     def _most_promising(self, row: _Row) -> tuple[str, Guess]:
@@ -84,8 +84,9 @@ class Guesses:
             row.together = together(list(row.guesses.values()), self._branching[ENSEMBLE])
         if sum(row.together.chances) > sum(guess.chances):
             return ENSEMBLE, row.together
-        is_same = list(row.together.tokens) == list(guess.tokens)
-        return method, replace(guess, branches=row.together.branches) if is_same else guess
+        if row.together.branches and row.together.says_what(guess):
+            guess = Guess(guess.start, guess.tokens, guess.kinds, guess.chances, row.together.branches)
+        return method, guess
 
     def learn(self, sequences: Iterable[Sequence]) -> None:
         """From what was said of fewer tokens than they have now. Before anything else is asked of them."""
@@ -93,7 +94,7 @@ class Guesses:
             row = self._row(sequence)
             if row.best and row.best.promised.start != len(sequence.tokens):
                 num_right, num_reached = row.best.promised.outcome(sequence.tokens)
-                self._of_best.saw(sum(row.best.promised.shares()[:num_reached]), num_right)
+                self._of_best.saw(sum(row.best.promised.shares(num_reached)), num_right)
                 row.best = None
             if row.together and row.together.start != len(sequence.tokens):
                 self._learn_branches(ENSEMBLE, row.together, sequence)
@@ -124,9 +125,9 @@ class Guesses:
             return
         row = self._row(sequence)
         factor = row.acceptance[method].factor if method in row.acceptance else 1.0
-        chance = self._acceptance[method].chance
+        each = self._acceptance[method].chances
         kinds = proposal.kinds[: len(tokens)]
-        chances = list(accumulate([min(1.0, chance(kind) * factor) for kind in kinds], mul))
+        chances = list(accumulate([min(1.0, each[kind] * factor) for kind in kinds], mul))
         guess = Guess(len(sequence.tokens), tokens, kinds, chances)
         if proposal.branches:
             found = (self._branch(method, guess, proposed, factor) for proposed in proposal.branches)
@@ -137,6 +138,8 @@ class Guesses:
     def _real(self, tokens: Seq[int]) -> Seq[int]:
         """As many as may be drafted, and of those the model's own."""
         tokens = tokens[: self._max_tokens]
+        if tokens and min(tokens) >= 0 and max(tokens) < self._vocab_size:  # mostly
+            return tokens
         return tokens[: next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))]
 
     def _branch(self, method: str, guess: Guess, proposed: ProposedBranch, factor: float) -> GuessedBranch | None:

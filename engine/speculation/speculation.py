@@ -20,14 +20,12 @@ from engine.speculation.ensemble import ENSEMBLE
 from engine.speculation.guess import Guess, GuessedBranch
 from engine.speculation.guesses import Guesses
 from engine.speculation.histories import Histories
+from engine.speculation.looks import Looks
 from engine.speculation.ngram import Ngram
 from engine.speculation.proposer import Computing, Proposer
 from engine.speculation.purse import Purse
 from engine.speculation.suffix import Suffix
 
-_MANY = 8  # rows
-_IN_VAIN = 16  # looks
-_LOOK_EVERY = 8  # steps
 _TRY_EVERY = 64  # looks of which nothing comes: prices are learnt from steps that draft
 _TRIED = 3  # tokens of one row
 _TRY_ABOVE = 0.5  # as likely as that they are right
@@ -42,8 +40,9 @@ class DraftCounts:
 
 
 class Speculation:
-    """Owned by the step thread. Methods that look up guess for every row, also where nothing is drafted: what becomes
-    of the row says how good they are, and costs no step. Those that compute are asked where it pays (`Asking`)."""
+    """Owned by the step thread. Methods that look up guess also where nothing is drafted: what becomes of the row says
+    how good they are, and costs no step. But where it is in vain they are not asked each time (`Looks`). Those that
+    compute are asked where it pays (`Asking`)."""
 
     def __init__(
         self,
@@ -68,8 +67,7 @@ class Speculation:
         self._purse = Purse()
         self._asking = Asking(computing, self._guesses, self._purse, clock=clock)
         self._num_without = 0  # steps without a draft since the last trial
-        self._num_in_vain = 0  # looks since something was worth drafting
-        self._num_passed_over = 0  # steps since the last look
+        self._looks = Looks()
 
     @classmethod
     def of(
@@ -100,52 +98,50 @@ class Speculation:
     ) -> dict[Sequence, Draft]:
         """For rows of a step that are about to compute their last tokens; all together at most so many tokens. Blocks
         for them are taken."""
-        if self._passes_over(rows):
+        if not (looked := self._look_up(rows)):
             return {}
-        self._look_up(rows)
-        most = [self._most(row) for row in rows]
-        guessed = [self._guesses.best(row) for row in rows]
+        most = [self._most(row) for row in looked]
+        guessed = [self._guesses.best(row) for row in looked]
         chances = _chances(guessed, most)
         self._purse.earn(price.plain)
         if self._computing:
-            if ask := self._asking.plan(rows, most, chances, price, max_tokens):
-                self._asking.carry_out(ask, rows)
-                guessed = [self._guesses.best(row) for row in rows]
+            if ask := self._asking.plan(looked, most, chances, price, max_tokens):
+                self._asking.carry_out(ask, looked)
+                guessed = [self._guesses.best(row) for row in looked]
                 chances = _chances(guessed, most)
             self._asking.looked()
         if not any(chances):  # mostly, where a method has nothing to say
-            self._num_in_vain += 1
+            self._looks.brought((row, 0) for row in looked)
             self._num_without += 1
             return {}
-        branches = self._branches(rows, guessed, most)
-        offers = [_offer(i, rows[i], branch, price) for i, branch in branches]
+        branches = self._branches(looked, guessed, most)
+        offers = [_offer(i, looked[i], branch, price) for i, branch in branches]
         lengths, taken_of = plan_tree(chances, offers, len(rows), price, max_tokens)
-        self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
+        self._looks.brought(zip(looked, lengths, strict=True))
         if not any(lengths):
             lengths = self._try_one(chances, price, max_tokens)
         drafts: dict[Sequence, Draft] = {}
-        for row, length, (method, guess) in zip(rows, lengths, guessed, strict=True):
+        for row, length, (method, guess) in zip(looked, lengths, guessed, strict=True):
             if guess and length:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(tokens=guess.tokens[:taken], num_blocks=num_blocks, method=method)
         for (i, branch), length in zip(branches, taken_of, strict=True):
-            draft = drafts.get(rows[i])
+            draft = drafts.get(looked[i])
             if length and draft and branch.place <= len(draft.tokens):
-                if forked := fork(rows[i], branch.place, branch.tokens[:length], blocks):
+                if forked := fork(looked[i], branch.place, branch.tokens[:length], blocks):
                     draft.branches.append(forked)
         return drafts
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:
         """Whether something would be drafted for them, or asked, as they are now. Asks nobody who computes."""
-        if self._passes_over(rows):
+        if not (looked := self._look_up(rows)):
             return False
-        self._look_up(rows)
-        most = [self._most(row) for row in rows]
-        chances = _chances([self._guesses.best(row) for row in rows], most)
-        is_worth_it = any(plan_drafts(chances, len(rows), price, max_tokens))
-        self._num_in_vain = 0 if is_worth_it else self._num_in_vain + 1
-        if is_worth_it or (self._computing and self._asking.plan(rows, most, chances, price, max_tokens)):
+        most = [self._most(row) for row in looked]
+        chances = _chances([self._guesses.best(row) for row in looked], most)
+        lengths = plan_drafts(chances, len(rows), price, max_tokens)
+        self._looks.brought(zip(looked, lengths, strict=True))
+        if any(lengths) or (self._computing and self._asking.plan(looked, most, chances, price, max_tokens)):
             return True
         self._purse.earn(price.plain)
         self._asking.looked()
@@ -180,24 +176,21 @@ class Speculation:
         """How long the step thread has waited since the last call for methods that compute."""
         return self._asking.take_spent_s()
 
-    def _passes_over(self, rows: Seq[Sequence]) -> bool:
-        """Beside many rows, where nothing has been worth it for a while: a look takes up to 30 us a row."""
-        if len(rows) < _MANY or self._num_in_vain < _IN_VAIN:
-            return False
-        self._num_passed_over = (self._num_passed_over + 1) % _LOOK_EVERY
-        return self._num_passed_over > 0
-
     def _most(self, row: Sequence) -> int:
         """Tokens that may be drafted for a row: the step chooses one more, and it gets none beyond its end."""
         return max(0, min(self._max_tokens, row.most_tokens - len(row.tokens), row.ends_at - len(row.tokens) - 1))
 
-    def _look_up(self, rows: Seq[Sequence]) -> None:
-        """See to it that there are guesses of the tokens that sequences have now, by those who look up."""
-        self._guesses.learn(rows)
+    def _look_up(self, rows: Seq[Sequence]) -> Seq[Sequence]:
+        """See to it that there are guesses of the tokens that sequences have now, by those who look up, where a look is
+        due. Returns those rows; with somebody who computes, all of them."""
+        due = self._looks.due(rows)
+        looked = rows if self._computing else due
+        self._guesses.learn(looked)
         for method, proposer in self._methods.items():
-            if asked := [row for row in rows if self._guesses.is_missing(method, row)]:
+            if asked := [row for row in due if self._guesses.is_missing(method, row)]:
                 for row, proposal in zip(asked, proposer.propose(asked, self._max_tokens), strict=True):
                     self._guesses.note(method, row, proposal)
+        return looked
 
     def _branches(self, rows: Seq[Sequence], guessed: Seq[_Best], most: Seq[int]) -> list[tuple[int, GuessedBranch]]:
         """Of the best guess for each, as far as they may be drafted, and the row whose they are. None of a row whose

@@ -88,7 +88,8 @@ def test_who_is_off_learns_from_what_rows_become() -> None:
     dear = StepPrice(plain=12.0, token=12.0)
     replica = Replica(speculation)
     assert not any(replica.step(dear) for _ in range(40))
-    assert len(next(iter(replica.step(_CHEAP).values())).tokens) == 8, "at once"
+    drafted = [sum(len(draft.tokens) for draft in replica.step(_CHEAP).values()) for _ in range(8)]
+    assert drafted[3:] == [8] * 5, "as soon as somebody looks again"
 
 
 def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
@@ -99,19 +100,44 @@ def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
     assert 0 < sum(count > 0 for count in drafted) <= 10 and max(drafted) <= 3
 
 
-def test_beside_many_rows_nobody_looks_each_time_where_it_was_in_vain() -> None:
-    for num_rows, num_looks in ((2, 200), (16, 16 + (200 - 16) // 8)):
+def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain() -> None:
+    for num_rows, every in ((2, 4), (16, 8)):
         proposer = FakeProposer(_wrong)
         replica = Replica(_speculation(wrong=proposer), num_rows=num_rows)
+        asked = []
         for _ in range(200):
+            before = proposer.num_asked
             replica.step(StepPrice(plain=1.0, token=1.0))
-        assert proposer.num_asked == num_looks * num_rows
-    speculation = _speculation(right=FakeProposer(_right))
-    replica = Replica(speculation, num_rows=16)
+            asked.append(proposer.num_asked - before)
+        assert asked[:8] == [num_rows] * 8, "nobody knows yet"
+        assert [count for i, count in enumerate(asked[8:], 9) if i % every == 0] == [num_rows] * (192 // every)
+        assert sum(asked[8:]) == num_rows * (192 // every), "all such rows in the same steps, and in no other"
+
+
+@pytest.mark.parametrize("num_rows", [2, 16])
+def test_what_has_become_worth_it_is_seen_soon(num_rows: int) -> None:
+    replica = Replica(_speculation(right=FakeProposer(_right)), num_rows=num_rows)
     for _ in range(40):
         replica.step(StepPrice(plain=1.0, token=1.0))
     drafted = [bool(replica.step(StepPrice(plain=16.0, token=0.1))) for _ in range(20)]
-    assert any(drafted[:8]) and all(drafted[8:]), "what has become worth it is not seen"
+    assert any(drafted[:8]) and all(drafted[8:])
+
+
+def test_one_row_that_is_guessed_makes_nobody_look_at_the_others() -> None:
+    """The last row follows the rule; what is said of the others is wrong."""
+    asked: list[int] = []
+
+    def guess(tokens: Seq[int], max_tokens: int) -> list[int]:
+        asked.append(tokens[0])
+        return _right(tokens, max_tokens) if tokens[0] == 3 else _wrong(tokens, max_tokens)
+
+    replica = Replica(_speculation(guess=FakeProposer(guess)), num_rows=4)
+    for _ in range(30):
+        replica.step(_CHEAP)
+    asked.clear()
+    for _ in range(40):
+        assert replica.rows[3] in replica.step(_CHEAP)
+    assert asked.count(3) == 40 and asked.count(0) == asked.count(1) == asked.count(2) == 10
 
 
 def test_what_the_step_has_no_room_for_is_not_drafted() -> None:
