@@ -25,7 +25,8 @@ class StepPrice:
         """beside: what is computed for that and is no token of the step, as tokens."""
         if not num_drafted:
             return self.plain
-        return (self.plain + self.token * (num_drafted + beside)) * factor_of(self.factors, self.num_tokens + num_drafted)
+        factor = factor_of(self.factors, self.num_tokens + num_drafted)
+        return (self.plain + self.token * (num_drafted + beside)) * factor
 
     def factor(self, num_drafted: int) -> float:
         """Of a step with so many."""
@@ -61,9 +62,9 @@ FREE = StepPrice(plain=1.0, token=0.0)  # nobody knows: whatever may be right is
 
 
 # Tokens that are taken together or not at all, for they pay together. In order the best comes first, and of what is as
-# good what must come first: what they bring over what they cost, below 0; whether they are a branch's; the number of the
-# row, or of the offer; the place of the first; their chances, added up; their price, in tokens; tokens that are computed
-# once more for them; how many they are. (No class: a step has many, and is short.)
+# good what must come first: what they bring over what they cost, below 0; whether they are a branch's; the number of
+# the row, or of the offer; the place of the first; their chances, added up; their price, in tokens; tokens that are
+# computed once more for them; how many they are. (No class: a step has many, and is short.)
 _Part = tuple[float, bool, int, int, float, float, int, int]
 
 

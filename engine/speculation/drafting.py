@@ -17,6 +17,7 @@ from engine.speculation.speculation import Speculation
 # A token that is drafted for one row makes all the others wait; and of many guesses those are taken that are believed
 # too much.
 _MARGIN = 1.5
+_PRICED_FOR = 32  # steps
 
 
 class Prices(Protocol):
@@ -54,6 +55,7 @@ class Drafting:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._priced: _Priced | None = None  # the step that was planned last, or one before it that was like it
+        self._num_steps = 0
 
     @property
     def is_on(self) -> bool:
@@ -66,7 +68,10 @@ class Drafting:
 
         Not for a step that is launched behind another one."""
         assert not any(sequence.num_coming for sequence in rows)
-        if self._speculation is None or not rows:
+        if self._speculation is None:
+            return {}
+        if not rows:
+            self._priced = None  # whoever was in that step may be gone
             return {}
         most = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
         if most < 1:
@@ -92,6 +97,7 @@ class Drafting:
         tokens."""
         if self._speculation is None or not decoding:
             return
+        self._num_steps += 1
         rows = [sequence for sequence, _ in decoding]
         num_tokens -= sum(draft.num_tokens for draft in drafts.values())
         floor = self._price(rows, num_tokens).floor(len(rows))
@@ -117,12 +123,12 @@ class Drafting:
             self._speculation.forget(sequence)
 
     def _price(self, rows: Seq[Sequence], num_tokens: int) -> StepPrice:
-        """What is known of steps is worked out anew now and then; until then a step with the same rows has the same
-        price, for they read but a few positions more."""
+        """Until what is known of steps is worked out anew, and for some steps at most, those with the same rows have
+        the same price: they read but a few positions more."""
         timing = self._pace.timing if self._pace else None
         if self._pace is None or timing is None:
             return FREE
-        known, last = (timing, self._pace.draft_factors), self._priced
+        known, last = (timing, self._pace.draft_factors, self._num_steps // _PRICED_FOR), self._priced
         if last and last.known == known and last.num_tokens == num_tokens and last.rows == rows:
             return last.price
         num_context = sum(len(sequence.tokens) for sequence in rows)
@@ -136,7 +142,7 @@ class Drafting:
 
 
 class _Priced(NamedTuple):
-    known: tuple[StepTiming, Seq[float]]  # by which
+    known: tuple[StepTiming, Seq[float], int]  # by which, and when
     num_tokens: int
     rows: list[Sequence]
     price: StepPrice

@@ -84,7 +84,7 @@ class Guesses:
             row.together = together(list(row.guesses.values()), self._branching[ENSEMBLE])
         if sum(row.together.chances) > sum(guess.chances):
             return ENSEMBLE, row.together
-        if row.together.branches and row.together.says_what(guess):
+        if (guess.branches or row.together.branches) and row.together.says_what(guess):
             guess = Guess(guess.start, guess.tokens, guess.kinds, guess.chances, row.together.branches)
         return method, guess
 

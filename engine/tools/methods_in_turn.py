@@ -236,11 +236,9 @@ class _Answering:
 
     def answers(self) -> Answers:
         """Behind the last turn."""
-        counts = self._num_tokens(), *self._replica.count()
-        found = self._answers
-        found.num_tokens, found.drafted, found.accepted = (
-            now - then for now, then in zip(counts, self._before, strict=True)
-        )
+        found, (num_tokens, *before) = self._answers, self._before
+        found.num_tokens = self._num_tokens() - num_tokens
+        found.drafted, found.accepted = (now - then for now, then in zip(self._replica.count(), before, strict=True))
         if self._replica.pace:
             self._replica.pace.rest()
         while self._engine.step().did_work:

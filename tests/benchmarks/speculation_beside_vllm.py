@@ -4,9 +4,9 @@
         --preload VENV/lib/libiomp5.so
 
 Same weights in bf16, the prompts of `cluster bench speculation`, greedy, no end of sequence; the best of --tries
-counts. The clock of every side begins where each prompt of the batch has its first token. Two of vLLM's engines are
-there at once, of which each is stopped (SIGSTOP) while it is not its turn: its worker looks again and again for a
-second before it waits for the next request.
+counts. The clock of every side runs from where each prompt of the batch has its first token until the first of them has
+its last: as long as the batch is full. Two of vLLM's engines are there at once, of which each is stopped (SIGSTOP)
+while it is not its turn: its worker looks again and again for a second before it waits for the next request.
 
 vLLM lives in a virtual environment of its own (see `beside_vllm`). 0.32 drafts on a CPU by `ngram`; without Intel's
 OpenMP in LD_PRELOAD it warns of "significant performance loss", hence --preload. It drafts as many tokens as --vllm
@@ -59,13 +59,16 @@ def answer(engine, prompts, max_tokens, name):
                               output_kind=RequestOutputKind.DELTA)
     for number, ids in enumerate(prompts):
         engine.add_request(f"{name} {number}", {"prompt_token_ids": ids}, sampling)
-    tokens, begin = [[] for _ in prompts], None
+    tokens, begin, rate = [[] for _ in prompts], None, None
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens[int(output.request_id.split()[1])] += output.outputs[0].token_ids
+        now, num_tokens = time.perf_counter(), sum(map(len, tokens))
         if begin is None and all(tokens):
-            begin, before = time.perf_counter(), sum(map(len, tokens))
-    return {"tokens_per_s": (sum(map(len, tokens)) - before) / (time.perf_counter() - begin), "tokens": tokens}
+            begin, before = now, num_tokens
+        elif rate is None and max(map(len, tokens)) >= max_tokens:
+            rate = (num_tokens - before) / (now - begin)
+    return {"tokens_per_s": rate, "tokens": tokens}
 
 def main(model, options):
     llm = LLM(model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=64, max_num_batched_tokens=2048,

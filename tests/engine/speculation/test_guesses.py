@@ -99,6 +99,17 @@ def test_branches_of_all_who_agree_so_far_are_there_once_each() -> None:
     assert [(branch.place, list(branch.tokens)) for branch in guess.branches] == [(0, [9, 1])]
 
 
+def test_where_several_have_guessed_nothing_branches_that_does_not_branch_together() -> None:
+    """Together they branch in the first places alone."""
+    guesses, sequence = _guesses("one", "two"), sequence_of([1, 2])
+    for place, num_branches in ((0, 1), (5, 0)):
+        branch = ProposedBranch(place, [9], [5])
+        guesses.note("one", sequence, Proposal([3, 4, 5, 6, 7, 8], [15] * 6, [branch]))
+        guesses.note("two", sequence, Proposal([3], [0]))
+        method, guess = guesses.best(sequence)
+        assert method == "one" and guess and len(guess.branches) == num_branches
+
+
 def test_a_method_that_is_right_where_another_is_not_is_learnt_to_be_so() -> None:
     """As a rule the first is right, one time of four the second."""
     generator, guesses, sequence = random.Random(2), _guesses("one", "two"), sequence_of([1, 2])
