@@ -97,6 +97,11 @@ class Asking:
         self._last: Plan | None = None  # that was made
         self._kept: _Kept | None = None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there may be a plan for this step: where it is in vain, one is made every few."""
+        return bool(self._methods) and not (self._num_in_vain >= _IN_VAIN and self._num_in_vain % _PLAN_EVERY)
+
     def plan(
         self,
         rows: Seq[Sequence],
@@ -108,7 +113,7 @@ class Asking:
         """Whom to ask before a step of these rows; None: nobody. Looks only.
 
         most: tokens that may be drafted for each. guessed, max_tokens: see `plan_ask`."""
-        if max_tokens < 1 or (self._num_in_vain >= _IN_VAIN and self._num_in_vain % _PLAN_EVERY):
+        if max_tokens < 1 or not self.is_due:
             return None
         behind = {name: [one.proposer.num_behind(row) for row in rows] for name, one in self._methods.items()}
         plan = self._kept_plan(rows, most, guessed, behind, max_tokens)
@@ -140,7 +145,7 @@ class Asking:
             self._purse.pay(self._spent_s - spent_s)
 
     def looked(self) -> None:
-        """A step is made."""
+        """A step is made, whether somebody has planned or not."""
         self._num_in_vain += 1
         for method in self._methods.values():
             method.num_looks += 1

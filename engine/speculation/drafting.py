@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 from cluster.words.request import DraftTally
 from cluster.words.timing import StepTiming
@@ -17,7 +18,6 @@ from engine.speculation.speculation import Speculation
 # A token that is drafted for one row makes all the others wait; and of many guesses those are taken that are believed
 # too much.
 _MARGIN = 1.5
-_PRICED_FOR = 32  # steps
 
 
 class Prices(Protocol):
@@ -54,8 +54,7 @@ class Drafting:
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        self._priced: _Priced | None = None  # the step that was planned last, or one before it that was like it
-        self._num_steps = 0
+        self._floor: tuple[int, float] = 0, 0.0  # of so many rows, the last time that somebody looked
 
     @property
     def is_on(self) -> bool:
@@ -68,15 +67,12 @@ class Drafting:
 
         Not for a step that is launched behind another one."""
         assert not any(sequence.num_coming for sequence in rows)
-        if self._speculation is None:
-            return {}
-        if not rows:
-            self._priced = None  # whoever was in that step may be gone
+        if self._speculation is None or not rows:
             return {}
         most = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
         if most < 1:
             return {}
-        price = self._price(rows, num_tokens)
+        price = partial(self._price, rows, num_tokens)
         drafts = self._speculation.draft(rows, price, max_tokens=most, blocks=self._blocks)
         if self._pace and (asking_s := self._speculation.take_asking_s()):
             self._pace.set_aside(asking_s)
@@ -88,7 +84,7 @@ class Drafting:
         if self._speculation is None or most < 1:
             return False
         rows = list(running)
-        return self._speculation.awaits(rows, self._price(rows, len(rows)), max_tokens=most)
+        return self._speculation.awaits(rows, partial(self._price, rows, len(rows)), max_tokens=most)
 
     def computed(
         self, decoding: Seq[tuple[Sequence, int]], drafts: Mapping[Sequence, Draft], *, num_tokens: int
@@ -97,10 +93,10 @@ class Drafting:
         tokens."""
         if self._speculation is None or not decoding:
             return
-        self._num_steps += 1
         rows = [sequence for sequence, _ in decoding]
-        num_tokens -= sum(draft.num_tokens for draft in drafts.values())
-        floor = self._price(rows, num_tokens).floor(len(rows))
+        if self._floor[0] != len(rows):
+            self._price(rows, num_tokens - sum(draft.num_tokens for draft in drafts.values()))
+        floor = self._floor[1]
         for row in rows:
             tally = row.drafts = row.drafts or DraftTally()
             tally.steps += 1
@@ -123,26 +119,18 @@ class Drafting:
             self._speculation.forget(sequence)
 
     def _price(self, rows: Seq[Sequence], num_tokens: int) -> StepPrice:
-        """Until what is known of steps is worked out anew, and for some steps at most, those with the same rows have
-        the same price: they read but a few positions more."""
+        price = self._known_price(rows, num_tokens)
+        self._floor = len(rows), price.floor(len(rows))
+        return price
+
+    def _known_price(self, rows: Seq[Sequence], num_tokens: int) -> StepPrice:
         timing = self._pace.timing if self._pace else None
         if self._pace is None or timing is None:
             return FREE
-        known, last = (timing, self._pace.draft_factors, self._num_steps // _PRICED_FOR), self._priced
-        if last and last.known == known and last.num_tokens == num_tokens and last.rows == rows:
-            return last.price
         num_context = sum(len(sequence.tokens) for sequence in rows)
         plain_s = timing.step_s(num_tokens=num_tokens, num_pairs=0, num_context=num_context)
-        price = FREE
-        if plain_s:
-            token_s, context_s = timing.token_s * _MARGIN, timing.context_s * _MARGIN
-            price = StepPrice(plain_s, token_s, num_tokens, factors=known[1], context=context_s)
-        self._priced = _Priced(known, num_tokens, list(rows), price)
-        return price
-
-
-class _Priced(NamedTuple):
-    known: tuple[StepTiming, Seq[float], int]  # by which, and when
-    num_tokens: int
-    rows: list[Sequence]
-    price: StepPrice
+        if not plain_s:
+            return FREE
+        token_s, context_s = timing.token_s * _MARGIN, timing.context_s * _MARGIN
+        factors = self._pace.draft_factors
+        return StepPrice(plain=plain_s, token=token_s, num_tokens=num_tokens, factors=factors, context=context_s)

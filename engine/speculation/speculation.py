@@ -94,22 +94,23 @@ class Speculation:
         )
 
     def draft(
-        self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int, blocks: BlockManager
+        self, rows: Seq[Sequence], price_of: Callable[[], StepPrice], *, max_tokens: int, blocks: BlockManager
     ) -> dict[Sequence, Draft]:
         """For rows of a step that are about to compute their last tokens; all together at most so many tokens. Blocks
-        for them are taken."""
+        for them are taken. price_of: asked where somebody looks."""
         if not (looked := self._look_up(rows)):
+            self._pass_over()
             return {}
+        price = price_of()
+        self._purse.earn(price.plain)
         most = [self._most(row) for row in looked]
         guessed = [self._guesses.best(row) for row in looked]
         chances = _chances(guessed, most)
-        self._purse.earn(price.plain)
-        if self._computing:
-            if ask := self._asking.plan(looked, most, chances, price, max_tokens):
-                self._asking.carry_out(ask, looked)
-                guessed = [self._guesses.best(row) for row in looked]
-                chances = _chances(guessed, most)
-            self._asking.looked()
+        if ask := self._asking.plan(looked, most, chances, price, max_tokens):
+            self._asking.carry_out(ask, looked)
+            guessed = [self._guesses.best(row) for row in looked]
+            chances = _chances(guessed, most)
+        self._asking.looked()
         if not any(chances):  # mostly, where a method has nothing to say
             self._looks.brought((row, 0) for row in looked)
             self._num_without += 1
@@ -133,15 +134,17 @@ class Speculation:
                     draft.branches.append(forked)
         return drafts
 
-    def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:
+    def awaits(self, rows: Seq[Sequence], price_of: Callable[[], StepPrice], *, max_tokens: int) -> bool:
         """Whether something would be drafted for them, or asked, as they are now. Asks nobody who computes."""
         if not (looked := self._look_up(rows)):
+            self._pass_over()
             return False
+        price = price_of()
         most = [self._most(row) for row in looked]
         chances = _chances([self._guesses.best(row) for row in looked], most)
         lengths = plan_drafts(chances, len(rows), price, max_tokens)
         self._looks.brought(zip(looked, lengths, strict=True))
-        if any(lengths) or (self._computing and self._asking.plan(looked, most, chances, price, max_tokens)):
+        if any(lengths) or self._asking.plan(looked, most, chances, price, max_tokens):
             return True
         self._purse.earn(price.plain)
         self._asking.looked()
@@ -182,15 +185,20 @@ class Speculation:
 
     def _look_up(self, rows: Seq[Sequence]) -> Seq[Sequence]:
         """See to it that there are guesses of the tokens that sequences have now, by those who look up, where a look is
-        due. Returns those rows; with somebody who computes, all of them."""
-        due = self._looks.due(rows)
-        looked = rows if self._computing else due
+        due. Returns those rows; where those who compute may be asked, all of them."""
+        due = self._looks.due(rows) if self._methods else ()
+        looked = rows if self._asking.is_due else due
         self._guesses.learn(looked)
         for method, proposer in self._methods.items():
             if asked := [row for row in due if self._guesses.is_missing(method, row)]:
                 for row, proposal in zip(asked, proposer.propose(asked, self._max_tokens), strict=True):
                     self._guesses.note(method, row, proposal)
         return looked
+
+    def _pass_over(self) -> None:
+        """A step for which nobody looks."""
+        self._purse.earn_later()
+        self._asking.looked()
 
     def _branches(self, rows: Seq[Sequence], guessed: Seq[_Best], most: Seq[int]) -> list[tuple[int, GuessedBranch]]:
         """Of the best guess for each, as far as they may be drafted, and the row whose they are. None of a row whose

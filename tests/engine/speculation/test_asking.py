@@ -59,7 +59,7 @@ class Replica:
     def step(self, price: StepPrice = _STEP, *, room: int = 64) -> int:
         """Tokens that were drafted."""
         begin = self._clock.now
-        drafts = self.speculation.draft(self.rows, price, max_tokens=room, blocks=self.blocks)
+        drafts = self.speculation.draft(self.rows, lambda: price, max_tokens=room, blocks=self.blocks)
         num_drafted = sum(len(draft.tokens) for draft in drafts.values())
         self._clock.now += price.step(num_drafted)
         for row in self.rows:
@@ -324,10 +324,10 @@ def test_nobody_is_asked_while_a_step_is_under_way() -> None:
     proposer.asked.clear()
     for row in replica.rows:
         row.tokens.append(_next(row.tokens[-1]))
-    assert replica.speculation.awaits(replica.rows, _STEP, max_tokens=8) and not proposer.asked
+    assert replica.speculation.awaits(replica.rows, lambda: _STEP, max_tokens=8) and not proposer.asked
     assert replica.step() and proposer.asked
     dear = StepPrice(plain=10.0, token=20.0)
-    awaited = [replica.speculation.awaits(replica.rows, dear, max_tokens=8) for _ in range(200)]
+    awaited = [replica.speculation.awaits(replica.rows, lambda: dear, max_tokens=8) for _ in range(200)]
     assert not any(awaited[:32]) and any(awaited), "steps that run ahead know no trial"
 
 

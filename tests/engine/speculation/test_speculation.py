@@ -49,7 +49,7 @@ class Replica:
         self._speculation = speculation
 
     def step(self, price: StepPrice, *, room: int = 64) -> dict[Sequence, Draft]:
-        drafts = self._speculation.draft(self.rows, price, max_tokens=room, blocks=self.blocks)
+        drafts = self._speculation.draft(self.rows, lambda: price, max_tokens=room, blocks=self.blocks)
         for row in self.rows:
             draft = drafts.get(row)
             chosen = [_next(row.tokens)]
@@ -203,8 +203,8 @@ def test_several_that_are_good_at_other_places_are_better_together() -> None:
 def test_whether_a_step_is_worth_waiting_for() -> None:
     right, silent = _speculation(right=FakeProposer(_right)), _speculation(silent=FakeProposer(_nothing))
     rows = [sequence_of([1])]
-    assert right.awaits(rows, _CHEAP, max_tokens=8) and not silent.awaits(rows, _CHEAP, max_tokens=8)
-    assert not right.awaits(rows, StepPrice(plain=1.0, token=2.0), max_tokens=8)
+    assert right.awaits(rows, lambda: _CHEAP, max_tokens=8) and not silent.awaits(rows, lambda: _CHEAP, max_tokens=8)
+    assert not right.awaits(rows, lambda: StepPrice(plain=1.0, token=2.0), max_tokens=8)
 
 
 def test_rejected_blocks_go_back_and_those_of_others_are_not_taken() -> None:
@@ -213,11 +213,11 @@ def test_rejected_blocks_go_back_and_those_of_others_are_not_taken() -> None:
     sequence.blocks, _ = blocks.allocate([], 1) or ([], 0)
     sequence.num_computed = 7
     other, _ = blocks.allocate([], 2) or ([], 0)
-    drafts = _speculation(right=FakeProposer(_right)).draft([sequence], FREE, max_tokens=64, blocks=blocks)
+    drafts = _speculation(right=FakeProposer(_right)).draft([sequence], lambda: FREE, max_tokens=64, blocks=blocks)
     assert len(drafts[sequence].tokens) == 8 and len(sequence.blocks) == 2  # of 8 tokens each
     sequence.num_computed = 8
     drafts[sequence].give_back(sequence, blocks)
     assert len(sequence.blocks) == 1 and blocks.num_available == 1
     more, _ = blocks.allocate([], 1) or ([], 0)
-    assert not _speculation(right=FakeProposer(_right)).draft([sequence], FREE, max_tokens=64, blocks=blocks)
+    assert not _speculation(right=FakeProposer(_right)).draft([sequence], lambda: FREE, max_tokens=64, blocks=blocks)
     assert len(sequence.blocks) == 1 and len(other) == 2 and len(more) == 1
