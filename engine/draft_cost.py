@@ -9,8 +9,8 @@ _SIXTEEN = 16  # tokens
 _MOST = 8  # sixteens: what is beyond counts as the last
 _NEW = 0.05  # weight of a step beside those before it
 _PRIOR = 4.0  # steps: so much all sixteens say of each
-_SUM_UP_EVERY = 8  # steps without drafts
 _KEEP = 1 - 1 / 512  # weight of what a sixteen has shown, at each other step: what seems dear is tried again
+TOLD_EVERY = 4  # steps without drafts, of which one stands for all: to compare is a part of what drafts cost
 
 
 class LearntDraftCost:
@@ -22,15 +22,15 @@ class LearntDraftCost:
         self._drafting = 1.0  # and those with
         self._steps = [0.0] * _MOST  # with drafts, by sixteens of tokens
         self._ratios = [0.0] * _MOST  # of these, added up
-        self._num_plain = 0  # steps without
-        self._factors: tuple[float, ...] | None = None  # worked out anew after each step with drafts, else now and then
 
     def saw(self, num_tokens: int, ratio: float, *, has_drafts: bool) -> None:
-        """A step of so many tokens has taken so much of what was expected of it."""
+        """A step of so many tokens has taken so much of what was expected of it. Of those without drafts one in
+        TOLD_EVERY is told."""
         ratio = min(2.0, max(0.5, ratio))
         sixteen = _sixteen_of(num_tokens, _MOST) if has_drafts else -1
+        others = _KEEP if has_drafts else _KEEP**TOLD_EVERY
         for i in range(_MOST):
-            keep = 1 - _NEW if i == sixteen else _KEEP
+            keep = 1 - _NEW if i == sixteen else others
             self._steps[i] *= keep
             self._ratios[i] *= keep
         if has_drafts:
@@ -38,21 +38,16 @@ class LearntDraftCost:
             self._steps[sixteen] += 1
             self._ratios[sixteen] += ratio
         else:
-            self._num_plain += 1
             self._plain += _NEW * (ratio - self._plain)
-        if has_drafts or self._num_plain % _SUM_UP_EVERY == 0:
-            self._factors = None
 
     def factors(self) -> tuple[float, ...]:
         """By sixteens of a step's tokens, of the last for all beyond: what it takes with drafts, beside a step without
         that has as many tokens. Of all steps together never less: their tokens are planned and verified one by one; and
         a device that has recorded the latter, or runs ahead with them, takes more."""
-        if self._factors is None:
-            each = zip(self._steps, self._ratios, strict=True)
-            known = ((_PRIOR * self._drafting + ratios) / (_PRIOR + steps) for steps, ratios in each)
-            least = max(self._plain, self._drafting) / self._drafting / self._plain
-            self._factors = tuple(ratio * least for ratio in known)
-        return self._factors
+        each = zip(self._steps, self._ratios, strict=True)
+        known = ((_PRIOR * self._drafting + ratios) / (_PRIOR + steps) for steps, ratios in each)
+        least = max(self._plain, self._drafting) / self._drafting / self._plain
+        return tuple(ratio * least for ratio in known)
 
 
 def _sixteen_of(num_tokens: int, num_sixteens: int) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, Self
 
 from cluster.words.timing import StepTiming
 from engine.batch.batch import Batch
-from engine.draft_cost import LearntDraftCost
+from engine.draft_cost import TOLD_EVERY, LearntDraftCost
 from engine.learnt_timing import LearntTiming
 from engine.rate import Rate
 
@@ -57,6 +57,7 @@ class Pace:
         self._tokens = Rate()
         self._timing = LearntTiming()
         self._draft_cost = LearntDraftCost()
+        self._num_plain = 0  # steps without drafts
         self._last: StepMark | None = None  # the end of the last step; the begin of the next one if it follows at once
         self._aside_s = 0.0  # since the last step
         self._launched: deque[_Step] = deque()  # those that have not been seen to be over
@@ -90,7 +91,9 @@ class Pace:
         seconds = max(0.0, whole_s - step.aside_s)
         only_decodes = not step.has_prompts or batch.num_tokens == len(batch.query_lens)
         if only_decodes and step.has_drafts is not None:
-            self._compare(seconds, batch, has_drafts=step.has_drafts)
+            self._num_plain += not step.has_drafts
+            if step.has_drafts or self._num_plain % TOLD_EVERY == 0:
+                self._compare(seconds, batch, has_drafts=step.has_drafts)
         self._timing.saw(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
             self._steps.add(1, whole_s)

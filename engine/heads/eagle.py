@@ -37,7 +37,7 @@ from engine.model.taps import Taps
 # N tokens, M of these, R rows, B blocks of the longest table, E hidden_size
 
 _ENOUGH = 64  # tokens that wait before they are computed together
-_FEW, _MOST = 32, 512  # that wait while nobody asks: of a sequence, and of all
+_FEW, _MOST = 20, 512  # that wait while nobody asks: of a sequence, and of all
 
 
 class Eagle:

@@ -25,7 +25,7 @@ _NUM_FIRST = 16  # trials that follow each other as soon as they can be paid
 _REST_AFTER = 256  # looks in which it was not worth asking
 _TRY_WITHIN = 16  # tokens of an answer: a method that rests may know no more of it
 _FIRST_TRIED, _MOST_TRIED = 2, 4  # tokens at most
-_IN_VAIN, _PLAN_EVERY = 16, 8  # looks: a plan takes 0.1 ms and more
+_IN_VAIN, _PLAN_EVERY, _RESTING_EVERY = 16, 8, 32  # looks: a plan takes 0.1 ms and more
 _PLANS_KEPT = 4  # looks for which a plan that pays is good
 _NEAR = 2  # tokens: so many a sequence that was drafted for in the last step lacks, too
 _FEWEST, _MOST = 16, 512  # tokens of a prompt that are computed before a step
@@ -42,6 +42,11 @@ class _Method:
     num_in_vain: int = 0  # looks since it was worth it
     num_tried: WeakKeyDictionary[Sequence, int] = field(default_factory=WeakKeyDictionary)
     rests: bool = False
+
+    @property
+    def is_to_be_tried(self) -> bool:
+        """As soon as that can be paid."""
+        return self.num_asked < _NUM_FIRST or self.num_looks >= _TRY_EVERY
 
     def price(self, step: StepPrice) -> AskPrice:
         """Until it has been asked, a guess."""
@@ -97,10 +102,19 @@ class Asking:
         self._last: Plan | None = None  # that was made
         self._kept: _Kept | None = None
 
-    @property
-    def is_due(self) -> bool:
-        """Whether there may be a plan for this step: where it is in vain, one is made every few."""
-        return bool(self._methods) and not (self._num_in_vain >= _IN_VAIN and self._num_in_vain % _PLAN_EVERY)
+    def is_due(self, rows: Seq[Sequence]) -> bool:
+        """Whether there may be a plan for a step of these rows."""
+        return self._plans() or (
+            any(one.rests and one.is_to_be_tried for one in self._methods.values())
+            and any(row.num_generated <= _TRY_WITHIN for row in rows)
+        )
+
+    def _plans(self) -> bool:
+        """Where it is in vain, a plan is made every few looks."""
+        if not self._methods or self._num_in_vain < _IN_VAIN:
+            return bool(self._methods)
+        rest = all(one.rests for one in self._methods.values())
+        return self._num_in_vain % (_RESTING_EVERY if rest else _PLAN_EVERY) == 0
 
     def plan(
         self,
@@ -113,11 +127,11 @@ class Asking:
         """Whom to ask before a step of these rows; None: nobody. Looks only.
 
         most: tokens that may be drafted for each. guessed, max_tokens: see `plan_ask`."""
-        if max_tokens < 1 or not self.is_due:
+        if max_tokens < 1 or not self.is_due(rows):
             return None
         behind = {name: [one.proposer.num_behind(row) for row in rows] for name, one in self._methods.items()}
         plan = self._kept_plan(rows, most, guessed, behind, max_tokens)
-        if plan is None:
+        if plan is None and self._plans():
             offers = [self._offer(name, rows, most, behind[name], price) for name in self._methods]
             plan = plan_ask(guessed, offers, price, max_tokens)
             if plan and plan == self._last and not any(guessed):  # chances have settled
@@ -212,7 +226,7 @@ class Asking:
     ) -> Plan | None:
         """Of who has waited for longest; a row for which it was tried the fewest times, and of those the one for which
         it has least to do."""
-        due = [name for name, one in self._methods.items() if one.num_asked < _NUM_FIRST or one.num_looks >= _TRY_EVERY]
+        due = [name for name, one in self._methods.items() if one.is_to_be_tried]
         if not due:
             return None
         name = max(due, key=lambda name: self._methods[name].num_looks)

@@ -187,7 +187,7 @@ class Speculation:
         """See to it that there are guesses of the tokens that sequences have now, by those who look up, where a look is
         due. Returns those rows; where those who compute may be asked, all of them."""
         due = self._looks.due(rows) if self._methods else ()
-        looked = rows if self._asking.is_due else due
+        looked = rows if self._asking.is_due(rows) else due
         self._guesses.learn(looked)
         for method, proposer in self._methods.items():
             if asked := [row for row in due if self._guesses.is_missing(method, row)]:

@@ -25,7 +25,7 @@ from tests.engine.tiny_models import MakeModel, MakeRunner
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _SIZE = 8
-_FEW = 32  # tokens of an answer that wait for somebody to ask
+_FEW = 20  # tokens of an answer that wait for somebody to ask
 _TABLES = [[*range(12)], [*range(12, 24)]]
 _OTHER = [*range(24, 36)]
 
@@ -129,9 +129,9 @@ def test_who_asks_in_time_gets_what_the_tokens_say_and_pays_for_that_row_alone(
     assert case.guess(case.row(0, 30)) == case.expected(0, 30)
     assert counts["keep"] == 17
     assert [case.heads.num_behind(case.row(row, 30)) for row in (0, 1)] == [0, 17]
-    case.steps(30, 60)
-    assert case.guess(case.row(0, 60)) == case.expected(0, 60), "it has so many tokens again"
-    assert case.heads.num_behind(case.row(1, 60)) is None and not case.guess(case.row(1, 60))
+    case.steps(30, 48)
+    assert case.guess(case.row(0, 48)) == case.expected(0, 48), "it has so many tokens again"
+    assert case.heads.num_behind(case.row(1, 48)) is None and not case.guess(case.row(1, 48))
 
 
 @pytest.mark.parametrize("num_tokens", [71, 72], ids=["in a block", "at the end of one"])
