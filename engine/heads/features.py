@@ -192,10 +192,15 @@ def slots_before(batch: Batch, *, block_size: int) -> Ints:
 
 def list_before(batch: Batch, slots: Sequence[int], positions: Sequence[int], *, block_size: int) -> list[int]:
     """The same, of the batch's own numbers as they are in Python, mostly without numpy, whose caches are cold."""
-    if any(position % block_size == 0 for position in positions):
-        found: list[int] = slots_before(batch, block_size=block_size).tolist()
-        return found
-    return [slot - 1 for slot in slots]
+    firsts = [i for i, position in enumerate(positions) if position % block_size == 0]
+    found = [slot - 1 for slot in slots]
+    if firsts and len(positions) > len(batch.query_lens):
+        found = slots_before(batch, block_size=block_size).tolist()
+    else:  # mostly: a token of each row
+        for i in firsts:
+            block = positions[i] // block_size - 1
+            found[i] = (int(batch.block_tables[i, block]) + 1) * block_size - 1 if block >= 0 else UNKNOWN
+    return found
 
 
 def going_on(batch: Batch) -> Ints:

@@ -20,7 +20,7 @@ from engine.speculation.purse import Purse
 
 _T = TypeVar("_T")
 
-_TRY_EVERY = 64  # looks after which nobody was asked
+_TRY_EVERY, _TRY_RESTING_EVERY = 64, 128  # looks after which nobody was asked
 _NUM_FIRST = 16  # trials that follow each other as soon as they can be paid
 _REST_AFTER = 256  # looks in which it was not worth asking
 _TRY_WITHIN = 16  # tokens of an answer: a method that rests may know no more of it
@@ -46,7 +46,7 @@ class _Method:
     @property
     def is_to_be_tried(self) -> bool:
         """As soon as that can be paid."""
-        return self.num_asked < _NUM_FIRST or self.num_looks >= _TRY_EVERY
+        return self.num_asked < _NUM_FIRST or self.num_looks >= (_TRY_RESTING_EVERY if self.rests else _TRY_EVERY)
 
     def price(self, step: StepPrice) -> AskPrice:
         """Until it has been asked, a guess."""
@@ -80,8 +80,8 @@ class Asking:
     What asking costs, and how often it is right, is not known of who is never asked. So trials are made, of one row,
     from a purse: they cost no more than goes into it, also the first few of a method, which wait for nothing else.
 
-    A method for which it has not been worth it for long rests: it need not gather what it would have to know of each
-    row. It is tried in the first tokens of an answer then."""
+    A method for which it has not been worth it, yet or for long, rests: it need not gather what it would have to know of
+    each row. It is tried in the first tokens of an answer then."""
 
     def __init__(
         self,
@@ -101,6 +101,8 @@ class Asking:
         self._spent_s = 0.0
         self._last: Plan | None = None  # that was made
         self._kept: _Kept | None = None
+        for method in self._methods.values():
+            self._rest(method, True)
 
     def is_due(self, rows: Seq[Sequence]) -> bool:
         """Whether there may be a plan for a step of these rows."""

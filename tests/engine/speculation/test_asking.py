@@ -221,10 +221,9 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
 
     proposer = FakeComputing(guess, clock, AskPrice(0.2, 0.5, 0.01), can_guess=knows)
     replica = Replica(clock, m=proposer)
-    replica.steps(200)
-    assert tried and not proposer.rests
-    replica.steps(200)
-    assert proposer.rests
+    assert proposer.rests, "until it is worth it"
+    replica.steps(400)
+    assert tried and proposer.rests
     tried.clear()
     replica.steps(6000)
     assert proposer.rests and len(tried) > 10
@@ -232,6 +231,9 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
     is_right[0] = True
     replica.steps(1000)
     assert not proposer.rests and replica.steps(100) > 1.5
+    is_right[0] = False
+    replica.steps(3000)
+    assert proposer.rests
 
 
 def test_beside_many_rows_nobody_is_asked_but_now_and_then() -> None:
