@@ -80,8 +80,8 @@ class Asking:
     What asking costs, and how often it is right, is not known of who is never asked. So trials are made, of one row,
     from a purse: they cost no more than goes into it, also the first few of a method, which wait for nothing else.
 
-    A method for which it has not been worth it, yet or for long, rests: it need not gather what it would have to know of
-    each row. It is tried in the first tokens of an answer then."""
+    A method for which it has not been worth it, yet or for long, rests: it need not gather what it would have to know
+    of each row. It is tried in the first tokens of an answer then."""
 
     def __init__(
         self,
