@@ -28,7 +28,7 @@ class LearntDraftCost:
     def saw(self, num_tokens: int, ratio: float, *, has_drafts: bool) -> None:
         """A step of so many tokens has taken so much of what was expected of it."""
         ratio = min(2.0, max(0.5, ratio))
-        sixteen = _sixteen_of(num_tokens, _MOST) if has_drafts else -1
+        sixteen = min(_MOST, -(-num_tokens // _SIXTEEN)) - 1 if has_drafts else -1
         for i in range(_MOST):
             keep = 1 - _NEW if i == sixteen else _KEEP
             self._steps[i] *= keep
@@ -55,9 +55,5 @@ class LearntDraftCost:
         return self._factors
 
 
-def _sixteen_of(num_tokens: int, num_sixteens: int) -> int:
-    return min(num_sixteens - 1, (num_tokens - 1) // _SIXTEEN)
-
-
 def factor_of(factors: Seq[float], num_tokens: int) -> float:
-    return factors[min(len(factors), (num_tokens + _SIXTEEN - 1) // _SIXTEEN) - 1]
+    return factors[min(len(factors), -(-num_tokens // _SIXTEEN)) - 1]
