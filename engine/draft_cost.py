@@ -27,7 +27,7 @@ class LearntDraftCost:
         """A step of so many tokens has taken so much of what was expected of it. Of those without drafts one in
         TOLD_EVERY is told."""
         ratio = min(2.0, max(0.5, ratio))
-        sixteen = _sixteen_of(num_tokens, _MOST) if has_drafts else -1
+        sixteen = min(_MOST, -(-num_tokens // _SIXTEEN)) - 1 if has_drafts else -1
         others = _KEEP if has_drafts else _KEEP**TOLD_EVERY
         for i in range(_MOST):
             keep = 1 - _NEW if i == sixteen else others
@@ -50,9 +50,5 @@ class LearntDraftCost:
         return tuple(ratio * least for ratio in known)
 
 
-def _sixteen_of(num_tokens: int, num_sixteens: int) -> int:
-    return min(num_sixteens - 1, (num_tokens - 1) // _SIXTEEN)
-
-
 def factor_of(factors: Seq[float], num_tokens: int) -> float:
-    return factors[min(len(factors), (num_tokens + _SIXTEEN - 1) // _SIXTEEN) - 1]
+    return factors[min(len(factors), -(-num_tokens // _SIXTEEN)) - 1]

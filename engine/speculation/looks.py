@@ -19,13 +19,14 @@ class Looks:
     swept, which is 2 % of a small model's step."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
+        self._num_plans = 0
         self._in_vain: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # looks since something was worth it
 
     def due(self, rows: Seq[Sequence]) -> Seq[Sequence]:
-        """Of the rows of one step, or what may become one."""
-        self._num_steps += 1
-        if self._num_steps % (_EVERY if len(rows) < _MANY else _EVERY_OF_MANY) == 0:
+        """Those of a step's rows at which somebody is to look. Asked once for each plan: a step that is waited for has
+        two, one before that and one when its tokens are known."""
+        self._num_plans += 1
+        if self._num_plans % (_EVERY if len(rows) < _MANY else _EVERY_OF_MANY) == 0:
             return rows
         in_vain = self._in_vain
         return [row for row in rows if in_vain.get(row, 0) < _IN_VAIN]

@@ -35,7 +35,8 @@ NOTHING = Proposal((), ())
 class Proposer(Protocol):
     """One way to guess. Owned by the step thread. Whatever it says, no answer changes: what is wrong costs time.
 
-    One that looks up is asked for every row of every step. One that computes is a `Computing`."""
+    One that looks up is asked for every row of every step, but for those of which nothing was worth drafting lately:
+    see Looks. One that computes is a `Computing`."""
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int, /) -> list[Proposal]:
         """What may follow the tokens of each, the next one first: at most so many. It may be nothing. A function of the

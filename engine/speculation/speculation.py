@@ -52,21 +52,24 @@ class Speculation:
         max_tokens: int,
         vocab_size: int,
         may_branch: bool = True,
+        may_pass_over: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """max_tokens: of a draft. Where there are several methods, for each row the one that promises most drafts, or
         all of them place by place. may_branch: else drafts are linear, for whoever wants to know what branches are
-        worth. clock: see Asking."""
+        worth. may_pass_over: else somebody looks at every row of every step, for whoever wants to know how often there
+        is a guess, or does already. clock: see Asking."""
         every = [*methods, *computing]
         self.counts = {method: DraftCounts() for method in [*every, *[ENSEMBLE] * (len(every) > 1), BRANCHES]}
         self._methods = methods
         self._computing = computing
         self._max_tokens = max_tokens
         self._may_branch = may_branch
+        self._may_pass_over = may_pass_over
         self._guesses = Guesses(every, computing, max_tokens=max_tokens, vocab_size=vocab_size)
         self._purse = Purse()
         self._asking = Asking(computing, self._guesses, self._purse, clock=clock)
-        self._num_without = 0  # steps without a draft since the last trial
+        self._num_without = 0  # looks of which nothing came, since the last trial
         self._looks = Looks()
 
     @classmethod
@@ -79,6 +82,7 @@ class Speculation:
         computing: Mapping[str, Computing] = MappingProxyType({}),
         corpus: Corpus | None = None,
         may_branch: bool = True,
+        may_pass_over: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Speculation:
         """method: `ngram`, `suffix`, one of `computing`, or `auto`: all of them. corpus: None, one of its own."""
@@ -90,6 +94,7 @@ class Speculation:
             max_tokens=max_tokens,
             vocab_size=vocab_size,
             may_branch=may_branch,
+            may_pass_over=may_pass_over,
             clock=clock,
         )
 
@@ -185,8 +190,10 @@ class Speculation:
 
     def _look_up(self, rows: Seq[Sequence]) -> Seq[Sequence]:
         """See to it that there are guesses of the tokens that sequences have now, by those who look up, where a look is
-        due. Returns those rows; where those who compute may be asked, all of them."""
-        due = self._looks.due(rows) if self._methods else ()
+        due. Returns the rows of which no older guess is left: those; where those who compute may be asked, all."""
+        due: Seq[Sequence] = ()
+        if self._methods:
+            due = self._looks.due(rows) if self._may_pass_over else rows
         looked = rows if self._asking.is_due(rows) else due
         self._guesses.learn(looked)
         for method, proposer in self._methods.items():

@@ -126,6 +126,7 @@ class MethodReplica:
                 computing=parts.computing(method, self.runner, self.blocks),
                 corpus=self.corpus,
                 may_branch=may_branch,
+                may_pass_over=not parts.every_step,
                 clock=parts.clock,
             )
         )

@@ -46,6 +46,7 @@ class SimulatedDrafts:
             computing=ways if rates.is_computed else {},
             max_tokens=len(rates.accepted),
             vocab_size=_VOCAB_SIZE,
+            may_pass_over=False,  # `guessed` says before how many of all steps there is a guess
             clock=lambda: self._asked_s,
         )
 

@@ -22,6 +22,16 @@ def test_what_was_dear_is_forgotten_while_fewer_tokens_are_drafted() -> None:
     assert factor_of(cost.factors(), 20) < 1.25
 
 
+def test_what_steps_without_drafts_take_is_seen_where_nothing_is_drafted() -> None:
+    """They take half of what the line says: one with a draft takes what it says, twice as much."""
+    cost = LearntDraftCost()
+    assert factor_of(cost.factors(), 4) == 1.0
+    for _ in range(200):
+        cost.saw(4, 0.5, has_drafts=False)
+        cost.factors()
+    assert factor_of(cost.factors(), 4) > 1.9
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_steps_take_factors_stay_within_bounds(seed: int) -> None:
     """A step may be one that nobody expected: no prices are learnt from a clock that stood still."""

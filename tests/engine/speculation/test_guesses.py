@@ -89,7 +89,8 @@ def test_who_says_another_token_goes_on_in_a_branch() -> None:
     assert (branch.place, list(branch.tokens), branch.kind) == (1, [7, 8], 24)
     # Behind 3, which comes 0.8 times: 4 comes 0.75 times, so 7 comes 0.25 times at most; then 8 half of the times.
     assert branch.chances == pytest.approx([0.2, 0.1])
-    assert not together([sure, Guess(2, [3, 4, 5], [0] * 3, [0.5, 0.4, 0.3])], Acceptance(_HALF)).branches
+    same = together([sure, Guess(2, (3, 4, 5), [0] * 3, [0.5, 0.45, 0.3])], Acceptance(_HALF))
+    assert list(same.tokens) == [3, 4, 5] and same.chances == pytest.approx([0.8, 0.72, 0.6]) and not same.branches
 
 
 def test_branches_of_all_who_agree_so_far_are_there_once_each() -> None:

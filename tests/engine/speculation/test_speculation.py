@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import pytest
 
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
+from engine.speculation.ask_price import AskPrice
 from engine.speculation.draft import Draft
 from engine.speculation.draft_plan import FREE, StepPrice
 from engine.speculation.speculation import Speculation
-from tests.engine.speculation.proposers import FakeProposer, sequence_of
+from tests.engine.speculation.proposers import FakeClock, FakeComputing, FakeProposer, sequence_of
 
 _CHEAP = StepPrice(plain=12.0, token=0.9)  # one row of a small model
 _FULL = StepPrice(plain=70.0, token=0.9)  # 64 of them
@@ -100,10 +102,17 @@ def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
     assert 0 < sum(count > 0 for count in drafted) <= 10 and max(drafted) <= 3
 
 
-def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain() -> None:
+@pytest.mark.parametrize("has_computing", [False, True])
+@pytest.mark.parametrize("guess", [_wrong, _nothing])
+def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain(
+    guess: Callable[[Seq[int], int], list[int]], has_computing: bool
+) -> None:
     for num_rows, every in ((2, 4), (16, 8)):
-        proposer = FakeProposer(_wrong)
-        replica = Replica(_speculation(wrong=proposer), num_rows=num_rows)
+        proposer = FakeProposer(guess)
+        mute = FakeComputing(_right, FakeClock(), AskPrice(0.0, 0.0, 0.0), can_guess=lambda sequence: False)
+        computing = {"mute": mute} if has_computing else {}
+        speculation = Speculation({"guess": proposer}, computing=computing, max_tokens=8, vocab_size=50)
+        replica = Replica(speculation, num_rows=num_rows)
         asked = []
         for _ in range(200):
             before = proposer.num_asked
@@ -112,6 +121,40 @@ def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain() -> None:
         assert asked[:8] == [num_rows] * 8, "nobody knows yet"
         assert [count for i, count in enumerate(asked[8:], 9) if i % every == 0] == [num_rows] * (192 // every)
         assert sum(asked[8:]) == num_rows * (192 // every), "all such rows in the same steps, and in no other"
+
+
+def test_where_steps_run_ahead_nobody_looks_each_time_either() -> None:
+    proposer = FakeProposer(_wrong)
+    speculation, rows = _speculation(wrong=proposer), [sequence_of([1])]
+    for _ in range(40):
+        assert not speculation.awaits(rows, StepPrice(plain=1.0, token=1.0), max_tokens=8)
+        rows[0].tokens.append(_next(rows[0].tokens))
+    assert proposer.num_asked == 8 + (40 - 8) // 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
+    """Who looks up and who computes is right, if anybody says anything: a guess of some steps before would be wrong."""
+    generator, clock = random.Random(seed), FakeClock()
+    speculation = Speculation(
+        {"sometimes": FakeProposer(lambda tokens, most: _right(tokens, most) if generator.random() < 0.05 else [])},
+        computing={
+            "computes": FakeComputing(
+                _right, clock, AskPrice(0.0, 0.1, 0.0), can_guess=lambda sequence: len(sequence.tokens) % 3 > 0
+            )
+        },
+        max_tokens=8,
+        vocab_size=50,
+        clock=clock,
+    )
+    replica = Replica(speculation, num_rows=3)
+    num_drafted = 0
+    for step in range(600):
+        before = {row: list(row.tokens) for row in replica.rows}
+        for row, draft in replica.step(_CHEAP if step % 24 > 11 else StepPrice(plain=12.0, token=12.0)).items():
+            assert list(draft.tokens) == _right(before[row], len(draft.tokens))
+            num_drafted += 1
+    assert num_drafted
 
 
 @pytest.mark.parametrize("num_rows", [2, 16])
@@ -138,6 +181,29 @@ def test_one_row_that_is_guessed_makes_nobody_look_at_the_others() -> None:
     for _ in range(40):
         assert replica.rows[3] in replica.step(_CHEAP)
     assert asked.count(3) == 40 and asked.count(0) == asked.count(1) == asked.count(2) == 10
+
+
+def test_rows_at_which_nobody_looks_wait_for_a_draft_all_the_same() -> None:
+    """What pays beside one row does not beside four, three of whom nobody guesses."""
+    one_of_four = FakeProposer(lambda tokens, most: _right(tokens, most) if tokens[0] == 3 else [])
+    speculation = _speculation(guess=one_of_four)
+    replica = Replica(speculation, num_rows=4)
+    for _ in range(29):
+        replica.step(_CHEAP)
+    dear, asked = StepPrice(plain=4.0, token=2.0), one_of_four.num_asked
+    assert not speculation.awaits([*replica.rows], dear, max_tokens=64) and one_of_four.num_asked == asked + 1
+    assert not replica.step(dear)
+    alone = Replica(speculation)
+    alone.rows = replica.rows[3:]
+    assert alone.step(dear)
+
+
+def test_whoever_wants_to_know_how_often_there_is_a_guess_has_every_row_looked_at() -> None:
+    silent = FakeProposer(_nothing)
+    replica = Replica(Speculation({"silent": silent}, max_tokens=8, vocab_size=50, may_pass_over=False), num_rows=9)
+    for _ in range(100):
+        replica.step(_CHEAP)
+    assert silent.num_asked == 900
 
 
 def test_what_the_step_has_no_room_for_is_not_drafted() -> None:

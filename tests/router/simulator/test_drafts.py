@@ -48,6 +48,13 @@ def test_a_row_gets_what_its_drafts_promise(accepted: list[float], guessed: floa
     assert faster == pytest.approx(worked_out.tokens_per_s / lines[0].tokens_per_s, rel=0.15)
 
 
+def test_guesses_that_are_rare_are_as_frequent_as_is_said() -> None:
+    """No simulated row is passed over because it was not guessed for a while: how many are not is in the figure."""
+    found = _run(Drafts(accepted=_GOOD, guessed=0.08), _ALONE)
+    promised = 0.08 * sum(accumulate(_GOOD, mul))
+    assert found["drafts"]["tokens_per_row"] - 1 == pytest.approx(promised, rel=0.25)
+
+
 def _rates(drafts: Drafts) -> DraftRates:
     rates = _PROFILE.model_copy(update={"drafts": drafts}).draft_rates
     assert rates
