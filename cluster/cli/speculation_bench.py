@@ -70,6 +70,8 @@ def speculation(
     asked, ends = encode_prompts(directory, {name: texts[name] for name in kinds}, count=max(batches))
     if prompts:
         asked = {"prompts": _read(prompts, directory)[:most_prompts]}
+        if (count := len(asked["prompts"])) < max(batches):
+            raise SpecError(f"--batch {max(batches)} takes as many prompts, and --prompts has {count}")
     result = bench_speculation(
         directory,
         asked,

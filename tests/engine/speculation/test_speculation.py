@@ -127,7 +127,7 @@ def test_where_steps_run_ahead_nobody_looks_each_time_either() -> None:
     proposer = FakeProposer(_wrong)
     speculation, rows = _speculation(wrong=proposer), [sequence_of([1])]
     for _ in range(40):
-        assert not speculation.awaits(rows, StepPrice(plain=1.0, token=1.0), max_tokens=8)
+        assert not speculation.awaits(rows, lambda: StepPrice(plain=1.0, token=1.0), max_tokens=8)
         rows[0].tokens.append(_next(rows[0].tokens))
     assert proposer.num_asked == 8 + (40 - 8) // 4
 
@@ -191,7 +191,7 @@ def test_rows_at_which_nobody_looks_wait_for_a_draft_all_the_same() -> None:
     for _ in range(29):
         replica.step(_CHEAP)
     dear, asked = StepPrice(plain=4.0, token=2.0), one_of_four.num_asked
-    assert not speculation.awaits([*replica.rows], dear, max_tokens=64) and one_of_four.num_asked == asked + 1
+    assert not speculation.awaits([*replica.rows], lambda: dear, max_tokens=64) and one_of_four.num_asked == asked + 1
     assert not replica.step(dear)
     alone = Replica(speculation)
     alone.rows = replica.rows[3:]

@@ -87,7 +87,9 @@ def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_o
     try:
         assert run(["bench", "speculation", *options, "--linear", "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
-        assert run(["bench", "speculation", *options, "--most-prompts", "1"]) == 0
+        assert run(["bench", "speculation", *options, "--most-prompts", "1"]) == 2
+        assert "--batch 2 takes as many prompts, and --prompts has 1" in capsys.readouterr().err
+        assert run(["bench", "speculation", *options, "--most-prompts", "1", "--batch", "1"]) == 0
         said = capsys.readouterr().out
     finally:
         torch.set_num_threads(threads)
