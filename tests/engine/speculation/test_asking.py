@@ -211,12 +211,14 @@ def test_who_was_never_worth_asking_costs_a_step_to_know_that_however_much_it_is
 def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_an_answer() -> None:
     clock, is_right = FakeClock(), [False]
     tried: list[int] = []
+    planned: list[int] = []
 
     def guess(tokens: Seq[int], most: int) -> list[int]:
         tried.append(len(tokens) - 1)
         return (_right if is_right[0] else _wrong)(tokens, most)
 
     def knows(sequence: Sequence) -> bool:
+        planned.append(sequence.num_generated)
         return not proposer.rests or sequence.num_generated < 32
 
     proposer = FakeComputing(guess, clock, AskPrice(0.2, 0.5, 0.01), can_guess=knows)
@@ -225,8 +227,10 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
     replica.steps(400)
     assert tried and proposer.rests
     tried.clear()
+    planned.clear()
     replica.steps(6000)
     assert proposer.rests and len(tried) > 10
+    assert sum(place > 16 for place in planned) <= 6000 // 32, "behind the first tokens hardly anybody thinks of it"
     assert max(tried) < 32 and len(set(tried)) > 2, "not always the first token"
     is_right[0] = True
     replica.steps(1000)

@@ -93,6 +93,12 @@ def test_who_says_another_token_goes_on_in_a_branch() -> None:
     assert list(same.tokens) == [3, 4, 5] and same.chances == pytest.approx([0.8, 0.72, 0.6]) and not same.branches
 
 
+def test_who_says_the_same_branches_all_the_same() -> None:
+    one = Guess(2, [3, 4], [0, 0], [0.5, 0.4], [GuessedBranch(0, [9, 1], 0, [0.2, 0.1])])
+    guess = together([one, Guess(2, [3, 4], [0, 0], [0.4, 0.3])], Acceptance(_HALF))
+    assert [(branch.place, list(branch.tokens)) for branch in guess.branches] == [(0, [9, 1])]
+
+
 def test_branches_of_all_who_agree_so_far_are_there_once_each() -> None:
     one = Guess(2, [3, 4], [0, 0], [0.5, 0.4], [GuessedBranch(0, [9, 1], 0, [0.2, 0.1])])
     other = Guess(2, [9, 2], [0, 0], [0.25, 0.2], [GuessedBranch(0, [3], 0, [0.1]), GuessedBranch(1, [8], 0, [0.1])])

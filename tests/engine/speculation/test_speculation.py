@@ -132,6 +132,15 @@ def test_where_steps_run_ahead_nobody_looks_each_time_either() -> None:
     assert proposer.num_asked == 8 + (40 - 8) // 4
 
 
+def test_nobody_waits_for_a_row_at_which_nobody_would_look() -> None:
+    speculation = _speculation(right=FakeProposer(_right))
+    replica = Replica(speculation)
+    for _ in range(8):
+        replica.step(StepPrice(plain=1.0, token=1.0))
+    assert [speculation.awaits(replica.rows, lambda: _CHEAP, max_tokens=8) for _ in range(4)] == [False] * 3 + [True]
+    assert replica.step(_CHEAP), "who was waited for is drafted for"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
     """Who looks up and who computes is right, if anybody says anything: a guess of some steps before would be wrong."""
