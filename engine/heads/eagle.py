@@ -37,7 +37,8 @@ from engine.model.taps import Taps
 # N tokens, M of these, R rows, B blocks of the longest table, E hidden_size
 
 _ENOUGH = 64  # tokens that wait before they are computed together
-_FEW, _MOST = 20, 512  # that wait while nobody asks: of a sequence, and of all
+_FEW = 20  # that wait of a sequence while nobody asks: it is tried in its first 16, or not at all
+_MOST = 512  # and of all
 
 
 class Eagle:

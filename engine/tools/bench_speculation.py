@@ -31,10 +31,10 @@ from engine.config import EngineConfig
 from engine.tools.methods_in_turn import (
     BLOCK_SIZE,
     MOST_DRAFTED,
-    Answers,
-    Asked,
+    AskedPrompt,
     MethodParts,
     MethodReplica,
+    TimedAnswers,
     answer_in_turn,
     earlier_answers,
 )
@@ -92,7 +92,7 @@ def bench_speculation(
         seeds = range(sampling.seed, sampling.seed + (answers or 1))
         known = earlier_answers(asked, sampling, replicas["off"], range(seeds.stop, seeds.stop + answered), parts.clock)
         for batch in batches:
-            questions = [Asked(ids, seed) for seed in seeds for ids in (asked[:batch] if answers else asked)]
+            questions = [AskedPrompt(ids, seed) for seed in seeds for ids in (asked[:batch] if answers else asked)]
             rounds = []
             for number in range(tries):
                 first = number % len(methods)
@@ -104,7 +104,7 @@ def bench_speculation(
     return how | {"temperature": temperature, "rows": rows}
 
 
-def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, Answers]]) -> list[dict[str, Any]]:
+def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, TimedAnswers]]) -> list[dict[str, Any]]:
     plain, last = rounds[0]["off"], rounds[-1]
     return [
         {
@@ -125,11 +125,11 @@ def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, Answers]]) -> list[dic
     ]
 
 
-def _beside(answers: Answers, plain: Answers) -> float:
+def _beside(answers: TimedAnswers, plain: TimedAnswers) -> float:
     return answers.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 1.0  # all over with the first token
 
 
-def _by_place(answers: Answers, *, in_branches: bool) -> list[tuple[int, int]]:
+def _by_place(answers: TimedAnswers, *, in_branches: bool) -> list[tuple[int, int]]:
     """Drafted, and accepted."""
     drafted, accepted = answers.drafted, answers.accepted
     num_places = 1 + max((place for is_in_branch, place in drafted if is_in_branch == in_branches), default=-1)

@@ -42,7 +42,7 @@ Places = Counter[tuple[bool, int]]  # tokens: whether in a branch, and where in 
 Known = Mapping[tuple[int, ...], Seq[Seq[int]]]  # earlier answers, by prompt
 
 
-class Asked(NamedTuple):
+class AskedPrompt(NamedTuple):
     """A prompt, and the seed of its answer."""
 
     token_ids: Seq[int]
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class Answers:
+class TimedAnswers:
     """Of one replica, and what it did while its batch was full."""
 
     tokens: list[list[int]]
@@ -160,30 +160,30 @@ def earlier_answers(
     found: dict[tuple[int, ...], list[list[int]]] = {tuple(prompt): [] for prompt in prompts}
     for prompt in prompts:
         for seed in seeds:
-            found[tuple(prompt)] += answer([Asked(prompt, seed)], 1, sampling, replica, clock, {}).tokens
+            found[tuple(prompt)] += answer([AskedPrompt(prompt, seed)], 1, sampling, replica, clock, {}).tokens
     return found
 
 
 def answer(
-    asked: Seq[Asked],
+    asked: Seq[AskedPrompt],
     batch: int,
     sampling: Sampling,
     replica: MethodReplica,
     clock: Callable[[], float],
     known: Known,
-) -> Answers:
+) -> TimedAnswers:
     """So many at a time."""
     return answer_in_turn(asked, batch, sampling, [replica], clock, known)[replica.method]
 
 
 def answer_in_turn(
-    asked: Seq[Asked],
+    asked: Seq[AskedPrompt],
     batch: int,
     sampling: Sampling,
     replicas: Seq[MethodReplica],
     clock: Callable[[], float],
     known: Known,
-) -> dict[str, Answers]:
+) -> dict[str, TimedAnswers]:
     """The same of each replica, by its method. sampling: but for the seed. known: told to each beforehand."""
     answering = {replica.method: _Answering(asked, batch, sampling, replica, clock, known) for replica in replicas}
     going_on = list(answering.values())
@@ -197,7 +197,7 @@ class _Answering:
 
     def __init__(
         self,
-        asked: Seq[Asked],
+        asked: Seq[AskedPrompt],
         batch: int,
         sampling: Sampling,
         replica: MethodReplica,
@@ -220,7 +220,7 @@ class _Answering:
         for number, one in enumerate(asked):
             self._add(number, one.token_ids, replace(sampling, seed=one.seed), known)
         self._batch = min(batch, len(self._waiting))
-        self._answers = Answers([])
+        self._answers = TimedAnswers([])
         self._before = self._num_tokens(), *replica.count()
 
     def go_on(self) -> bool:
@@ -235,7 +235,7 @@ class _Answering:
         self._answers.seconds += self._clock() - begin
         return is_full
 
-    def answers(self) -> Answers:
+    def answers(self) -> TimedAnswers:
         """Behind the last turn."""
         found, (num_tokens, *before) = self._answers, self._before
         found.num_tokens = self._num_tokens() - num_tokens

@@ -43,7 +43,7 @@ from cluster.model.source import resolve
 from cluster.words.request import Sampling
 from engine.config import EngineConfig
 from engine.tools.bench_speculation import prompt_texts
-from engine.tools.methods_in_turn import Asked, MethodParts, MethodReplica, answer
+from engine.tools.methods_in_turn import AskedPrompt, MethodParts, MethodReplica, answer
 from tests.benchmarks.beside_vllm import export, vllm_environment
 
 _SIDE_S = 1800.0
@@ -148,7 +148,7 @@ def _our_sides(
 
     def side(replica: MethodReplica) -> Ask:
         def ask(asked: Seq[Seq[int]]) -> Turn:
-            found = answer([Asked(ids, 0) for ids in asked], len(asked), sampling, replica, parts.clock, {})
+            found = answer([AskedPrompt(ids, 0) for ids in asked], len(asked), sampling, replica, parts.clock, {})
             return Turn(found.tokens_per_s, found.tokens)
 
         return ask

@@ -82,7 +82,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
         method: str, *, max_tokens: int, vocab_size: int, computing: dict[str, Computing], **others: Any
     ) -> Speculation:
         recorded = {name: Recorded(heads, said) for name, heads in computing.items()}
-        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size)
+        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size, may_pass_over=False)
 
     monkeypatch.setattr(Speculation, "of", of)
     return said

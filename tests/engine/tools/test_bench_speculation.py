@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cluster.cli.app import run
-from engine.speculation import looks
 from engine.tools import bench_speculation
 from tests.character_tokenizer import CHARACTERS, save_tokenizer
 from tests.engine.draft_models.smaller_model import first_layers
@@ -102,15 +101,13 @@ def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_o
 
 
 def test_what_was_answered_before_is_known(
-    tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "model"
     shutil.copytree(tiny_model("llama")[0], directory)
     save_tokenizer(directory)
     options = ["--model", str(directory), "--kind", "open_chat", "--batch", "1", "--max-tokens", "24", "--tries", "1"]
     options += ["--answers", "1", "--threads", "1", "--method", "suffix", "--every-step", "--json"]
-    monkeypatch.setattr(looks, "_IN_VAIN", 0)  # who drafts whatever is guessed looks at every row all the same
-    monkeypatch.setattr(looks, "_EVERY", 1 << 30)
     threads = torch.get_num_threads()
     steps = []
     try:
