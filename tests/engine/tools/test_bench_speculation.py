@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,34 @@ def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_o
     assert "prompts" in said and "    19 tokens" in said and "; by place " in said
 
 
+def test_what_has_been_measured_is_printed_before_the_rest_is(
+    tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model("llama")[0], directory)
+    save_tokenizer(directory)
+    said = []
+    measure = bench_speculation.answer_in_turn
+
+    def look_and_measure(*arguments: Any) -> Any:
+        said.append(capsys.readouterr().out)
+        return measure(*arguments)
+
+    monkeypatch.setattr(bench_speculation, "answer_in_turn", look_and_measure)
+    options = ["--model", str(directory), "--kind", "open_chat", "--batch", "1, 2", "--max-tokens", "3"]
+    options += ["--tries", "1", "--answers", "1", "--threads", "1", "--method", "ngram"]
+    threads = torch.get_num_threads()
+    try:
+        assert run(["bench", "speculation", *options]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    said.append(capsys.readouterr().out)
+    assert said[0] == "model, 1 threads, wall time, temperature 0.0\n"
+    assert [[line.split()[:4] for line in part.splitlines()] for part in said[1:]] == [
+        [["open_chat", "batch", batch, method] for method in ("off", "ngram")] for batch in ("1", "2")
+    ]
+
+
 def test_what_was_answered_before_is_known(
     tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +160,11 @@ def test_its_prompts_are_there() -> None:
 
 def test_it_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     for options, said in (
-        (["--kind", "poem"], "copy_edit"),
+        (["--kind", "poem"], "open_chat (got 'poem')"),
+        (["--batch", "1,x"], "--batch takes whole numbers above 0, such as 1,4 (got 'x')"),
+        (["--batch", "4,²"], "(got '²')"),
+        (["--answers", "2", "--prompts", "x"], "--answers: each of --prompts is answered once"),
+        (["--method", "ngram,suffix", "--draft-model", "x"], "--draft-model: ngram and suffix would not use it"),
         (["--kind", "copy_edit", "--prompts", "x"], "--prompts and --kind"),
         (["--prompts", "/nowhere"], "--prompts /nowhere: cannot be read"),
         (["--prompts", "/tmp"], "--prompts /tmp: no run of train-draft"),
