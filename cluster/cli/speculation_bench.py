@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -15,7 +15,6 @@ from cluster.words.errors import SpecError
 if TYPE_CHECKING:
     from cluster.model.draft_source import DraftSource
 
-_METHODS = ("ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto")
 _WITHOUT_MODEL = ("ngram", "suffix", "self", "mtp")
 _DEFAULT = "ngram,suffix,auto"
 _ANSWERS = 3
@@ -60,10 +59,11 @@ def speculation(
     what has been measured is printed as it comes.
 
     tokens/s, and how many times those without drafts (x): the median of the rounds. Then of the last round, as long as
-    the batch was full: tokens in steps; and how often the token at each place of a draft was right, if all before it
-    were.
+    the batch was full: tokens in steps; and by place in a draft, the first four, how often the token there was right
+    if all before it were.
     """
     from cluster.model.source import resolve
+    from cluster.words.spec import SpeculationSpec
     from engine.tools.bench_speculation import bench_speculation, prompt_texts
     from engine.tools.methods_in_turn import LINEAR
 
@@ -77,8 +77,9 @@ def speculation(
         raise SpecError(f"--batch takes whole numbers above 0, such as 1,4 (got {wrong[0]!r})")
     if wrong := [name for name in kinds if name not in texts]:
         raise SpecError(f"--kind takes some of {', '.join(texts)} (got {wrong[0]!r})")
-    if wrong := [name for name in methods if name not in _METHODS]:
-        raise SpecError(f"--method takes some of {', '.join(_METHODS)} (got {wrong[0]!r})")
+    drafting = [name for name in get_args(SpeculationSpec.model_fields["method"].annotation) if name != "off"]
+    if wrong := [name for name in methods if name not in drafting]:
+        raise SpecError(f"--method takes some of {', '.join(drafting)} (got {wrong[0]!r})")
     if draft_model and set(methods) <= set(_WITHOUT_MODEL):
         raise SpecError(f"--draft-model: {' and '.join(methods)} would not use it; leave it out, or name a --method")
     batches, directory = sorted({int(count) for count in counts}), resolve(model)
