@@ -88,7 +88,9 @@ def speculation(
     if prompts:
         asked = {"prompts": _read(prompts, directory)[:most_prompts]}
         if (count := len(asked["prompts"])) < max(batches):
-            raise SpecError(f"--batch {max(batches)} takes as many prompts, and --prompts has {count}")
+            raise SpecError(
+                f"--batch {max(batches)} takes as many prompts, and --prompts has {count}; say --batch {count}"
+            )
     result = bench_speculation(
         directory,
         asked,

@@ -13,6 +13,7 @@ import torch
 from cluster.cli.app import run
 from engine.speculation import looks
 from engine.tools import bench_speculation
+from engine.tools.methods_in_turn import answer_in_turn
 from tests.character_tokenizer import CHARACTERS, save_tokenizer
 from tests.engine.draft_models.smaller_model import first_layers
 from tests.engine.tiny_models import MakeModel
@@ -89,7 +90,7 @@ def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_o
         assert run(["bench", "speculation", *options, "--linear", "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert run(["bench", "speculation", *options, "--most-prompts", "1"]) == 2
-        assert "--batch 2 takes as many prompts, and --prompts has 1" in capsys.readouterr().err
+        assert "--batch 2 takes as many prompts, and --prompts has 1; say --batch 1" in capsys.readouterr().err
         assert run(["bench", "speculation", *options, "--most-prompts", "1", "--batch", "1"]) == 0
         said = capsys.readouterr().out
     finally:
@@ -109,11 +110,10 @@ def test_what_has_been_measured_is_printed_before_the_rest_is(
     shutil.copytree(tiny_model("llama")[0], directory)
     save_tokenizer(directory)
     said = []
-    measure = bench_speculation.answer_in_turn
 
     def look_and_measure(*arguments: Any) -> Any:
         said.append(capsys.readouterr().out)
-        return measure(*arguments)
+        return answer_in_turn(*arguments)
 
     monkeypatch.setattr(bench_speculation, "answer_in_turn", look_and_measure)
     options = ["--model", str(directory), "--kind", "open_chat", "--batch", "1, 2", "--max-tokens", "3"]
