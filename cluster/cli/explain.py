@@ -67,9 +67,14 @@ def _drafts_line(drafts: dict[str, float]) -> str:
     steps, drafted, accepted = drafts["steps"], drafts["drafted"], drafts["accepted"]
     not_worth = steps - drafts["drafts"] - drafts["unguessed"]
     right = f", {accepted} of them right ({accepted / drafted:.0%})" if drafted else ""
+    floor = drafts["floors"] / steps
+    needed = (
+        f"a drafted token had to be right with a chance of {floor:.2f}"
+        if floor < 1
+        else "not even a token that is always right would have paid, in a step as they were on average"
+    )
     return (
         f"drafts: {drafted} tokens{right}, in {drafts['drafts']} of {steps} steps; in {drafts['unguessed']} there was"
         f" nothing to guess from, in {not_worth} a guess was not worth it or had no room: beside the rows of its"
-        f" replica, and by what tokens cost there, a drafted token had to be right with a chance of"
-        f" {drafts['floors'] / steps:.2f}"
+        f" replica, and by what tokens cost there, {needed}"
     )

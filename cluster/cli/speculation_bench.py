@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -14,8 +15,9 @@ from cluster.words.errors import SpecError
 if TYPE_CHECKING:
     from cluster.model.draft_source import DraftSource
 
-_METHODS = ("ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto")
+_WITHOUT_MODEL = ("ngram", "suffix", "self", "mtp")
 _DEFAULT = "ngram,suffix,auto"
+_ANSWERS = 3
 _SHOWN = 4  # places
 
 
@@ -23,19 +25,22 @@ def speculation(
     model: options.Model = options.DEFAULT_MODEL,
     method: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="As in a spec; each beside off.")] = _DEFAULT,
     draft_model: Annotated[str | None, typer.Option(help="As speculation.model in a spec.")] = None,
-    batch: Annotated[str, typer.Option(metavar="N[,N…]")] = "1,4",
+    batch: Annotated[str, typer.Option(metavar="N[,N…]", help="Prompts answered at a time.")] = "1,4",
     kind: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="Of the prompts; default: all.")] = "",
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE|DIR", help="Others: lines as of train-draft's --data; or what its DIR held out."),
     ] = None,
     most_prompts: Annotated[int, typer.Option(min=1, help="Of these, the first so many.")] = 16,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=2)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer, at most.")] = 256,
     tries: Annotated[int, typer.Option(min=1, help="Rounds, in which the methods take turns.")] = 5,
     answers: Annotated[
-        int, typer.Option(min=1, help="To each prompt in a round: where one ends, the next begins. Of --prompts one.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            min=1, help="To each prompt in a round: where one ends, the next begins. Default: 3; to --prompts always 1."
+        ),
+    ] = None,
     linear: Annotated[bool, typer.Option("--linear", help="Each method also with drafts that do not branch.")] = False,
     every_step: Annotated[
         bool, typer.Option("--every-step", help="Draft whatever is guessed: how often is it right?")
@@ -50,28 +55,42 @@ def speculation(
 ) -> None:
     """Tokens per second with each method of drafting beside none, on this machine's processors.
 
-    Prompts that ask for an edit of a text, of JSON and of code, and one that does not; in bfloat16.
+    Prompts that ask for an edit of a text, of JSON and of code, and one that does not; in bfloat16. It takes minutes;
+    what has been measured is printed as it comes.
+
+    tokens/s, and how many times those without drafts (x): the median of the rounds. Then of the last round, as long as
+    the batch was full: tokens in steps; and by place in a draft, the first four, how often the token there was right
+    if all before it were.
     """
     from cluster.model.source import resolve
+    from cluster.words.spec import SpeculationSpec
     from engine.tools.bench_speculation import bench_speculation, prompt_texts
     from engine.tools.methods_in_turn import LINEAR
 
-    batches = sorted({int(count) for count in batch.split(",") if count.isdigit() and int(count)})
-    texts = prompt_texts()
-    kinds = kind.split(",") if kind else list(texts)
+    counts, texts = _words(batch), prompt_texts()
+    kinds, methods = _words(kind) if kind else list(texts), _words(method)
     if prompts and kind:
         raise SpecError("--prompts and --kind: one of them says what is asked")
-    if not batches or not set(kinds) <= texts.keys():
-        raise SpecError(f"--batch takes whole numbers above 0, --kind some of {', '.join(texts)}")
-    directory, methods = resolve(model), list(dict.fromkeys(method.split(",")))
-    if not set(methods) <= set(_METHODS):
-        raise SpecError(f"--method takes some of {', '.join(_METHODS)}")
+    if prompts and answers:
+        raise SpecError("--answers: each of --prompts is answered once; leave it out")
+    if wrong := [count for count in counts if not count.isdecimal() or not int(count)]:
+        raise SpecError(f"--batch takes whole numbers above 0, such as 1,4 (got {wrong[0]!r})")
+    if wrong := [name for name in kinds if name not in texts]:
+        raise SpecError(f"--kind takes some of {', '.join(texts)} (got {wrong[0]!r})")
+    drafting = [name for name in get_args(SpeculationSpec.model_fields["method"].annotation) if name != "off"]
+    if wrong := [name for name in methods if name not in drafting]:
+        raise SpecError(f"--method takes some of {', '.join(drafting)} (got {wrong[0]!r})")
+    if draft_model and set(methods) <= set(_WITHOUT_MODEL):
+        raise SpecError(f"--draft-model: {' and '.join(methods)} would not use it; leave it out, or name a --method")
+    batches, directory = sorted({int(count) for count in counts}), resolve(model)
     drafts = _drafts(methods, draft_model, model, directory)
     asked, ends = encode_prompts(directory, {name: texts[name] for name in kinds}, count=max(batches))
     if prompts:
         asked = {"prompts": _read(prompts, directory)[:most_prompts]}
         if (count := len(asked["prompts"])) < max(batches):
-            raise SpecError(f"--batch {max(batches)} takes as many prompts, and --prompts has {count}")
+            raise SpecError(
+                f"--batch {max(batches)} takes as many prompts, and --prompts has {count}; say --batch {count}"
+            )
     result = bench_speculation(
         directory,
         asked,
@@ -84,12 +103,18 @@ def speculation(
         tries=tries,
         threads=threads,
         cpu_time=cpu_time,
-        answers=None if prompts else answers,
+        answers=None if prompts else answers or _ANSWERS,
         every_step=every_step,
         draft_tokens=draft_tokens,
         answered=answered,
+        tell=None if as_json else _print,
     )
-    print(json.dumps(result) if as_json else "\n".join(_lines(result)))
+    if as_json:
+        print(json.dumps(result))
+
+
+def _words(listed: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in listed.split(",")))
 
 
 def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path) -> DraftSource | None:
@@ -100,7 +125,7 @@ def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path)
     found: DraftSource | None = None
     named: set[str] = set()
     for method in methods:
-        own = None if method in ("ngram", "suffix", "self", "mtp") else source
+        own = None if method in _WITHOUT_MODEL else source
         tree = {"model": {"source": model}, "speculation": {"method": method, "model": own}}
         if one := draft_source(parse_spec(tree, origin="--method, --draft-model")):
             found = one
@@ -142,18 +167,22 @@ def encode_prompts(
     return prompts, [mark for mark in marks if mark is not None]
 
 
-def _lines(result: dict[str, Any]) -> list[str]:
-    return [
-        f"{result['model']}, {result['threads']} threads, {result['clock']} time, temperature {result['temperature']}",
-        *(
-            f"{row['kind']:<14} batch {row['batch']:3}  {row['method']:<14} {row['tokens_per_s']:8.1f} tokens/s  "
-            f"{row['beside_off']:6.2f} x  {row['tokens']:5} tokens in {row['steps']:4} steps, "
-            f"{row['accepted']} of {row['drafted']} drafted tokens accepted"
-            f"{_shares(row)}"
-            f"{'' if row['is_same'] else '  NOT THE SAME TOKENS'}"
-            for row in result["rows"]
-        ),
-    ]
+def _print(part: Mapping[str, Any]) -> None:
+    print("\n".join(map(_line, part["rows"])) if part["rows"] else _head(part), flush=True)
+
+
+def _head(part: Mapping[str, Any]) -> str:
+    return f"{part['model']}, {part['threads']} threads, {part['clock']} time, temperature {part['temperature']}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['kind']:<14} batch {row['batch']:3}  {row['method']:<14} {row['tokens_per_s']:8.1f} tokens/s  "
+        f"{row['beside_off']:6.2f} x  {row['tokens']:5} tokens in {row['steps']:4} steps, "
+        f"{row['accepted']} of {row['drafted']} drafted tokens accepted"
+        f"{_shares(row)}"
+        f"{'' if row['is_same'] else '  NOT THE SAME TOKENS'}"
+    )
 
 
 def _shares(row: dict[str, Any]) -> str:

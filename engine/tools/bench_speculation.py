@@ -16,7 +16,7 @@ for a machine that is busy.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from importlib.resources import files
 from pathlib import Path
@@ -63,6 +63,7 @@ def bench_speculation(
     every_step: bool = False,
     draft_tokens: int = MOST_DRAFTED,
     answered: int = 0,
+    tell: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure; returns plain JSON values.
 
@@ -70,7 +71,8 @@ def bench_speculation(
     another; None: any number of prompts, of which all are answered once, whatever the batch. methods: with `off`; of
     one that ends with LINEAR drafts do not branch. drafts: what those draft by that need it. every_step: whatever is
     guessed is drafted, worth it or not. draft_tokens: of a draft, at most. answered: so often each prompt has been
-    answered before, with other seeds, by some replica of the fleet.
+    answered before, with other seeds, by some replica of the fleet. tell: is told what will be returned, as it comes:
+    first without rows, then with those of each kind and batch.
     """
     if threads is not None or cpu_time:
         torch.set_num_threads(1 if cpu_time else threads or 1)
@@ -87,7 +89,12 @@ def bench_speculation(
     )
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=1, stop_token_ids=tuple(stop_token_ids))
     replicas = {method: MethodReplica(method, parts, cpu_time=cpu_time) for method in methods}
-    rows = []
+    kind_of_time = "cpu" if cpu_time else "wall"
+    how: dict[str, Any] = {"model": model_dir.name, "threads": torch.get_num_threads(), "clock": kind_of_time}
+    how["temperature"] = temperature
+    rows: list[dict[str, Any]] = []
+    if tell:
+        tell(how | {"rows": rows})
     for kind, asked in prompts.items():
         seeds = range(sampling.seed, sampling.seed + (answers or 1))
         known = earlier_answers(asked, sampling, replicas["off"], range(seeds.stop, seeds.stop + answered), parts.clock)
@@ -98,10 +105,11 @@ def bench_speculation(
                 first = number % len(methods)
                 order = [replicas[method] for method in (*methods[first:], *methods[:first])]
                 rounds.append(answer_in_turn(questions, batch, sampling, order, parts.clock, known))
-            rows += _rows(kind, batch, rounds)
-    kind_of_time = "cpu" if cpu_time else "wall"
-    how = {"model": model_dir.name, "threads": torch.get_num_threads(), "clock": kind_of_time}
-    return how | {"temperature": temperature, "rows": rows}
+            measured = _rows(kind, batch, rounds)
+            if tell:
+                tell(how | {"rows": measured})
+            rows += measured
+    return how | {"rows": rows}
 
 
 def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, TimedAnswers]]) -> list[dict[str, Any]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cluster.cli.app import run
 from engine.tools import bench_speculation
+from engine.tools.methods_in_turn import answer_in_turn
 from tests.character_tokenizer import CHARACTERS, save_tokenizer
 from tests.engine.draft_models.smaller_model import first_layers
 from tests.engine.tiny_models import MakeModel
@@ -87,7 +89,7 @@ def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_o
         assert run(["bench", "speculation", *options, "--linear", "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert run(["bench", "speculation", *options, "--most-prompts", "1"]) == 2
-        assert "--batch 2 takes as many prompts, and --prompts has 1" in capsys.readouterr().err
+        assert "--batch 2 takes as many prompts, and --prompts has 1; say --batch 1" in capsys.readouterr().err
         assert run(["bench", "speculation", *options, "--most-prompts", "1", "--batch", "1"]) == 0
         said = capsys.readouterr().out
     finally:
@@ -98,6 +100,33 @@ def test_it_takes_prompts_from_a_file_or_those_that_a_run_of_training_has_held_o
     assert all(right <= drafted for drafted, right in drafting["by_place"])
     assert drafting["drafted"] == sum(n for n, _ in (*drafting["by_place"], *drafting["branches_by_place"]))
     assert "prompts" in said and "    19 tokens" in said and "; by place " in said
+
+
+def test_what_has_been_measured_is_printed_before_the_rest_is(
+    tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model("llama")[0], directory)
+    save_tokenizer(directory)
+    said = []
+
+    def look_and_measure(*arguments: Any) -> Any:
+        said.append(capsys.readouterr().out)
+        return answer_in_turn(*arguments)
+
+    monkeypatch.setattr(bench_speculation, "answer_in_turn", look_and_measure)
+    options = ["--model", str(directory), "--kind", "open_chat", "--batch", "1, 2", "--max-tokens", "3"]
+    options += ["--tries", "1", "--answers", "1", "--threads", "1", "--method", "ngram"]
+    threads = torch.get_num_threads()
+    try:
+        assert run(["bench", "speculation", *options]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    said.append(capsys.readouterr().out)
+    assert said[0] == "model, 1 threads, wall time, temperature 0.0\n"
+    assert [[line.split()[:4] for line in part.splitlines()] for part in said[1:]] == [
+        [["open_chat", "batch", batch, method] for method in ("off", "ngram")] for batch in ("1", "2")
+    ]
 
 
 def test_what_was_answered_before_is_known(
@@ -128,7 +157,11 @@ def test_its_prompts_are_there() -> None:
 
 def test_it_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     for options, said in (
-        (["--kind", "poem"], "copy_edit"),
+        (["--kind", "poem"], "open_chat (got 'poem')"),
+        (["--batch", "1,x"], "--batch takes whole numbers above 0, such as 1,4 (got 'x')"),
+        (["--batch", "4,²"], "(got '²')"),
+        (["--answers", "2", "--prompts", "x"], "--answers: each of --prompts is answered once"),
+        (["--method", "ngram,suffix", "--draft-model", "x"], "--draft-model: ngram and suffix would not use it"),
         (["--kind", "copy_edit", "--prompts", "x"], "--prompts and --kind"),
         (["--prompts", "/nowhere"], "--prompts /nowhere: cannot be read"),
         (["--prompts", "/tmp"], "--prompts /tmp: no run of train-draft"),

@@ -1,0 +1,32 @@
+"""`cluster explain`: what it says of a request's drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.cli import explain
+from cluster.cli.app import run
+
+
+@pytest.mark.parametrize(
+    ("floors", "said"),
+    [
+        (20.0, "a drafted token had to be right with a chance of 0.50\n"),
+        (46.4, "not even a token that is always right would have paid, in a step as they were on average\n"),
+    ],
+)
+def test_it_says_what_a_drafted_token_needed(
+    floors: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = {"steps": 40, "drafts": 6, "unguessed": 5, "drafted": 32, "accepted": 14, "floors": floors}
+    attempts: list[dict[str, Any]] = [{"options": [], "replicas": {}, "drafts": tally}]
+    monkeypatch.setattr(explain, "remembered", lambda *_: {"r": attempts})
+    assert run(["explain", "r"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "drafts: 32 tokens, 14 of them right (44%), in 6 of 40 steps; in 5 there was nothing to guess from, in 29"
+        in out
+    )
+    assert out.endswith(said)
