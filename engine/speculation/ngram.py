@@ -12,7 +12,8 @@ from engine.speculation.token_index import MOST_MATCH
 
 class Ngram:
     """Implements Proposer (Saxena 2023, prompt lookup decoding). Of several earlier places the one that agrees for
-    longest counts, of these the latest. Its kinds: with how many tokens the place agrees up to the one in question."""
+    longest counts, of these the latest. Its kinds: with how many tokens the place agrees up to the one in question, and
+    whether it has come to its end before that, and begun again."""
 
     def __init__(self, histories: Histories) -> None:
         self._histories = histories
@@ -33,4 +34,5 @@ class Ngram:
         period = len(tokens)
         while len(tokens) < max_tokens:  # a place that reaches to the end goes on as it began
             tokens.append(tokens[-period])
-        return Proposal(tokens, [min(best.num_tokens + i, MOST_MATCH) - 1 for i in range(len(tokens))])
+        again = [MOST_MATCH * (i >= period) for i in range(len(tokens))]
+        return Proposal(tokens, [min(best.num_tokens + i, MOST_MATCH) - 1 + more for i, more in enumerate(again)])
