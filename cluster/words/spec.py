@@ -234,8 +234,8 @@ class SpeculationSpec(_Section):
     (edits, rewriting, code). `draft`: a smaller model of the same tokenizer, see `model`, on rank 0 of each decode
     replica. `self`: the model itself without a third of its layers (`decode.tensor_parallel: 1`). `medusa`, `eagle`
     (EAGLE-1 and 3): heads that were trained on the model's hidden states, see `model`. `mtp`: the layer that a
-    DeepSeek-V3 has for it in its own checkpoint. Replicas of both roles load heads. `auto`: of `ngram`, `suffix` and
-    what `model` holds, for each choice what promises most a second. Where nothing pays, nothing is drafted."""
+    DeepSeek-V3 has for it in its own checkpoint. Replicas of both roles load heads. `auto`: of `suffix` and what
+    `model` holds, for each choice what promises most a second. Where nothing pays, nothing is drafted."""
     model: str | None = None
     """`draft`: a model's source, as in `model.source`. `medusa`, `eagle`: a directory with the heads' config.json and
     safetensors, on every host, or `hf:ORG/NAME`. `auto`: either; or `model.source` again, for the model's own layer

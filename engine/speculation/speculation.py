@@ -85,11 +85,14 @@ class Speculation:
         may_pass_over: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Speculation:
-        """method: `ngram`, `suffix`, one of `computing`, or `auto`: all of them. corpus: None, one of its own."""
-        histories = Histories()
-        known: dict[str, Proposer] = {"ngram": Ngram(histories), "suffix": Suffix(histories, corpus or Corpus())}
+        """method: `ngram`, `suffix`, one of `computing`, or `auto`: `suffix` and these. corpus: None, its own."""
+        histories, known = Histories(), dict[str, Proposer]()
+        if method == "ngram":
+            known[method] = Ngram(histories)
+        elif method in ("suffix", "auto"):  # whose places are those of `ngram`, and more
+            known["suffix"] = Suffix(histories, corpus or Corpus())
         return cls(
-            {name: proposer for name, proposer in known.items() if method in (name, "auto")},
+            known,
             computing={name: proposer for name, proposer in computing.items() if method in (name, "auto")},
             max_tokens=max_tokens,
             vocab_size=vocab_size,
