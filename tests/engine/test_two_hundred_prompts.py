@@ -107,6 +107,6 @@ def test_answers_are_what_they_are_without_drafts(
     blocks = BlockManager(2048)
     check_with_leavers(runner, asked, expected, speculation(blocks), blocks=blocks)
     drafted = [sum(counts.drafted.total() for counts in one.counts.values()) for one in made]
-    assert min(drafted) > 20
+    assert min(drafted) > 10 and sum(drafted) > 300  # who computes is hardly asked while it is right by chance alone
     in_branches = [one.counts[BRANCHES].drafted.total() for one in made]
     assert any(in_branches) == (method != "ngram")
