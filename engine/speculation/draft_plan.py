@@ -25,8 +25,7 @@ class StepPrice:
         """beside: what is computed for that and is no token of the step, as tokens."""
         if not num_drafted:
             return self.plain
-        factor = factor_of(self.factors, self.num_tokens + num_drafted)
-        return (self.plain + self.token * (num_drafted + beside)) * factor
+        return (self.plain + self.token * (num_drafted + beside)) * self.factor(num_drafted)
 
     def factor(self, num_drafted: int) -> float:
         """Of a step with so many."""

@@ -17,15 +17,16 @@ _MOST_BRANCHES = 2  # at each
 
 
 def together(guesses: Seq[Guess], branching: Acceptance) -> Guess:
-    """At each place the token that is likeliest to be right, by whoever has agreed with all before it. Who says another
-    one begins a branch, in which it goes on as it would have; and all whose own branches begin there have them.
+    """Of two or more: at each place the token that is likeliest to be right, by whoever has agreed with all before it.
+    Who says another one begins a branch, in which it goes on as it would have; and all whose own branches begin there
+    have them.
 
     branching: how often such a token is right, by how sure its method is of it. The kinds of tokens are left out: each
     method learns from its own guess.
     """
     first, *others = guesses
     if not any(one.branches for one in guesses) and all(map(first.says_what, others)):  # mostly
-        likeliest = map(max, *(one.shares() for one in guesses)) if others else first.shares()
+        likeliest = map(max, *(one.shares() for one in guesses))
         return Guess(first.start, first.tokens, (), list(accumulate(likeliest, mul)))
     tokens: list[int] = []
     chances: list[float] = []

@@ -25,7 +25,6 @@ class TokenIndex:
         self.tokens = tokens
         self._last: dict[int, int] = {}  # pair -> where it ends, the last time
         self._before: list[int] = []  # by position: where the pair that ends here has ended before; -1: nowhere
-        self._of_end: tuple[int, list[Match]] = 0, []  # of so many tokens: several ask the same
 
     def note(self) -> None:
         """The tokens that have come since the last call."""
@@ -39,12 +38,8 @@ class TokenIndex:
 
     def matches_of_end(self) -> list[Match]:
         """Earlier places that end as the tokens themselves do. The latest first."""
-        length, found = self._of_end
-        if length != len(self.tokens):
-            self.note()
-            found = self._follow(self._before[-1], self.tokens)
-            self._of_end = len(self.tokens), found
-        return found
+        self.note()
+        return self._follow(self._before[-1], self.tokens) if self._before else []
 
     def matches(self, tokens: Seq[int]) -> list[Match]:
         """Places that end as these other tokens do. The latest first."""
