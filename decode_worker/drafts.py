@@ -45,8 +45,8 @@ class _GangHeads:
     def catch_up(self, rows: Seq[HeadRow], max_tokens: int | None = None) -> None:
         self._parts.gang.runner.catch_up(rows, max_tokens)
 
-    def rest(self, rests: bool) -> None:
-        self._parts.gang.runner.rest(rests)
+    def rest(self, num_first: int | None) -> None:
+        self._parts.gang.runner.rest(num_first)
 
     def draft(self, rows: Seq[HeadRow], max_tokens: int, choose: Choose) -> None:
         self.catch_up(rows)  # before what waits is passed over

@@ -190,10 +190,10 @@ class ModelRunner:
         if self.heads:
             self.heads.catch_up(rows, max_tokens)
 
-    def rest(self, rests: bool) -> None:
+    def rest(self, num_first: int | None) -> None:
         """See DraftHeads."""
         if self.heads:
-            self.heads.rest(rests)
+            self.heads.rest(num_first)
 
     @torch.inference_mode()
     def settle(self) -> None:

@@ -97,7 +97,7 @@ class DraftModel:
     def finished(self, sequence: Sequence) -> None:
         pass
 
-    def rest(self, rests: bool) -> None:
+    def rest(self, num_first: int | None) -> None:
         pass
 
     def forget(self, sequence: Sequence) -> None:

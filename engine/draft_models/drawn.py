@@ -100,10 +100,7 @@ class DrawnTokens:
         logits_RV: fp32, may be overwritten; ids_V: of which tokens they are, on the same device; None: of all. Where
         they ascend, that gives what all would if the others' logits were far below."""
         if all(sequence.sampling_row.sampling.is_greedy for sequence in sequences):
-            ids_R2, shares_R2 = likeliest_two(logits_RV)
-            kinds, is_known_R = [_GREEDY] * len(sequences), shares_R2[:, 0].isfinite()
-            both = [(ids_R2[:, i], shares_R2[:, i]) for i in range(2)]
-            return _drawn(both[0], both[1] if place < _BRANCHING else None, is_known_R, kinds, ids_V)
+            return _greedy(logits_RV, ids_V, has_second=place < _BRANCHING)
         rows = [self._row(sequence).behind(place) for sequence in sequences]
         temperatures = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
         given_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)
@@ -182,6 +179,19 @@ def _beside(given_RV: Tensor, log_norms_R1: Tensor, places_R: Tensor, draws_R1: 
     inside_RV = torch.minimum(ends_RV, draws_R1 + _NEARBY) - torch.maximum(ends_RV - shares_RV, draws_R1 - _NEARBY)
     most_R, seconds_R = inside_RV.scatter(-1, places_R.unsqueeze(-1), -1.0).max(dim=-1)
     return seconds_R, (most_R / (2 * _NEARBY)).clamp_min(0.0)
+
+
+def _greedy(logits_RV: Tensor, ids_V: Tensor | None, *, has_second: bool) -> list[Drawn | None]:
+    """Between a step and the next, when torch's caches are cold: so little of it is called."""
+    places_R2, shares_R2 = likeliest_two(logits_RV)
+    found: list[Drawn | None] = []
+    for (token, other), shares in zip(_ids(places_R2, ids_V).tolist(), shares_R2.tolist(), strict=True):
+        if not math.isfinite(shares[0]):
+            found.append(None)
+            continue
+        first, second = (min(NUM_DEGREES - 1, int(share * NUM_DEGREES)) for share in shares)
+        found.append(Drawn(token, first, (other, second) if has_second else None))
+    return found
 
 
 def _drawn(

@@ -19,7 +19,7 @@ class AskedHeads(Protocol):
 
     def catch_up(self, rows: Seq[HeadRow], max_tokens: int | None = None, /) -> None: ...
 
-    def rest(self, rests: bool, /) -> None: ...
+    def rest(self, num_first: int | None, /) -> None: ...
 
     def draft(self, rows: Seq[HeadRow], max_tokens: int, choose: Choose, /) -> None: ...
 
@@ -41,8 +41,8 @@ class HeadProposer:
     def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
         self._heads.catch_up([_row(sequence)], num_tokens)
 
-    def rest(self, rests: bool) -> None:
-        self._heads.rest(rests)
+    def rest(self, num_first: int | None) -> None:
+        self._heads.rest(num_first)
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         drafts = [(sequence, DrawnDraft()) for sequence in sequences]

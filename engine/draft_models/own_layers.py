@@ -62,7 +62,7 @@ class OwnLayers:
     def finished(self, sequence: Sequence) -> None:
         pass
 
-    def rest(self, rests: bool) -> None:
+    def rest(self, num_first: int | None) -> None:
         pass
 
     def forget(self, sequence: Sequence) -> None:

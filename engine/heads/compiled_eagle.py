@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_heads import StepRows, attention_call, rotary_call
-from engine.batch.batch import Batch
+from engine.attention.cpu_heads import attention_call, rotary_call
 from engine.batch.rows import Ints
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import ProductCall, Step
+from engine.heads.draft_places import DraftPlaces
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, Linear, Matrix, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model.gated_mlp import GatedMLP
 
-# N tokens, C tokens that there is room for, R rows, E hidden_size, M heads of keys and values, H query heads, D tokens
+# N tokens, C tokens that there is room for, P places of a draft, R rows, E hidden_size, M heads of keys and values, H query heads, D tokens
 # that the head knows (of heads: D head_dim), F half of a head's rotated part, W hidden states that are read, I features
 
 _MOST = 64  # tokens at a time; of more the calls no longer matter
@@ -110,21 +110,46 @@ class CompiledEagle:
             Step(tokens=num_tokens, slots=slots_N.ctypes.data, cos=cos_N1F.data_ptr(), sin=sin_N1F.data_ptr())
         )
 
-    def draft(
-        self, batch: Batch, embedded_RE: Tensor, before_RE: Tensor, cos_R1F: Tensor, sin_R1F: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def draft(self, step: Step, embedded_RE: Tensor, before_RE: Tensor) -> tuple[Tensor, Tensor]:
         """Of one entry of each row the feature that follows (R, E), and its logits (R, D); both bf16, and good until
-        the next call, which may be given these features."""
+        the next call, which may be given these features. step: of EntrySteps."""
         num_rows = len(embedded_RE)
         self._embedded_CE[:num_rows] = embedded_RE
         if before_RE.data_ptr() != self._x_CE.data_ptr():
             self._x_CE[:num_rows] = before_RE
-        self._draft.run(StepRows(batch, cos_R1F, sin_R1F).step)
+        self._draft.run(step)
         return self._x_CE[:num_rows], self._logits_CD[:num_rows]
 
     def _entry(self, parts: EagleParts, halves: tuple[Matrix, Matrix], out_CO: Tensor) -> Iterable[ProductCall]:
         yield from _products(halves[0], self._embedded_CE, out_CO, before=parts.embedding_norm)
         yield from _products(halves[1], self._x_CE, out_CO, before=parts.feature_norm, residual_CO=out_CO)
+
+
+class EntrySteps:
+    """The entries of a draft as the kernels read them, place after place; owns what the steps point to."""
+
+    def __init__(self, places: DraftPlaces, cos_N1F: Tensor, sin_N1F: Tensor) -> None:
+        """cos, sin: of all places, one behind the other."""
+        tables_RB, slots_PR = places.tables_RB, places.slots_PR
+        context_lens_PR, ones_R = places.positions_PR + 1, np.ones(len(tables_RB), dtype=np.int64)
+        self._kept = tables_RB, slots_PR, context_lens_PR, ones_R, cos_N1F, sin_N1F
+        self._first = slots_PR.ctypes.data, context_lens_PR.ctypes.data, cos_N1F.data_ptr(), sin_N1F.data_ptr()
+        angles = cos_N1F[: len(tables_RB)].nbytes
+        self._bytes = slots_PR.strides[0], context_lens_PR.strides[0], angles, angles
+        self._step = Step(
+            tokens=len(tables_RB),
+            sequences=len(tables_RB),
+            table_width=tables_RB.shape[1],
+            tables=tables_RB.ctypes.data,
+            query_lens=ones_R.ctypes.data,
+        )
+
+    def at(self, place: int) -> Step:
+        """Good until the next call."""
+        step = self._step
+        addresses = [first + place * size for first, size in zip(self._first, self._bytes, strict=True)]
+        step.slots, step.context_lens, step.cos, step.sin = addresses
+        return step
 
 
 def can_compile(parts: EagleParts) -> bool:

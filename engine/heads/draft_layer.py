@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.batch.batch import Batch
+from engine.heads.draft_places import DraftPlaces
 from engine.heads.late import Entries
 from engine.kv.pool import KVPool
 
@@ -34,9 +34,9 @@ class DraftLayer(Protocol):
         """Put what attention needs of them into the pool. before: the features before each."""
         ...
 
-    def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor, /) -> Tensor:
-        """Of one entry of each row, which is put into the pool: the features that follow, (R, E), good until the next
-        call."""
+    def __call__(self, places: DraftPlaces, place: int, token_ids_R: Tensor, before_RE: Tensor, /) -> Tensor:
+        """Of one entry of each row, which is put into the pool there: the features that follow, (R, E), good until the
+        next call. Places are asked for in order, from 0 on."""
         ...
 
     def logits(self, feature_RE: Tensor, /) -> Tensor:

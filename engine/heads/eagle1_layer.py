@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
-from engine.batch.batch import Batch
 from engine.heads.decoder_block import DecoderBlock, expected_tensors
+from engine.heads.draft_places import DraftPlaces
 from engine.heads.heads import HeadsRoom
 from engine.heads.late import Entries
 from engine.kv.pool import KVPool
@@ -58,9 +58,9 @@ class Eagle1Layer:
         entry_NE = self._entry(entries.token_ids_N, before_NE)
         self._block.keep(self._pool, entries.slots_N, entries.positions_N, entry_NE)
 
-    def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
+    def __call__(self, places: DraftPlaces, place: int, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
         entry_RE = self._entry(token_ids_R, before_RE)
-        return self._block(batch, self._pool, entry_RE, entry_RE)
+        return self._block(places.batch(place), self._pool, entry_RE, entry_RE)
 
     def logits(self, feature_RE: Tensor) -> Tensor:
         return self._model.head(feature_RE)

@@ -17,9 +17,9 @@ from torch import Tensor
 from cluster.model.draft_heads import HeadsConfig
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import SpecError
-from engine.batch.batch import Batch
-from engine.heads.compiled_eagle import CompiledEagle, EagleParts, can_compile
+from engine.heads.compiled_eagle import CompiledEagle, EagleParts, EntrySteps, can_compile
 from engine.heads.decoder_block import DecoderBlock, expected_tensors
+from engine.heads.draft_places import DraftPlaces
 from engine.heads.heads import HeadsRoom
 from engine.heads.late import Entries
 from engine.kv.pool import KVPool
@@ -80,13 +80,15 @@ class Eagle3Layer:
         else:
             self._block.keep(self._pool, slots_N, positions_N, self._entry(token_ids_N, before_NE))
 
-    def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
+    def __call__(self, places: DraftPlaces, place: int, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
         if programs := self._for_few(len(token_ids_R)):
-            angles = self._block.angles(batch.positions, before_RE)
-            feature_RE, self._logits_RD = programs.draft(batch, self._embed(token_ids_R), before_RE, *angles)
+            if place == 0:
+                self._steps = EntrySteps(places, *self._block.angles(places.positions_PR.ravel(), before_RE))
+            step = self._steps.at(place)
+            feature_RE, self._logits_RD = programs.draft(step, self._embed(token_ids_R), before_RE)
             return feature_RE
         self._logits_RD = None
-        return self._block(batch, self._pool, self._entry(token_ids_R, before_RE), before_RE)
+        return self._block(places.batch(place), self._pool, self._entry(token_ids_R, before_RE), before_RE)
 
     def logits(self, feature_RE: Tensor) -> Tensor:
         if self._logits_RD is not None:

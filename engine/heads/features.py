@@ -86,48 +86,42 @@ class Features:
             return not self._begin_BN[slot // self._size].any()
         return bool(self._is_over[slot])
 
-    def find(self, slots_N: Ints) -> Ints:
+    def places(self, slots: Iterable[int]) -> list[int]:
         """Where the row of each is, for `read`; UNKNOWN where nothing is known of it."""
-        places_N: Ints = self._place_of[slots_N]
-        is_there = (places_N >= 0) & (self._slot_of_C[places_N] == slots_N)
-        places_N = np.where(is_there, places_N, UNKNOWN)
-        if self._of_blocks is not None:  # of a full block the ring may be older
-            is_end = slots_N % self._size == self._size - 1
-            places_N = np.where(is_end, len(self._slot_of_C) + slots_N // self._size, places_N)
-        is_over = [slot >= 0 and self.is_passed_over(slot) for slot in slots_N.tolist()]
-        return np.where(is_over, UNKNOWN, places_N)
+        return [self._place(slot) for slot in slots]
 
     def before(self, rows: Sequence[HeadRow]) -> tuple[list[int], Tensor]:
         """Of the position before each row's last token: of which rows anything is known, and (N, E) of these."""
-        places_R = self.find(np.array(self.slots_before(rows)))
-        known = np.flatnonzero(places_R != UNKNOWN)
-        return known.tolist(), self.read(places_R[known])
+        places = self.places(self.slots_before(rows))
+        known = [row for row, place in enumerate(places) if place != UNKNOWN]
+        return known, self.read([places[row] for row in known])
 
     def knows(self, rows: Sequence[HeadRow], is_coming: Callable[[int], bool] = lambda slot: False) -> bool:
         """Whether anything is known of the position before the last token of all of them. is_coming: whether something
-        will be of a slot. Asked of one row between steps, when numpy's caches are cold: so it calls none of it."""
-        return all(is_coming(slot) or self._has(slot) for slot in self.slots_before(rows))
+        will be of a slot."""
+        return all(is_coming(slot) or self._place(slot) != UNKNOWN for slot in self.slots_before(rows))
 
-    def _has(self, slot: int) -> bool:
-        """As `find` finds it."""
-        if self.is_passed_over(slot):
-            return False
-        if self._of_blocks is not None and slot % self._size == self._size - 1:
-            return True
+    def _place(self, slot: int) -> int:
+        """Asked of a few between steps, when numpy's caches are cold: so hardly anything of it is called."""
+        if slot == UNKNOWN or self.is_passed_over(slot):
+            return UNKNOWN
+        if self._of_blocks is not None and slot % self._size == self._size - 1:  # the ring may be older
+            return len(self._slot_of_C) + slot // self._size
         place = int(self._place_of[slot])
-        return place >= 0 and int(self._slot_of_C[place]) == slot
+        return place if place >= 0 and int(self._slot_of_C[place]) == slot else UNKNOWN
 
-    def read(self, places_N: Ints) -> Tensor:
-        """(N, E); zeros where nothing is known."""
-        x_NE = torch.zeros(len(places_N), self._ring_CE.shape[1], dtype=self._ring_CE.dtype, device=self._pool.device)
+    def read(self, places: Sequence[int]) -> Tensor:
+        """(N, E), a copy; zeros where nothing is known."""
         capacity = len(self._slot_of_C)
-        for rows, table, first in (
-            (np.flatnonzero((places_N >= 0) & (places_N < capacity)), self._ring_CE, 0),
-            (np.flatnonzero(places_N >= capacity), self._of_blocks, capacity),
-        ):
-            if len(rows):
-                assert table is not None
-                x_NE[self._on_device(rows)] = table[self._on_device(places_N[rows] - first)]
+        in_ring = [row for row, place in enumerate(places) if 0 <= place < capacity]
+        if len(in_ring) == len(places):  # mostly
+            return self._ring_CE[self._on_device(places)]
+        x_NE = torch.zeros(len(places), self._ring_CE.shape[1], dtype=self._ring_CE.dtype, device=self._pool.device)
+        x_NE[self._on_device(in_ring)] = self._ring_CE[self._on_device([places[row] for row in in_ring])]
+        if in_blocks := [row for row, place in enumerate(places) if place >= capacity]:
+            assert self._of_blocks is not None
+            blocks = self._on_device([places[row] - capacity for row in in_blocks])
+            x_NE[self._on_device(in_blocks)] = self._of_blocks[blocks]
         return x_NE
 
     def take_copy(self, source: int, target: int) -> None:
@@ -145,8 +139,8 @@ class Features:
         slots = self._slots(blocks, num_tokens - 1, num_tokens)
         if len(slots) and self.is_passed_over(int(slots[0])):
             return bytes(self._ring_CE[0].nbytes)
-        places = self.find(slots)
-        return self.read(places).view(torch.uint8).cpu().numpy().tobytes() if (places != UNKNOWN).all() else b""
+        places = self.places(slots.tolist())
+        return b"" if UNKNOWN in places else self.read(places).view(torch.uint8).cpu().numpy().tobytes()
 
     def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, last: bytes) -> None:
         """KV of positions [first_token, end_token), perhaps none, has come into this block table from elsewhere, the
@@ -174,7 +168,7 @@ class Features:
         slots: Ints = np.array(blocks, dtype=np.int64)[positions // self._size] * self._size + positions % self._size
         return slots
 
-    def _on_device(self, numbers: Ints) -> Tensor:
+    def _on_device(self, numbers: Sequence[int] | Ints) -> Tensor:
         return streams.upload_indices(numbers, self._pool.device)
 
 

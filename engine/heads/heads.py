@@ -64,9 +64,10 @@ class DraftHeads(Protocol):
         layers."""
         ...
 
-    def rest(self, rests: bool, /) -> None:
-        """Whether nobody has had anything of them for a while. They may then stop to gather what drafts will need of
-        sequences that decode, and have nothing to say of these any more, also later."""
+    def rest(self, num_first: int | None, /) -> None:
+        """Nobody has had anything of them for a while, and will ask at most within so many first tokens of answers.
+        They may then stop to gather what drafts will need of sequences that decode, and have nothing to say of these
+        any more, also later. None: they are asked at any time."""
         ...
 
     def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None, /) -> bool:

@@ -113,13 +113,15 @@ class LateEntries:
                 first_of[id(one.hidden_NW)] = num_before
                 steps.append(one.hidden_NW)
                 num_before += len(one.hidden_NW)
-        rows = torch.tensor([first_of[id(one.hidden_NW)] + one.row for one in late])
+        hidden_NW = steps[0] if len(steps) == 1 else torch.cat(steps)
+        rows = [first_of[id(one.hidden_NW)] + one.row for one in late]
+        is_in_order = rows == list(range(rows[0], rows[0] + len(rows)))  # mostly
         return Entries(
             token_ids_N=torch.tensor([one.token_id for one in late], dtype=torch.int32),
             positions_N=np.array([one.position for one in late]),
             slots_N=np.array(taken),
             before_N=np.array([one.before for one in late]),
-            hidden_NW=torch.cat(steps)[rows],
+            hidden_NW=hidden_NW[rows[0] : rows[-1] + 1] if is_in_order else hidden_NW[torch.tensor(rows)],
         )
 
     def forget(self, slots: Iterable[int]) -> None:

@@ -63,7 +63,7 @@ class Medusa:
         x_TE = taps[self.layers[0]]
         self.features.keep(batch.slots[last_N], x_TE[streams.upload_indices(last_N, x_TE.device)])
 
-    def rest(self, rests: bool) -> None:
+    def rest(self, num_first: int | None) -> None:
         pass
 
     def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None) -> bool:

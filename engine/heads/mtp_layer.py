@@ -25,6 +25,7 @@ from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Ints
+from engine.heads.draft_places import DraftPlaces
 from engine.heads.heads import HeadsRoom
 from engine.heads.late import Entries
 from engine.kv.pool import KVPool
@@ -71,8 +72,8 @@ class MtpLayer:
         rotation = self._rotation(entries.positions_N, x_NE)
         self._layer.keep(Residual(x_NE, adds_late=False), self._pool, slots_N, rotation)
 
-    def __call__(self, batch: Batch, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
-        x_RE = self._entry(token_ids_R, before_RE)
+    def __call__(self, places: DraftPlaces, place: int, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
+        batch, x_RE = places.batch(place), self._entry(token_ids_R, before_RE)
         heads = self._heads(batch, self._rotation(batch.positions, x_RE))
         x = Residual(x_RE, adds_late=False)
         self._layer.finish(x, self._layer.store(x, heads), heads)

@@ -39,6 +39,8 @@ def open_heads(
     own = replace(reader, parallel=parallel, spreads_experts=False, redundant_experts=0)
     if config.kind != "mtp":  # which is in the model's checkpoint
         own = replace(own, checkpoint=open_checkpoint(config.directory))
+        if own.kernels:  # what is guessed is verified: half the bytes are worth more than their last bits
+            own = replace(own, weights="int8")
     room = HeadsRoom(reader=own, model=parts, max_rows=max_rows)
     try:
         if config.kind == "medusa":

@@ -10,6 +10,8 @@ from engine.least_squares import non_negative
 
 _KEEP = 0.97  # weight of the past at each new time: about the last thirty count
 _MOST_SURPRISE = 2.0  # times what was expected: what else the machine does is no price of ours
+_SOLVE_EVERY, _FEW_SEEN = 4, 16  # asks; each of the first so many
+_NUM_FEATURES = 3  # as AskPrice has numbers
 
 
 class AskPrice(NamedTuple):
@@ -25,12 +27,13 @@ class AskPrice(NamedTuple):
 
 class LearntAskPrice:
     """Least squares with forgetting of seconds ~ ask + depth · D + token · T. Errors count relative to what was
-    expected, so that a long prompt does not drown what is asked in every step."""
+    expected, so that a long prompt does not drown what is asked in every step. It is told of each ask, between a step
+    and the next: so it adds up without numpy, whose caches are cold, and solves now and then."""
 
     def __init__(self) -> None:
         self.num_seen = 0
-        self._sums = np.zeros((3, 3))
-        self._targets = np.zeros(3)
+        self._sums = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]
+        self._targets = [0.0] * _NUM_FEATURES
         self._price: AskPrice | None = None
 
     @property
@@ -48,8 +51,11 @@ class LearntAskPrice:
             expected = max(expected, seconds / _MOST_SURPRISE)
         if expected <= 0:
             return
-        relative = np.array((1.0, depth, num_tokens)) / expected
-        self._sums = self._sums * _KEEP + np.outer(relative, relative)
-        self._targets = self._targets * _KEEP + relative * (seconds / expected)
+        relative = 1.0 / expected, depth / expected, num_tokens / expected
+        target = seconds / expected
+        for i, one in enumerate(relative):
+            self._sums[i] = [_KEEP * total + one * other for total, other in zip(self._sums[i], relative, strict=True)]
+            self._targets[i] = _KEEP * self._targets[i] + one * target
         self.num_seen += 1
-        self._price = AskPrice(*non_negative(self._sums, self._targets))
+        if self.num_seen <= _FEW_SEEN or self.num_seen % _SOLVE_EVERY == 0:
+            self._price = AskPrice(*non_negative(np.array(self._sums), np.array(self._targets)))

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _TRY_EVERY, _TRY_RESTING_EVERY = 64, 128  # looks after which nobody was asked
 _NUM_FIRST = 16  # trials that follow each other as soon as they can be paid
 _REST_AFTER = 256  # looks in which it was not worth asking
-_TRY_WITHIN = 16  # tokens of an answer: a method that rests may know no more of it
+_TRY_WITHIN, _KNOWN_OF_TRIED = 16, 20  # tokens of an answer, and what a method that rests need know of it for that
 _FIRST_TRIED, _MOST_TRIED = 2, 4  # tokens at most
 _IN_VAIN, _PLAN_EVERY, _RESTING_EVERY = 16, 8, 32  # looks: a plan takes 0.1 ms and more
 _PLANS_KEPT = 4  # looks for which a plan that pays is good
@@ -41,7 +41,8 @@ class _Method:
     num_looks: int = 0  # since then
     num_in_vain: int = 0  # looks since it was worth it
     num_tried: WeakKeyDictionary[Sequence, int] = field(default_factory=WeakKeyDictionary)
-    rests: bool = False
+    rests: bool = True
+    told: int | None = None  # how much it need know
 
     @property
     def is_to_be_tried(self) -> bool:
@@ -81,7 +82,7 @@ class Asking:
     from a purse: they cost no more than goes into it, also the first few of a method, which wait for nothing else.
 
     A method for which it has not been worth it, yet or for long, rests: it need not gather what it would have to know
-    of each row. It is tried in the first tokens of an answer then."""
+    of each row. It is tried in the first tokens of an answer then, of one that begins when a trial is due."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Asking:
         self._last: Plan | None = None  # that was made
         self._kept: _Kept | None = None
         for method in self._methods.values():
-            self._rest(method, True)
+            self._tell(method)
 
     def is_due(self, rows: Seq[Sequence]) -> bool:
         """Whether there may be a plan for a step of these rows."""
@@ -149,7 +150,8 @@ class Asking:
         spent_s, method = self._spent_s, self._methods[ask.plan.method]
         if not ask.is_trial:
             self._num_in_vain = method.num_in_vain = -1
-            self._rest(method, False)
+            method.rests = False
+            self._tell(method)
         for row, num_tokens in ask.late:
             self._time(method, 0, num_tokens, partial(method.proposer.catch_up, rows[row], num_tokens))
         late = {row for row, _ in ask.late}
@@ -166,8 +168,9 @@ class Asking:
         for method in self._methods.values():
             method.num_looks += 1
             method.num_in_vain += 1
-            if method.num_in_vain >= _REST_AFTER:
-                self._rest(method, True)
+            method.rests = method.rests or method.num_in_vain >= _REST_AFTER
+            if method.rests:
+                self._tell(method)
 
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
@@ -275,10 +278,12 @@ class Asking:
         for sequence, proposal in zip(asked, proposals, strict=True):
             self._guesses.note(plan.method, sequence, proposal)
 
-    def _rest(self, method: _Method, rests: bool) -> None:
-        if method.rests != rests:
-            method.rests = rests
-            method.proposer.rest(rests)
+    def _tell(self, method: _Method) -> None:
+        """Whether it rests; and that it gathers nothing while no trial is due."""
+        wanted = (_KNOWN_OF_TRIED if method.is_to_be_tried else 0) if method.rests else None
+        if method.told != wanted:
+            method.told = wanted
+            method.proposer.rest(wanted)
 
     def _time(self, method: _Method, depth: int, num_tokens: int, work: Callable[[], _T]) -> _T:
         begin = self._clock()

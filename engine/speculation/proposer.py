@@ -62,9 +62,10 @@ class Computing(Proposer, Protocol):
         """Compute at most so many of these, and guess nothing."""
         ...
 
-    def rest(self, rests: bool, /) -> None:
-        """Whether it has not been worth asking for a while, or is now. Who gathers in every step what it may be asked
-        about need not gather much of it meanwhile."""
+    def rest(self, num_first: int | None, /) -> None:
+        """It has not been worth asking for a while: until it is told again, it is asked at most within so many first
+        tokens of answers, perhaps none. None: it is worth it. Who gathers in every step what it may be asked about need
+        not gather more, and has nothing to say of what it has missed."""
         ...
 
     def forget(self, sequence: Sequence, /) -> None:

@@ -142,15 +142,15 @@ class SeldomChecked(Checked):
 
 
 class RestingChecked(Checked):
-    """Heads rest in two of three stretches; of those of whom they know something, they are asked in one step of
-    seven, or of 49. Drafts are hardly ever right."""
+    """Heads rest in two of three stretches, and gather nothing in one of these; of those of whom they know something,
+    they are asked in one step of seven, or of 49. Drafts are hardly ever right."""
 
     num_looks = 0
     num_unknown = 0
 
     def propose(self, sequences: Any, max_tokens: int) -> Any:
         if self.num_looks % 20 == 0:
-            self._heads.rest(self.num_looks % 60 > 0)
+            self._heads.rest((None, 20, 0)[self.num_looks % 60 // 20])
         self.num_looks += 1
         found = {one: Proposal([(one.tokens[-1] + 1) % VOCAB_SIZE] * 3, [0] * 3) for one in sequences}
         known = [one for one in sequences if self._heads.num_behind(one) is not None]
@@ -269,7 +269,7 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
     blocks = torch.tensor([3, 5, 7, 9])
     for layer in range(4):
         ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
-        assert (ours - theirs).abs().mean() < 0.03 * theirs.abs().mean(), layer
+        assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean(), layer  # of eight bits, the head
     row = HeadRow(7, 30, [3, 5, 7, 9])
     guessed: list[torch.Tensor] = []
 

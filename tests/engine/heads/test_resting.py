@@ -92,7 +92,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     counted("features", 0)
     counted("keep", 1)
-    counted("__call__", 1)
+    counted("__call__", 2)
 
     def taps(layers: Seq[int]) -> Taps:
         counts["taps"] += 1
@@ -105,14 +105,34 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_heads_that_nobody_asks_compute_nothing_in_steps_that_decode(case: Case, counts: Counter[str]) -> None:
     for row in (0, 1):
         case.prompt(row)
-    case.runner.rest(True)
+    case.runner.rest(_FEW)
     counts.clear()
     case.steps(13, 85)
     assert counts == {"taps": _FEW}, "after the first tokens of an answer not even hidden states are wanted"
-    case.runner.rest(False)
+    case.runner.rest(None)
     case.steps(85, 88)
     case.runner.settle()
     assert counts["keep"] == 2 * _FEW, "what has waited all the time, and nothing behind what was passed over"
+
+
+def test_while_nobody_is_to_ask_of_any_answer_nothing_of_it_is_gathered(case: Case, counts: Counter[str]) -> None:
+    case.prompt(0)
+    case.runner.rest(_FEW)
+    case.steps(13, 20, [0])
+    case.runner.rest(0)
+    case.prompt(1)
+    counts.clear()
+    case.steps(13, 20, [1])
+    assert not counts and case.heads.num_behind(case.row(1, 20)) is None, "not even of one that begins"
+    case.steps(20, 21, [0])
+    case.runner.rest(_FEW)
+    case.steps(20, 24, [1])
+    case.steps(21, 24, [0])
+    assert not counts, "nor is it taken up later"
+    assert case.heads.num_behind(case.row(0, 24)) is None and not case.guess(case.row(1, 24))
+    case.prompt(1)
+    case.steps(13, 20, [1])
+    assert case.guess(case.row(1, 20)) == case.expected(1, 20), "one that begins when somebody may ask is followed"
 
 
 def test_who_asks_in_time_gets_what_the_tokens_say_and_pays_for_that_row_alone(
@@ -120,7 +140,7 @@ def test_who_asks_in_time_gets_what_the_tokens_say_and_pays_for_that_row_alone(
 ) -> None:
     for row in (0, 1):
         case.prompt(row)
-    case.runner.rest(True)
+    case.runner.rest(_FEW)
     case.steps(13, 30)
     counts.clear()
     assert [case.heads.num_behind(case.row(row, 30)) for row in (0, 1)] == [17, 17]
@@ -138,7 +158,7 @@ def test_who_asks_in_time_gets_what_the_tokens_say_and_pays_for_that_row_alone(
 def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int) -> None:
     """Nothing is guessed from keys that are not there, by whoever gets the sequence, or its blocks."""
     case.prompt(0)
-    case.runner.rest(True)
+    case.runner.rest(_FEW)
     case.steps(13, num_tokens, [0])
     assert case.heads.num_behind(case.row(0, num_tokens)) is None
     case.runner.settle()
@@ -147,7 +167,7 @@ def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int
     for source, target in zip(_TABLES[0], _OTHER, strict=True):
         case.runner.pool.copy_block(source, target)
     case.heads.features.arrived(_OTHER, 0, num_tokens, features)
-    case.runner.rest(False)
+    case.runner.rest(None)
     assert case.heads.num_behind(case.row(0, num_tokens, _OTHER)) is None
     following = Row(case.tokens[0][num_tokens : num_tokens + 9], num_tokens, _OTHER, num_logits=1)
     case.runner.forward(Batch.of([following], block_size=_SIZE))
@@ -159,14 +179,14 @@ def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int
 def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case, counts: Counter[str]) -> None:
     for row in (0, 1):
         case.prompt(row)
-    case.runner.rest(True)
+    case.runner.rest(_FEW)
     case.steps(13, 20)
     counts.clear()
     case.runner.settle()
     assert not counts and case.heads.num_behind(case.row(0, 20)) is None
     case.prompt(0)
     assert case.guess(case.row(0, 13)) == case.expected(0, 13), "a sequence that begins is followed"
-    case.runner.rest(False)
+    case.runner.rest(None)
     case.steps(13, 40, [0])
     case.runner.settle()
     assert case.guess(case.row(0, 40)) == case.expected(0, 40)
@@ -176,7 +196,7 @@ def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case
 
 def test_what_waits_of_blocks_that_are_somebody_elses_now_is_not_taken_for_theirs(case: Case) -> None:
     case.prompt(1)
-    case.runner.rest(True)
+    case.runner.rest(_FEW)
     case.steps(13, 64, [1])
     case.prompt(0)
     case.steps(13, 22, [0])

@@ -84,6 +84,7 @@ class FakeComputing:
         self.finished_with: list[Sequence] = []
         self.forgotten: list[Sequence] = []
         self.rests = False
+        self.num_first: int | None = None
 
     def num_behind(self, sequence: Sequence) -> int | None:
         return len(sequence.tokens) - self._computed.get(sequence, 0) if self._can_guess(sequence) else None
@@ -105,8 +106,8 @@ class FakeComputing:
     def finished(self, sequence: Sequence) -> None:
         self.finished_with.append(sequence)
 
-    def rest(self, rests: bool) -> None:
-        self.rests = rests
+    def rest(self, num_first: int | None) -> None:
+        self.rests, self.num_first = num_first is not None, num_first
 
     def forget(self, sequence: Sequence) -> None:
         self.forgotten.append(sequence)
