@@ -25,8 +25,9 @@ from engine.layers.layers import Before, GatedSiLU, Linear, Matrix, RMSNorm, Row
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model.gated_mlp import GatedMLP
 
-# N tokens, C tokens that there is room for, P places of a draft, R rows, E hidden_size, M heads of keys and values, H query heads, D tokens
-# that the head knows (of heads: D head_dim), F half of a head's rotated part, W hidden states that are read, I features
+# N tokens, C tokens that there is room for, P places of a draft, R rows, E hidden_size, M heads of keys and values,
+# H query heads, D tokens that the head knows (of heads: D head_dim), F half of a head's rotated part, W hidden states
+# that are read, I features
 
 _MOST = 64  # tokens at a time; of more the calls no longer matter
 

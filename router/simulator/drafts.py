@@ -79,7 +79,7 @@ class SimulatedDrafts:
     def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
         pass
 
-    def rest(self, rests: bool) -> None:
+    def rest(self, num_first: int | None) -> None:
         pass
 
     def forget(self, sequence: Sequence) -> None:
