@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch.device_batch import upload
 from engine.cpu.library import Kernels, open_copies
-from engine.cpu.structs import CHOICE_ROW, LikeliestTwo, TokenChoices
+from engine.cpu.structs import CHOICE_ROW, TokenChoices
 from engine.penalties import Penalties
 
 # R rows, V vocabulary, U tokens that have a penalty, of all rows together
@@ -34,21 +34,6 @@ def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Te
         penalise(logits_RV, penalties)
     ids_R = logits_RV.argmax(dim=-1)
     return ids_R, logits_RV.gather(-1, ids_R.unsqueeze(-1)).squeeze(-1)
-
-
-def likeliest_two(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of logits (fp32, two or more) the two that are greatest, and which shares of the distribution they
-    are: both (R, 2). Shares are no numbers where one of the logits is none, or the greatest is not finite."""
-    kernels = open_copies(logits_RV.device)
-    if kernels is None or not logits_RV.is_contiguous():
-        most_R2, ids_R2 = logits_RV.topk(2)
-        return ids_R2, (most_R2 - logits_RV.logsumexp(-1, keepdim=True)).exp()
-    num_rows, vocabulary = logits_RV.shape
-    ids_R2, shares_R2 = torch.empty(num_rows, 2, dtype=torch.int64), torch.empty(num_rows, 2)
-    threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
-    pointers = logits_RV.data_ptr(), num_rows, vocabulary, ids_R2.data_ptr(), shares_R2.data_ptr()
-    kernels.likeliest_two(byref(LikeliestTwo(*pointers, threads)))
-    return ids_R2, shares_R2
 
 
 def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "draft_draws.h"
 #include "few_bits.h"
-#include "likeliest_two.h"
 #include "matrix.h"
 #include "rotary.h"
 #include "wire.h"
@@ -89,7 +89,7 @@ extern "C" void widen_stored_rows(const StoredRows* stored) { widen_rows(*stored
 
 extern "C" void choose(const TokenChoices* choices) { choose_rows(*choices); }
 
-extern "C" void likeliest_two(const LikeliestTwo* logits) { find_likeliest_two(*logits); }
+extern "C" void draw_drafts(const DraftDraws* draws) { draw_all_drafts(*draws); }
 
 // On the calling thread alone: it is a link's, and the others compute.
 extern "C" void pack_wire(const Wire* wire) { pack(*wire); }

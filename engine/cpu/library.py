@@ -26,7 +26,7 @@ from cluster.model.source import cache_root
 from cluster.process.whole_file import move_whole
 from engine.cpu.huge_pages import HugePages
 from engine.cpu.processor import description
-from engine.cpu.structs import Call, LikeliestTwo, Payload, Step, StoredRows, TokenChoices, Wire
+from engine.cpu.structs import Call, DraftDraws, Payload, Step, StoredRows, TokenChoices, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Kernels:
         self.run.restype = None
         self.widen_stored_rows = _function(library, "widen_stored_rows", StoredRows)
         self.choose = _function(library, "choose", TokenChoices)
-        self.likeliest_two = _function(library, "likeliest_two", LikeliestTwo)
+        self.draw_drafts = _function(library, "draw_drafts", DraftDraws)
         self.pack_wire = _function(library, "pack_wire", Wire)
         self.unpack_wire = _function(library, "unpack_wire", Wire)
         self.add_up_payload = _function(library, "add_up_payload", Payload)

@@ -174,13 +174,18 @@ class Payload(ctypes.Structure):
     _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
 
 
-class LikeliestTwo(ctypes.Structure):
-    """likeliest_two.h"""
+class DraftDraws(ctypes.Structure):
+    """draft_draws.h"""
 
     _fields_ = (
         ("logits", c_void_p),
         ("rows", c_int64),
         ("vocabulary", c_int64),
+        ("kinds", c_void_p),
+        ("temperatures", c_void_p),
+        ("numbers", c_void_p),
+        ("nearby", c_float),
+        ("is_drawn", c_int32),
         ("tokens", c_void_p),
         ("shares", c_void_p),
         ("threads", c_int32),

