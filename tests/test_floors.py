@@ -57,8 +57,9 @@ engine.decoding: engine(kv next_tokens sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
 engine.draft_cost:
-engine.draft_models: cluster(model) engine(batch config decode_graphs heads kv likeliest runner sampler sampling
-    sequence speculation weights)
+engine.draft_draws: engine(cpu likeliest sampler sampling)
+engine.draft_models: cluster(model) engine(batch config decode_graphs draft_draws heads kv runner sampling sequence
+    speculation weights)
 engine.engine: cluster(words) engine(admission ahead decoding guests known_tokens kv last_rows orders pace prompts
     sampling sequence speculation step tiers)
 engine.expert_placement:
