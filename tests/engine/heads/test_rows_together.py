@@ -87,6 +87,12 @@ def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
         for i in generator.sample(range(3), 3):
             expected = eagle_reference(model, tensors, every[i][: ends[i] + 1], _NUM_TOKENS, layers=(0, 1, 2))
             assert guess(i) == expected
+    apart = make_runner(directory, num_blocks=40, heads=HeadsPlace("eagle", tmp_path))
+    for tokens, end, table in zip(every, ends, tables, strict=True):
+        _compute(apart, Row(tokens[:end], 0, table, num_logits=1))
+        blocks = torch.tensor(table)
+        ours, theirs = (one.pool.read(3, blocks, torch.float32)[:, :, :end] for one in (runner, apart))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @_needs_compiler

@@ -155,6 +155,10 @@ def test_what_asking_takes_is_learnt_whatever_is_asked() -> None:
     assert learnt.price
     for depth, num_tokens in ((1, 1), (4, 20), (7, 50)):
         assert learnt.price.seconds(depth, num_tokens) == pytest.approx(true.seconds(depth, num_tokens), rel=0.2)
+    for _ in range(80):  # the machine has become slower
+        depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
+        learnt.saw(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
+    assert learnt.price.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
     same = LearntAskPrice()  # of one kind alone: what is not known apart is known together
     for _ in range(20):
         same.saw(3, 5, true.seconds(3, 5))
