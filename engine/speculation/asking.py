@@ -42,7 +42,7 @@ class _Method:
     num_in_vain: int = 0  # looks since it was worth it
     num_tried: WeakKeyDictionary[Sequence, int] = field(default_factory=WeakKeyDictionary)
     rests: bool = True
-    told: int | None = None  # how much it need know
+    told: int | None = None  # by `rest`, the last time
 
     @property
     def is_to_be_tried(self) -> bool:

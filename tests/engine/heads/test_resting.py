@@ -177,6 +177,7 @@ def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int
 
 
 def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case, counts: Counter[str]) -> None:
+    assert case.heads.features.of(_TABLES[0], 13) == b"", "nothing is known, nor has been passed over"
     for row in (0, 1):
         case.prompt(row)
     case.runner.rest(_FEW)
