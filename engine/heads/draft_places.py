@@ -21,7 +21,7 @@ class DraftPlaces(NamedTuple):
 
     @classmethod
     def behind(cls, positions_R: Ints, num_places: int, *, tables_RB: Ints, block_size: int) -> DraftPlaces:
-        """From there on so many."""
+        """So many, from these positions on: of the token that each row has, and of those behind it."""
         return cls(positions_R + np.arange(num_places)[:, None], tables_RB, block_size)
 
     @property

@@ -10,9 +10,9 @@ whoever ships, stores or finds a block has it along. Keys and values of a step's
 later (`LateEntries`); all the rest is computed only where a draft is asked for. Published layers are trained without an
 entry at slot 0: it is one more key.
 
-Where nobody asks (`rest`), tokens of answers wait until somebody does: of each sequence so many first ones as he may
-ask about, and no more of them. What is behind these, or would have to be there for somebody else, is passed over:
-nothing is drafted behind it any more (Features). Then steps do nothing for the layer.
+Where it is hardly ever worth asking (`rest`), tokens of answers wait until somebody asks: of each sequence the first
+ones, as many as may be asked about, perhaps none. What is behind these, or would have to be there for somebody else, is
+passed over: nothing is drafted behind it any more (Features). Then steps do nothing for the layer.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class _Method:
     num_in_vain: int = 0  # looks since it was worth it
     num_tried: WeakKeyDictionary[Sequence, int] = field(default_factory=WeakKeyDictionary)
     rests: bool = True
-    told: int | None = None  # how much it need know
+    told: int | None = None  # by `rest`, the last time
 
     @property
     def is_to_be_tried(self) -> bool:
@@ -236,8 +236,9 @@ class Asking:
             return None
         name = max(due, key=lambda name: self._methods[name].num_looks)
         method = self._methods[name]
-        # Not always the first token, which may be likelier than others.
-        least = method.num_asked * 5 % _TRY_WITHIN if method.rests else 0
+        # Not always the first token, which may be likelier than others; and not for ever one that no answer has.
+        num_waited = method.num_looks // _TRY_RESTING_EVERY
+        least = (method.num_asked + num_waited) * 5 % _TRY_WITHIN if method.rests else 0
         near = [
             (method.num_tried.get(sequence, 0), num_behind, row)
             for row, sequence in enumerate(rows)

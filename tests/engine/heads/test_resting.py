@@ -120,6 +120,7 @@ def test_while_nobody_is_to_ask_of_any_answer_nothing_of_it_is_gathered(case: Ca
     case.runner.rest(_FEW)
     case.steps(13, 20, [0])
     case.runner.rest(0)
+    assert case.heads.num_behind(case.row(0, 20)) == 7, "what has waited may be asked for until its sequence goes on"
     case.prompt(1)
     counts.clear()
     case.steps(13, 20, [1])
@@ -177,6 +178,7 @@ def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int
 
 
 def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case, counts: Counter[str]) -> None:
+    assert case.heads.features.of(_TABLES[0], 13) == b"", "nothing is known, nor has been passed over"
     for row in (0, 1):
         case.prompt(row)
     case.runner.rest(_FEW)
@@ -184,6 +186,8 @@ def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case
     counts.clear()
     case.runner.settle()
     assert not counts and case.heads.num_behind(case.row(0, 20)) is None
+    case.steps(20, 21)
+    assert case.heads.num_behind(case.row(0, 21)) is None, "nor of what goes on there"
     case.prompt(0)
     assert case.guess(case.row(0, 13)) == case.expected(0, 13), "a sequence that begins is followed"
     case.runner.rest(None)

@@ -44,17 +44,16 @@ def _row(tokens: Seq[int]) -> Sequence:
 
 
 class Replica:
-    """Rows that go on as `_next` says, by the fake clock; after some hundred tokens another comes in the place of
-    each."""
+    """Rows that go on as `_next` says, by the fake clock; after so many tokens another comes in the place of each."""
 
-    def __init__(self, clock: FakeClock, num_rows: int = 1, **methods: object) -> None:
+    def __init__(self, clock: FakeClock, num_rows: int = 1, *, num_tokens: int = 200, **methods: object) -> None:
         free = {name: one for name, one in methods.items() if isinstance(one, FakeProposer)}
         computing = {name: one for name, one in methods.items() if isinstance(one, FakeComputing)}
         self.speculation = Speculation(free, computing=computing, max_tokens=_MAX, vocab_size=50, clock=clock)
         self.blocks = BlockManager(4000)
         self.rows = [_row([number]) for number in range(num_rows)]
         self.num_tokens, self.seconds = 0, 0.0
-        self._clock = clock
+        self._clock, self._ends_after = clock, num_tokens
 
     def step(self, price: StepPrice = _STEP, *, room: int = 64) -> int:
         """Tokens that were drafted."""
@@ -76,9 +75,7 @@ class Replica:
                 draft.give_back(row, self.blocks)
                 self.speculation.verified(draft, chosen)
             row.release(self.blocks)
-        self.rows = [
-            row if len(row.tokens) - row.request.num_prompt_tokens < 200 else _row([row.tokens[0]]) for row in self.rows
-        ]
+        self.rows = [row if row.num_generated < self._ends_after else _row([row.tokens[0]]) for row in self.rows]
         self.seconds += self._clock.now - begin
         return num_drafted
 
@@ -158,6 +155,10 @@ def test_what_asking_takes_is_learnt_whatever_is_asked() -> None:
     assert learnt.price
     for depth, num_tokens in ((1, 1), (4, 20), (7, 50)):
         assert learnt.price.seconds(depth, num_tokens) == pytest.approx(true.seconds(depth, num_tokens), rel=0.2)
+    for _ in range(80):  # the machine has become slower
+        depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
+        learnt.saw(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
+    assert learnt.price.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
     same = LearntAskPrice()  # of one kind alone: what is not known apart is known together
     for _ in range(20):
         same.saw(3, 5, true.seconds(3, 5))
@@ -243,6 +244,16 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
     is_right[0] = False
     replica.steps(3000)
     assert proposer.rests
+
+
+def test_who_rests_is_tried_also_where_all_answers_are_short() -> None:
+    clock = FakeClock()
+    proposer = FakeComputing(_wrong, clock, AskPrice(0.2, 0.5, 0.01))
+    replica = Replica(clock, num_tokens=4, m=proposer)
+    replica.steps(6000)
+    proposer.asked.clear()
+    replica.steps(6000)
+    assert proposer.rests and len(proposer.asked) > 6
 
 
 def test_beside_many_rows_nobody_is_asked_but_now_and_then() -> None:
