@@ -49,6 +49,10 @@ def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource
     try:
         return DraftSource("draft", model_source.resolve(source, progress=progress))
     except SpecError as error:
+        if heads := _heads_here(source):
+            raise SpecError(
+                f"speculation.model: {source}: these are {heads} heads; set speculation.method to {heads} or auto"
+            ) from None
         raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
 
 
@@ -105,6 +109,15 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
         raw.get("num_hidden_layers") == 1 and _is_eagle1(directory)
     )
     return DraftSource("eagle", directory) if is_eagle else None
+
+
+def _heads_here(source: str) -> HeadsKind | None:
+    """Of a directory on this host; None also where nothing can be said."""
+    try:
+        found = None if source.startswith("hf:") else _heads(source, None)
+    except SpecError:
+        return None
+    return found.heads if found else None
 
 
 def _is_eagle1(directory: Path) -> bool:

@@ -104,6 +104,32 @@ def test_what_is_not_there_is_named_by_its_key(tmp_path: Path, method: str) -> N
         draft_source(_spec(method=method, model=str(tmp_path / "nowhere")))
 
 
+def test_heads_that_are_named_as_a_model_are_told_for_what_they_are(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(
+        SpecError, match=r"^speculation\.model: .*these are eagle heads; set speculation\.method to eagle"
+    ):
+        draft_source(_spec(method="draft", model=str(directory)))
+
+
+@pytest.mark.parametrize("method", ["eagle", "auto"])
+def test_heads_whose_training_has_not_ended_are_told_for_what_they_are(tmp_path: Path, method: str) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*train-draft` has not ended there; the same command"):
+        draft_source(_spec(method=method, model=str(tmp_path)))
+
+
+def test_a_repository_that_cannot_be_had_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(name: str, say: object) -> Path:
+        raise SpecError(f"model.source: hf:{name}: no connection")
+
+    monkeypatch.setattr(model_source, "_from_hub", away)
+    with pytest.raises(SpecError, match=r"^speculation\.model: hf:org/heads: no connection"):
+        draft_source(_spec(method="eagle", model="hf:org/heads"))
+
+
 def test_a_replica_that_does_not_draft_needs_heads_and_no_smaller_model(tmp_path: Path) -> None:
     assert heads_source(_spec(method="draft", model=str(tmp_path / "elsewhere"))) is None
     directory = _model(tmp_path / "it")
