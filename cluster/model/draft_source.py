@@ -49,9 +49,9 @@ def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource
     try:
         return DraftSource("draft", model_source.resolve(source, progress=progress))
     except SpecError as error:
-        if heads := _heads_here(source):
+        if kind := _heads_here(source):
             raise SpecError(
-                f"speculation.model: {source}: these are {heads} heads; set speculation.method to {heads} or auto"
+                f"speculation.model: {source}: these are {kind} heads; set speculation.method to {kind} or auto"
             ) from None
         raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
 
@@ -94,8 +94,11 @@ def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:
 
 def _heads(source: str, progress: Progress | None) -> DraftSource | None:
     """Where a source holds heads: which they are, by their config.json."""
-    if not (source.startswith("hf:") or Path(source).expanduser().is_dir()):
+    is_of_hub, place = source.startswith("hf:"), Path(source).expanduser()
+    if source.endswith(".gguf") or not (is_of_hub or place.is_dir()):
         return None
+    if not is_of_hub and any(place.glob("*.gguf")) and not any(place.glob("*.safetensors")):
+        return None  # a model
     directory = model_source.resolve_heads(source, progress=progress)
     try:
         raw = json.loads((directory / "config.json").read_text())

@@ -67,6 +67,16 @@ def test_what_is_neither_heads_nor_a_model_is_refused_in_one_line(tmp_path: Path
         draft_source(_spec(method="auto", model=str(directory)))
 
 
+@pytest.mark.parametrize("source", ["it", "it/model.gguf", "hf:org/name/model.gguf"])
+def test_what_is_stored_as_gguf_is_a_model(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_source, "resolve", lambda source, progress=None: Path("resolved") / source)
+    found = draft_source(_spec(method="auto", model=source))
+    assert found and (found.kind, found.directory) == ("draft", Path("resolved") / source)
+
+
 def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
     directory = _model(tmp_path / "it")
     for kind in ("draft", "medusa", "eagle"):
