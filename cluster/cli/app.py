@@ -42,7 +42,7 @@ from cluster.cli import (
 )
 from cluster.cli.connection import ADDRESS
 from cluster.host.person_file import CERTIFICATE
-from cluster.words.errors import ClusterError, SpecError
+from cluster.words.errors import ClusterError, Interrupted, SpecError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -173,6 +173,8 @@ def _run(arguments: list[str]) -> tuple[int, str]:
     """The exit code, and what was said of an error. An edge: here every error of ours ends."""
     try:
         code = app(args=arguments, prog_name="cluster", standalone_mode=False)
+        if code == Interrupted.exit_code:  # some versions of typer make this of Ctrl-C
+            raise KeyboardInterrupt
     except ClusterError as error:
         print(f"cluster: {error}", file=sys.stderr)
         for line in getattr(error, "log", "").splitlines():
@@ -180,7 +182,7 @@ def _run(arguments: list[str]) -> tuple[int, str]:
         return getattr(error, "exit_code", 2), str(error)
     except (KeyboardInterrupt, typer.Abort):
         print("cluster: interrupted", file=sys.stderr)
-        return 130, "interrupted"
+        return Interrupted.exit_code, "interrupted"
     except BrokenPipeError:  # the reader of our output has seen enough
         return 0, ""
     except Exception as error:

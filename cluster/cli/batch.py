@@ -16,7 +16,7 @@ import typer
 from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
 from cluster.cli.door_options import ApiKeyOption, access_to
-from cluster.words.errors import DoorAway, RequestFailed, SpecError
+from cluster.words.errors import DoorAway, Interrupted, RequestFailed, SpecError
 
 if TYPE_CHECKING:
     from cluster.cli.batch_door import BatchDoor
@@ -124,11 +124,9 @@ def _waited_for(door: BatchDoor, batch: dict[str, Any]) -> dict[str, Any]:
                         raise RequestFailed(f"{error}; `cluster batch --resume {id}` goes on waiting") from None
             show(batch)
     except KeyboardInterrupt:
-        print(
-            f"cluster: {id} goes on; `cluster batch --resume {id}` waits for it, `cluster batch --cancel {id}` ends it",
-            file=sys.stderr,
-        )
-        raise typer.Exit(130) from None
+        raise Interrupted(
+            f"{id} goes on; `cluster batch --resume {id}` waits for it, `cluster batch --cancel {id}` ends it"
+        ) from None
     return batch
 
 

@@ -74,7 +74,7 @@ def _drafts_line(drafts: dict[str, float]) -> str:
         else "not even a token that is always right would have paid, in a step as they were on average"
     )
     return (
-        f"drafts: {drafted} tokens{right}, in {drafts['drafts']} of {steps} steps; in {drafts['unguessed']} there was"
-        f" nothing to guess from, in {not_worth} a guess was not worth it or had no room: beside the rows of its"
+        f"drafts: {drafted} tokens{right}, in {drafts['drafts']} of {steps} steps; in {drafts['unguessed']} nobody"
+        f" had a guess, in {not_worth} a guess was not worth it or had no room: beside the rows of its"
         f" replica, and by what tokens cost there, {needed}"
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cluster.cli import model_options as options
+from cluster.words.errors import Interrupted
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -69,18 +70,21 @@ def train_draft(
         if data == _SELF
         else FileAsker(read_conversations(Path(data), texts))
     )
-    with _shown() as shown:
-        report = train(
-            Run(output, words),
-            directory,
-            kind,
-            asker,
-            seed=seed,
-            tokens=tokens,
-            max_answer=_MAX_ANSWER,
-            passes=passes,
-            progress=shown,
-        )
+    try:
+        with _shown() as shown:
+            report = train(
+                Run(output, words),
+                directory,
+                kind,
+                asker,
+                seed=seed,
+                tokens=tokens,
+                max_answer=_MAX_ANSWER,
+                passes=passes,
+                progress=shown,
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; the same command goes on from what {output} holds") from None
     last = list(report["held_out"].values())[-1]
     size = (output / "model.safetensors").stat().st_size
     print(f"wrote {output}: {size / 1e6:.1f} MB, {last['mean_length']:.2f} tokens a step on answers held out")

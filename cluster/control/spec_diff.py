@@ -77,11 +77,12 @@ class SpecChange:
     path: str  # "decode.max_running"
     old: Any  # plain values, as in a spec file
     new: Any
+    changes_layers: bool = False  # of what is shipped
 
     @property
     def needs(self) -> Needs:
-        if self.path == "speculation.method" and "mtp" in (self.old, self.new):
-            return Needs.REPLICAS  # its layer is shipped, and no speculation.model names it
+        if self.changes_layers:
+            return Needs.REPLICAS
         rules = (_RULES[path] for path in _beginnings(self.path) if path in _RULES)
         return next(rules, Needs.DEPLOYMENT)
 
@@ -112,7 +113,17 @@ def changes_of(old: Spec, new: Spec) -> list[SpecChange]:
     """In the order of the spec."""
     before, after = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
     both = ((keys, before.get(keys), after.get(keys)) for keys in dict.fromkeys([*before, *after]))
-    return [SpecChange(path=".".join(keys), old=was, new=becomes) for keys, was, becomes in both if was != becomes]
+    other_layers = _heads_of(old) != _heads_of(new)
+    return [
+        SpecChange(
+            path=".".join(keys),
+            old=was,
+            new=becomes,
+            changes_layers=other_layers and keys == ("speculation", "method"),
+        )
+        for keys, was, becomes in both
+        if was != becomes
+    ]
 
 
 def check_possible(changes: Sequence[SpecChange]) -> None:
@@ -132,15 +143,23 @@ def tokens_of(spec: Spec) -> str:
 
 def kind_of(spec: Spec) -> str:
     """Equal where running answers may move from replicas of one spec to those of the other."""
-    layers = ("speculation.method",) if spec.speculation.method == "mtp" else ()
-    return _digest(spec, (*_SAYS_TOKENS, *_SAYS_LINKS, *layers))
+    return _digest(spec, (*_SAYS_TOKENS, *_SAYS_LINKS), heads=_heads_of(spec))
 
 
-def _digest(spec: Spec, paths: Sequence[str]) -> str:
+def _heads_of(spec: Spec) -> str | None:
+    """What names heads that both roles load, whose layers are shipped behind the model's. Of `auto` it may be a smaller
+    model, which only its directory would tell."""
+    drafts = spec.speculation
+    if drafts.method == "mtp":
+        return spec.model.source
+    return drafts.model if drafts.method in ("medusa", "eagle", "auto") else None
+
+
+def _digest(spec: Spec, paths: Sequence[str], *, heads: str | None = None) -> str:
     leaves = _leaves(spec.model_dump(mode="json"))
     said = ((".".join(keys), value) for keys, value in leaves)
     facts = [(path, value) for path, value in said if not {*_beginnings(path)}.isdisjoint(paths)]
-    return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+    return blake2b(repr([*facts, *([heads] if heads else [])]).encode(), digest_size=8).hexdigest()
 
 
 def _beginnings(path: str) -> Iterator[str]:

@@ -68,12 +68,17 @@ def _question(spec: Spec, ip: str, *, has_router: bool, is_deployed: bool) -> Ho
 
 
 def _model_files(spec: Spec) -> tuple[str, ...]:
-    """Of a model that is named by its place: every host that may have a replica reads it there."""
-    source = spec.model.source
-    if source.partition(":")[0] in ("pypi", "hf") or not any(spec.pool(role).replicas for role in Role):
+    """Of what is named by its place, a model and what drafts for it: every host that may have a replica reads it
+    there."""
+    if not any(spec.pool(role).replicas for role in Role):
         return ()
-    place = Path(source).expanduser()
-    return (str(place) if place.suffix == ".gguf" else str(place / "config.json"),)
+    drafts = spec.speculation.model if spec.speculation.method != "off" else None
+    places = [
+        Path(source).expanduser()
+        for source in (spec.model.source, drafts)
+        if source and source.partition(":")[0] not in ("pypi", "hf")
+    ]
+    return tuple(str(place) if place.suffix == ".gguf" else str(place / "config.json") for place in places)
 
 
 def _without_a_place(spec: Spec, nodes: Sequence[Node], is_deployed: bool) -> Iterator[Finding]:

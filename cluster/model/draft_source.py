@@ -49,6 +49,10 @@ def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource
     try:
         return DraftSource("draft", model_source.resolve(source, progress=progress))
     except SpecError as error:
+        if kind := _heads_here(source):
+            raise SpecError(
+                f"speculation.model: {source}: these are {kind} heads; set speculation.method to {kind} or auto"
+            ) from None
         raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
 
 
@@ -90,8 +94,11 @@ def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:
 
 def _heads(source: str, progress: Progress | None) -> DraftSource | None:
     """Where a source holds heads: which they are, by their config.json."""
-    if not (source.startswith("hf:") or Path(source).expanduser().is_dir()):
+    is_of_hub, place = source.startswith("hf:"), Path(source).expanduser()
+    if source.endswith(".gguf") or not (is_of_hub or place.is_dir()):
         return None
+    if not is_of_hub and any(place.glob("*.gguf")) and not any(place.glob("*.safetensors")):
+        return None  # a model
     directory = model_source.resolve_heads(source, progress=progress)
     try:
         raw = json.loads((directory / "config.json").read_text())
@@ -105,6 +112,15 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
         raw.get("num_hidden_layers") == 1 and _is_eagle1(directory)
     )
     return DraftSource("eagle", directory) if is_eagle else None
+
+
+def _heads_here(source: str) -> HeadsKind | None:
+    """Of a directory on this host; None also where nothing can be said."""
+    try:
+        found = None if source.startswith("hf:") else _heads(source, None)
+    except SpecError:
+        return None
+    return found.heads if found else None
 
 
 def _is_eagle1(directory: Path) -> bool:

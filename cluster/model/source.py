@@ -74,12 +74,19 @@ def resolve(source: str, *, progress: Progress | None = None) -> Path:
 def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
     """The directory of heads that draft: a path, or hf:ORG/NAME, which may be downloaded. Raises SpecError."""
     kind, _, name = source.partition(":")
-    path = _from_hub(name, progress or logger.info) if kind == "hf" else Path(source).expanduser()
+    try:
+        path = _from_hub(name, progress or logger.info) if kind == "hf" else Path(source).expanduser()
+    except SpecError as error:
+        raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
     if not path.is_dir():
         raise SpecError(f"speculation.model: {source}: no such directory; write a path or hf:ORG/NAME")
     try:
         model_config.weight_files(path)
     except SpecError as error:
+        if (path / "training" / "run.json").exists():
+            raise SpecError(
+                f"speculation.model: {source}: `cluster train-draft` has not ended there; the same command goes on"
+            ) from None
         raise SpecError(f"speculation.model: {error}") from None
     return path
 

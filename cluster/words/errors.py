@@ -4,6 +4,7 @@ ClusterError
 ├── SpecError               the operator wrote something wrong           (CLI: one line, exit code 2)
 ├── DeployError             a replica, a port or a resource failed       (CLI: one line, exit code 2)
 │   └── ReplicaDidNotStart  with the last that it wrote
+├── Interrupted             the user ended a command                     (CLI: exit code 130)
 ├── NotDeployed             there is nothing to speak to
 ├── ReplicaFailed           a replica's process ended, or cannot go on; the controller starts another
 │   └── RankUnreachable     for the moment, perhaps
@@ -47,6 +48,12 @@ class ClusterError(Exception):
 
 class SpecError(ClusterError):
     """A spec, a flag or a model source is wrong; the message names the path and the fix."""
+
+
+class Interrupted(ClusterError):
+    """The user ended a command, and the message says how what it began goes on."""
+
+    exit_code = 130
 
 
 class DeployError(ClusterError):

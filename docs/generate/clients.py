@@ -26,6 +26,7 @@ from router.text.bad_words import MAX_BAD_WORD_CHARS
 _NOT_FOR_CLIENTS = (
     tree.SpecError,
     tree.DeployError,
+    tree.Interrupted,
     tree.NotDeployed,
     tree.ReplicaFailed,
     tree.RequestFailed,

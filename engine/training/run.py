@@ -68,7 +68,9 @@ class Run:
             write_whole(path, json.dumps(asdict(words), indent=1) + "\n")
         found = _read(path)
         differences = [
-            f"{key} {found.get(key)}, not {value}" for key, value in asdict(words).items() if found.get(key) != value
+            f"another --{key}" if key in ("model", "data") else f"{key} {found.get(key)}, not {value}"  # those: digests
+            for key, value in asdict(words).items()
+            if found.get(key) != value
         ]
         if differences:
             raise SpecError(f"-o {directory}: holds another run ({'; '.join(differences)}); give another directory")

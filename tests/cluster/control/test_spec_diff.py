@@ -48,6 +48,29 @@ def test_each_change_has_its_need(named: dict[str, Any], path: str, needs: Needs
     assert _changed(named) == {path: needs}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "needs"),
+    [
+        (("off", "/heads"), ("eagle", "/heads"), Needs.REPLICAS),
+        (("eagle", "/heads"), ("off", "/heads"), Needs.REPLICAS),
+        (("auto", "/heads"), ("off", "/heads"), Needs.REPLICAS),
+        (("eagle", "/heads"), ("auto", "/heads"), Needs.DECODE),
+        (("off", None), ("auto", None), Needs.DECODE),
+        (("off", "/small"), ("draft", "/small"), Needs.DECODE),
+    ],
+)
+def test_heads_that_are_named_already_come_and_go_on_both_roles(
+    before: tuple[str, str | None], after: tuple[str, str | None], needs: Needs
+) -> None:
+    """Their layers are shipped: a prefill replica without them and a decode replica with them refuse each other."""
+    old, new = (
+        updated(BASE, {"speculation": {"method": method, "model": model}}, is_whole=False)
+        for method, model in (before, after)
+    )
+    assert {change.path: change.needs for change in changes_of(old, new)} == {"speculation.method": needs}
+    assert (kind_of(old) == kind_of(new)) == (needs is Needs.DECODE), "running answers move where layers are the same"
+
+
 def test_rules_of_the_autoscaler_are_taken_live() -> None:
     assert set(_changed({"autoscale": {"slo_ttft_ms": 500, "slo_itl_ms": 50}}).values()) == {Needs.NOTHING}
 

@@ -85,6 +85,10 @@ _PLANTED: dict[str, tuple[str, Callable[[Host], object]]] = {
     "there is no room": ("places", lambda host: host.tree.update(decode={"resources": {"cpus": 100_000}})),
     "nixl is not installed": ("links", _want_nixl),
     "the model is not there": ("files", lambda host: host.tree.update(model={"source": str(host.directory / "no")})),
+    "what drafts is not there": (
+        "files",
+        lambda host: host.tree.update(speculation={"method": "eagle", "model": str(host.directory / "no")}),
+    ),
     "there is no compiler": ("compiler", lambda host: host.monkeypatch.setenv("PATH", str(host.directory))),
     "calls go to a proxy": ("proxies", lambda host: host.monkeypatch.setenv("http_proxy", "http://10.9.9.9:3128")),
 }

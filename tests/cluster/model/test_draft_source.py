@@ -67,6 +67,16 @@ def test_what_is_neither_heads_nor_a_model_is_refused_in_one_line(tmp_path: Path
         draft_source(_spec(method="auto", model=str(directory)))
 
 
+@pytest.mark.parametrize("source", ["it", "it/model.gguf", "hf:org/name/model.gguf"])
+def test_what_is_stored_as_gguf_is_a_model(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_source, "resolve", lambda source, progress=None: Path("resolved") / source)
+    found = draft_source(_spec(method="auto", model=source))
+    assert found and (found.kind, found.directory) == ("draft", Path("resolved") / source)
+
+
 def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
     directory = _model(tmp_path / "it")
     for kind in ("draft", "medusa", "eagle"):
@@ -102,6 +112,32 @@ def test_layers_of_the_model_itself_are_where_it_is(tmp_path: Path) -> None:
 def test_what_is_not_there_is_named_by_its_key(tmp_path: Path, method: str) -> None:
     with pytest.raises(SpecError, match=r"^speculation\.model: .*nowhere: no such"):
         draft_source(_spec(method=method, model=str(tmp_path / "nowhere")))
+
+
+def test_heads_that_are_named_as_a_model_are_told_for_what_they_are(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(
+        SpecError, match=r"^speculation\.model: .*these are eagle heads; set speculation\.method to eagle"
+    ):
+        draft_source(_spec(method="draft", model=str(directory)))
+
+
+@pytest.mark.parametrize("method", ["eagle", "auto"])
+def test_heads_whose_training_has_not_ended_are_told_for_what_they_are(tmp_path: Path, method: str) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*train-draft` has not ended there; the same command"):
+        draft_source(_spec(method=method, model=str(tmp_path)))
+
+
+def test_a_repository_that_cannot_be_had_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(name: str, say: object) -> Path:
+        raise SpecError(f"model.source: hf:{name}: no connection")
+
+    monkeypatch.setattr(model_source, "_from_hub", away)
+    with pytest.raises(SpecError, match=r"^speculation\.model: hf:org/heads: no connection"):
+        draft_source(_spec(method="eagle", model="hf:org/heads"))
 
 
 def test_a_replica_that_does_not_draft_needs_heads_and_no_smaller_model(tmp_path: Path) -> None:

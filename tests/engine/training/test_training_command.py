@@ -53,6 +53,8 @@ def test_a_file_to_heads(
     assert _train(model_dir, data, output) == 0, "it is done"
     assert _train(model_dir, data, output, "--seed", "1") == 2
     assert "holds another run (seed 0, not 1); give another directory" in capsys.readouterr().err
+    assert _train(model_dir, _file(tmp_path / "other.jsonl", '{"prompt": "a"}'), output) == 2
+    assert "holds another run (another --data); give another directory" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_line(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,3 +67,18 @@ def test_mistakes_are_one_line(model_dir: Path, tmp_path: Path, capsys: pytest.C
     assert second == "cluster: --data self: the model has no chat template that opens a user's turn; give a file"
     assert third == f"cluster: --data {tmp_path / 'none'}: No such file or directory"
     assert not (tmp_path / "heads").exists()
+
+
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ctrl_c(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    data, output = _file(tmp_path / "data.jsonl", '{"prompt": "a"}'), tmp_path / "heads"
+    monkeypatch.setattr("engine.training.training.train", ctrl_c)
+    assert _train(model_dir, data, output) == 130
+    assert capsys.readouterr().err == f"cluster: interrupted; the same command goes on from what {output} holds\n"
+    monkeypatch.setattr("cluster.model.source.resolve", ctrl_c)
+    assert _train(model_dir, data, output) == 130
+    assert capsys.readouterr().err == "cluster: interrupted\n"
