@@ -111,6 +111,7 @@ class RankBody(Generic[W]):
         assert self._loaded, "load() comes first"
         self._prefixes.granting = None  # who asks now for a prefix would wait for a rank that is no more
         setup, runner = self._loaded
+        runner.rest(None)  # nobody asks any more, and whoever will says so anew
         leader = None
         if self.service:
             assert self._parts and self._grammars

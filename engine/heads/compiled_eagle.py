@@ -1,4 +1,5 @@
-"""An EAGLE-3 layer by the CPU kernels, few tokens at a time, as two programs: what a step leaves, and a draft's token.
+"""An EAGLE-3 layer by the CPU kernels, few tokens at a time, as three programs: a step's features, its keys and values,
+and a draft's token.
 
 For so few tokens what is called from Python between the products takes as long as the products.
 

@@ -56,6 +56,7 @@ class Eagle3Layer:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
         self._compile = self._find_programs(reader, shape)
         self._compiled: CompiledEagle | None = None  # from `attach` on
+        self._steps: EntrySteps | None = None  # of the draft that is being made, where programs make it
         self._logits_RD: Tensor | None = None  # of the last call, where a program has made them along
         self.known_D: Tensor | None = None
         if "d2t" in found:
@@ -84,6 +85,7 @@ class Eagle3Layer:
         if programs := self._for_few(len(token_ids_R)):
             if place == 0:
                 self._steps = EntrySteps(places, *self._block.angles(places.positions_PR.ravel(), before_RE))
+            assert self._steps, "places are asked for in order"
             step = self._steps.at(place)
             feature_RE, self._logits_RD = programs.draft(step, self._embed(token_ids_R), before_RE)
             return feature_RE

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from engine.sequence import Sequence
@@ -15,7 +15,7 @@ from engine.speculation.ask_plan import Offer, Plan, plan_ask
 from engine.speculation.ask_price import AskPrice, LearntAskPrice
 from engine.speculation.draft_plan import StepPrice
 from engine.speculation.guesses import Guesses
-from engine.speculation.proposer import Computing
+from engine.speculation.proposer import Computing, Proposal
 from engine.speculation.purse import Purse
 
 _T = TypeVar("_T")
@@ -33,6 +33,19 @@ _ANSWER = 64.0  # tokens, in the mean, until some are known
 _KEEP = 0.95  # weight of earlier answers
 
 
+class _Tried(NamedTuple):
+    """What was said in a trial of the next token of a sequence."""
+
+    sequence: Sequence
+    position: int
+    token: int
+
+    @property
+    def may_be_right(self) -> bool:
+        tokens = self.sequence.tokens
+        return self.position >= len(tokens) or tokens[self.position] == self.token
+
+
 @dataclass(eq=False, slots=True)
 class _Method:
     proposer: Computing
@@ -43,11 +56,23 @@ class _Method:
     num_tried: WeakKeyDictionary[Sequence, int] = field(default_factory=WeakKeyDictionary)
     rests: bool = True
     told: int | None = None  # by `rest`, the last time
+    tried: _Tried | None = None  # where nobody else has said the same
 
     @property
     def is_to_be_tried(self) -> bool:
         """As soon as that can be paid."""
-        return self.num_asked < _NUM_FIRST or self.num_looks >= (_TRY_RESTING_EVERY if self.rests else _TRY_EVERY)
+        most = _TRY_RESTING_EVERY if self.rests else _TRY_EVERY
+        return self.num_asked < _NUM_FIRST or self.num_looks >= most or self.surprises
+
+    @property
+    def surprises(self) -> bool:
+        """It was right in the last trial, or that is not known yet: more of them will tell."""
+        return self.tried is not None and self.tried.may_be_right
+
+    def forget(self, sequence: Sequence) -> None:
+        """What was said of it will not be known."""
+        if self.tried and self.tried.sequence is sequence:
+            self.tried = None
 
     def price(self, step: StepPrice) -> AskPrice:
         """Until it has been asked, a guess."""
@@ -82,7 +107,8 @@ class Asking:
     from a purse: they cost no more than goes into it, also the first few of a method, which wait for nothing else.
 
     A method for which it has not been worth it, yet or for long, rests: it need not gather what it would have to know
-    of each row. It is tried in the first tokens of an answer then, of one that begins when a trial is due."""
+    of each row. It is tried in the first tokens of an answer then, of one that begins when a trial is due. Where it is
+    right in that, and nobody else was, more trials follow as soon as they can be paid: so it wakes in time."""
 
     def __init__(
         self,
@@ -116,6 +142,8 @@ class Asking:
         """Where it is in vain, a plan is made every few looks."""
         if not self._methods or self._num_in_vain < _IN_VAIN:
             return bool(self._methods)
+        if any(one.surprises and one.num_looks < _TRY_WITHIN for one in self._methods.values()):
+            return True
         rest = all(one.rests for one in self._methods.values())
         return self._num_in_vain % (_RESTING_EVERY if rest else _PLAN_EVERY) == 0
 
@@ -155,8 +183,12 @@ class Asking:
         for row, num_tokens in ask.late:
             self._time(method, 0, num_tokens, partial(method.proposer.catch_up, rows[row], num_tokens))
         late = {row for row, _ in ask.late}
+        method.tried = None
         if asked := [rows[row] for row in ask.plan.rows if row not in late]:
-            self._ask(method, ask.plan, asked)
+            _, known = self._guesses.best(asked[0])
+            said = self._ask(method, ask.plan, asked)[0].tokens
+            if ask.is_trial and said and not (known and known.tokens[0] == said[0]):
+                method.tried = _Tried(asked[0], len(asked[0].tokens), said[0])
         if ask.is_trial:
             for row in ask.plan.rows:
                 method.num_tried[rows[row]] = method.num_tried.get(rows[row], 0) + 1
@@ -175,11 +207,14 @@ class Asking:
     def finished(self, sequence: Sequence) -> None:
         """It has its last token."""
         self._mean_answer = self._mean_answer * _KEEP + sequence.num_generated * (1 - _KEEP)
+        for method in self._methods.values():
+            method.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """It gets no more tokens here, or none for now."""
         for method in self._methods.values():
             method.proposer.forget(sequence)
+            method.forget(sequence)
 
     def take_spent_s(self) -> float:
         """What asking has taken since the last call."""
@@ -238,7 +273,7 @@ class Asking:
         method = self._methods[name]
         # Not always the first token, which may be likelier than others; and not for ever one that no answer has.
         num_waited = method.num_looks // _TRY_RESTING_EVERY
-        least = (method.num_asked + num_waited) * 5 % _TRY_WITHIN if method.rests else 0
+        least = (method.num_asked + num_waited) * 5 % _TRY_WITHIN if method.rests and not method.surprises else 0
         near = [
             (method.num_tried.get(sequence, 0), num_behind, row)
             for row, sequence in enumerate(rows)
@@ -271,13 +306,14 @@ class Asking:
         rows_now = sorted(asked + [row for row, _ in late])
         return Ask(Plan(plan.method, plan.depth, rows_now), late, is_trial)
 
-    def _ask(self, method: _Method, plan: Plan, asked: Seq[Sequence]) -> None:
+    def _ask(self, method: _Method, plan: Plan, asked: Seq[Sequence]) -> Seq[Proposal]:
         proposer, depth = method.proposer, plan.depth
         num_tokens = sum((proposer.num_behind(one) or 0) + depth - 1 for one in asked)
         proposals = self._time(method, depth, num_tokens, partial(proposer.propose, asked, depth))
         method.num_looks, method.num_asked = 0, method.num_asked + 1
         for sequence, proposal in zip(asked, proposals, strict=True):
             self._guesses.note(plan.method, sequence, proposal)
+        return proposals
 
     def _tell(self, method: _Method) -> None:
         """Whether it rests; and that it gathers nothing while no trial is due."""

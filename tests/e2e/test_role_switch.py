@@ -16,6 +16,7 @@ from cluster.wire.channel import open_channel
 from cluster.words.errors import ReplicaFailed, ReplicaLost
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, Sampling
+from engine.runner import ModelRunner
 from router.routing.plain_policies import RoundRobin
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.ceiling import Ceiling
@@ -78,7 +79,11 @@ class FakePolicy:
         return [self.way]
 
 
-async def test_what_it_has_cached_is_known_under_its_new_name_alone(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_what_it_has_cached_is_known_under_its_new_name_alone(
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int | None] = []
+    monkeypatch.setattr(ModelRunner, "rest", lambda self, num_first: told.append(num_first))
     [prompt], policy = prompts(65), FakePolicy()
     async with local_cluster(checkpoint("llama"), redis_url, policy=policy, **_tree(tp=1)) as cluster:
         first = await cluster.generate(prompt, _GREEDY, id="first")
@@ -89,6 +94,7 @@ async def test_what_it_has_cached_is_known_under_its_new_name_alone(checkpoint: 
         with pytest.raises(ReplicaFailed, match="it has not drained"):
             held.ranks[0].hand_over()
         heir = await cluster.switch(held)
+        assert told == [None], "heads no longer rest because nobody asked them where it was"
         await becomes(lambda: cluster.replicas.index.match(hashes).get(heir.id) == 4)
         assert held.id not in cluster.replicas.index.match(hashes)
         with pytest.raises(ReplicaLost):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from cluster.words.request import SequenceRequest
 from engine.sequence import Sequence
@@ -83,11 +84,21 @@ class FakeComputing:
         self.spent_s = 0.0
         self.finished_with: list[Sequence] = []
         self.forgotten: list[Sequence] = []
-        self.rests = False
         self.num_first: int | None = None
+        self._missed: WeakSet[Sequence] = WeakSet()
+
+    @property
+    def rests(self) -> bool:
+        return self.num_first is not None
 
     def num_behind(self, sequence: Sequence) -> int | None:
-        return len(sequence.tokens) - self._computed.get(sequence, 0) if self._can_guess(sequence) else None
+        can_guess = sequence not in self._missed and self._can_guess(sequence)
+        return len(sequence.tokens) - self._computed.get(sequence, 0) if can_guess else None
+
+    def stepped(self, sequences: Seq[Sequence]) -> None:
+        """They have got a token: of what it need not know while it rests, it will never know anything."""
+        if self.num_first is not None:
+            self._missed.update(one for one in sequences if one.num_generated > self.num_first)
 
     def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
         self._computed[sequence] = min(len(sequence.tokens) - 1, self._computed.get(sequence, 0) + num_tokens)
@@ -107,7 +118,7 @@ class FakeComputing:
         self.finished_with.append(sequence)
 
     def rest(self, num_first: int | None) -> None:
-        self.rests, self.num_first = num_first is not None, num_first
+        self.num_first = num_first
 
     def forget(self, sequence: Sequence) -> None:
         self.forgotten.append(sequence)

@@ -53,7 +53,7 @@ class Replica:
         self.blocks = BlockManager(4000)
         self.rows = [_row([number]) for number in range(num_rows)]
         self.num_tokens, self.seconds = 0, 0.0
-        self._clock, self._ends_after = clock, num_tokens
+        self._clock, self._ends_after, self._computing = clock, num_tokens, list(computing.values())
 
     def step(self, price: StepPrice = _STEP, *, room: int = 64) -> int:
         """Tokens that were drafted."""
@@ -75,6 +75,8 @@ class Replica:
                 draft.give_back(row, self.blocks)
                 self.speculation.verified(draft, chosen)
             row.release(self.blocks)
+        for proposer in self._computing:
+            proposer.stepped(self.rows)
         self.rows = [row if row.num_generated < self._ends_after else _row([row.tokens[0]]) for row in self.rows]
         self.seconds += self._clock.now - begin
         return num_drafted
@@ -244,6 +246,25 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
     is_right[0] = False
     replica.steps(3000)
     assert proposer.rests
+
+
+@pytest.mark.parametrize("num_tokens", [20, 100, 400])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_who_has_become_right_wakes_in_the_first_answers_that_it_is_tried_in(num_rows: int, num_tokens: int) -> None:
+    """Though it knows nothing of what it has missed."""
+    for others in range(0, 200, 37):
+        clock, is_right = FakeClock(), [False]
+
+        def guess(tokens: Seq[int], most: int, is_right: list[bool] = is_right) -> list[int]:
+            return (_right if is_right[0] else _wrong)(tokens, most)
+
+        proposer = FakeComputing(guess, clock, AskPrice(0.2, 0.5, 0.01))
+        replica = Replica(clock, num_rows, num_tokens=num_tokens, m=proposer)
+        replica.steps(3000 + others)
+        assert proposer.rests
+        is_right[0] = True
+        replica.steps(130 + num_tokens)  # so long until a trial is due, and an answer begins
+        assert not proposer.rests
 
 
 def test_who_rests_is_tried_also_where_all_answers_are_short() -> None:
