@@ -111,7 +111,6 @@ class RankBody(Generic[W]):
         assert self._loaded, "load() comes first"
         self._prefixes.granting = None  # who asks now for a prefix would wait for a rank that is no more
         setup, runner = self._loaded
-        runner.rest(None)  # nobody asks any more, and whoever will says so anew
         leader = None
         if self.service:
             assert self._parts and self._grammars
@@ -124,6 +123,7 @@ class RankBody(Generic[W]):
         receiver, self._ranks.receiver = self._ranks.receiver, None
         if receiver:
             receiver.close_all()
+        runner.rest(None)  # nobody asks any more, and whoever will says so anew
         estate = Estate(spec=setup.spec, role=setup.role, runner=runner, tiers=self._tiers, leader=leader)
         self._tiers = self._grammars = None  # no longer closed with this one
         return estate

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy
 import pytest
 from safetensors.numpy import save_file
@@ -132,10 +133,10 @@ def test_heads_whose_training_has_not_ended_are_told_for_what_they_are(tmp_path:
 
 
 def test_a_repository_that_cannot_be_had_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(name: str, say: object) -> Path:
-        raise SpecError(f"model.source: hf:{name}: no connection")
+    def away(*args: object, **options: object) -> str:
+        raise OSError("no connection")
 
-    monkeypatch.setattr(model_source, "_from_hub", away)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
     with pytest.raises(SpecError, match=r"^speculation\.model: hf:org/heads: no connection"):
         draft_source(_spec(method="eagle", model="hf:org/heads"))
 
