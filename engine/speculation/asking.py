@@ -142,8 +142,6 @@ class Asking:
         """Where it is in vain, a plan is made every few looks."""
         if not self._methods or self._num_in_vain < _IN_VAIN:
             return bool(self._methods)
-        if any(one.surprises and one.num_looks < _TRY_WITHIN for one in self._methods.values()):
-            return True
         rest = all(one.rests for one in self._methods.values())
         return self._num_in_vain % (_RESTING_EVERY if rest else _PLAN_EVERY) == 0
 
