@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.cpu.library import Kernels, open_copies
 from engine.cpu.structs import DraftDraws
-from engine.likeliest import likeliest
+from engine.likeliest import likeliest, num_threads
 from engine.sampler import sample, uniform
 from engine.sampling import SamplingRow
 
@@ -21,7 +21,6 @@ from engine.sampling import SamplingRow
 
 GREEDY, DRAWN, LIKELIEST = range(3)  # kinds of tokens: of who draws none; of who does, drawn, and not
 _NEARBY = 0.05  # of the number: so far the target's distribution may be moved
-_FEW = 1 << 16  # logits that one thread has been through before another one is awake
 
 
 class Draws(NamedTuple):
@@ -79,7 +78,7 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, rows: Seq[SamplingRow], kind
                 is_drawn=is_filtered,
                 tokens=tokens_R4.data_ptr(),
                 shares=shares_R2.data_ptr(),
-                threads=torch.get_num_threads() if logits_RV.numel() > _FEW else 1,
+                threads=num_threads(logits_RV),
             )
         )
     )

@@ -43,9 +43,13 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
     row_R["logits"] = np.arange(num_rows) * row_bytes + first
     if penalties:
         row_R["penalties"][list(penalties)] = [penalty.address for penalty in penalties.values()]
-    threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
-    kernels.choose(byref(TokenChoices(row_R.ctypes.data, num_rows, vocabulary, threads)))
+    kernels.choose(byref(TokenChoices(row_R.ctypes.data, num_rows, vocabulary, num_threads(logits_RV))))
     return torch.from_numpy(row_R["greatest"]), torch.from_numpy(row_R["most"])
+
+
+def num_threads(logits_RV: Tensor) -> int:
+    """That go through them on a CPU."""
+    return torch.get_num_threads() if logits_RV.numel() > _FEW else 1
 
 
 def penalise(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> None:

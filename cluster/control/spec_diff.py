@@ -150,9 +150,9 @@ def _heads_of(spec: Spec) -> str | None:
     """What names heads that both roles load, whose layers are shipped behind the model's. Of `auto` it may be a smaller
     model, which only its directory would tell."""
     drafts = spec.speculation
-    if drafts.method == "mtp":
+    if drafts.heads == "mtp":
         return spec.model.source
-    return drafts.model if drafts.method in ("medusa", "eagle", "auto") else None
+    return drafts.model if drafts.heads or drafts.method == "auto" else None
 
 
 def _digest(spec: Spec, paths: Sequence[str], *, heads: str | None = None) -> str:

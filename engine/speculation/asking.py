@@ -183,7 +183,7 @@ class Asking:
         late = {row for row, _ in ask.late}
         method.tried = None
         if asked := [rows[row] for row in ask.plan.rows if row not in late]:
-            _, known = self._guesses.best(asked[0])
+            known = self._guesses.best(asked[0])[1] if ask.is_trial else None
             said = self._ask(method, ask.plan, asked)[0].tokens
             if ask.is_trial and said and not (known and known.tokens[0] == said[0]):
                 method.tried = _Tried(asked[0], len(asked[0].tokens), said[0])
