@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,13 @@ from cluster.words.launch import Launch
 from cluster.words.spec_file import parse_spec
 from tests.cluster.control import fake_rank
 from tests.waiting import WITHIN_S, until
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # gone, or going while it was read
+        return False
 
 
 class Deployment:
@@ -64,6 +72,15 @@ class Deployment:
         return self.until(
             lambda pools: all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values())
         )
+
+    def restart(self) -> None:
+        """The controller is killed, and whoever asks from now on asks its next life: until its process has ended, what
+        is called may still reach that, and be called again."""
+        import ray
+
+        pid = ray.get(self.controller.__ray_call__.remote(lambda _: os.getpid()), timeout=WITHIN_S)
+        ray.kill(self.controller, no_restart=False)
+        until(lambda: not is_alive(pid))
 
     def remove(self) -> None:
         import ray

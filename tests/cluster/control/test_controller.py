@@ -19,7 +19,7 @@ from cluster.identity.key_pair import KeyPair
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.process_name import ProcessName
 from cluster.words.spec_file import parse_spec
-from tests.cluster.control.conftest import Deployment, ids
+from tests.cluster.control.conftest import Deployment, ids, is_alive
 from tests.cluster.identity.authorities import issue_authority
 from tests.identities import rank
 from tests.waiting import until
@@ -30,13 +30,6 @@ SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
 def pids(pool: dict[str, Any]) -> list[int]:
     return [rank["pid"] for replica in pool["replicas"] for rank in replica["ranks"]]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone, or going while it was read
-        return False
 
 
 def await_death(pids: list[int]) -> None:
@@ -72,7 +65,7 @@ def test_a_restarted_controller_adopts_what_lives(deploy: Deploy) -> None:
     deployment.until_ready()
     deployment.call("scale", {"decode": 2})
     before = deployment.until_ready()
-    ray.kill(deployment.controller, no_restart=False)
+    deployment.restart()
 
     after = deployment.call("status")["pools"]  # its first answer has them all
     assert [pids(after[role]) for role in after] == [pids(before[role]) for role in before]
@@ -86,7 +79,7 @@ def test_a_restarted_controller_adopts_what_lives(deploy: Deploy) -> None:
 def test_a_restarted_controller_removes_half_a_gang(deploy: Deploy) -> None:
     deployment = deploy(SMALL, prefill="slow_load")
     loading = deployment.until(lambda pools: pids(pools["prefill"]) and pools["prefill"]["replicas"][0]["fraction"])
-    ray.kill(deployment.controller, no_restart=False)
+    deployment.restart()
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-1"])
     await_death(pids(loading["prefill"]))
 
@@ -122,7 +115,7 @@ def test_a_replica_that_leaves_finishes_its_work_first(deploy: Deploy) -> None:
     pools = deployment.until(lambda pools: pools["decode"]["replicas"][0]["state"] == "draining")
     assert pools["decode"]["ready"] == 0 and is_alive(pid)
 
-    ray.kill(deployment.controller, no_restart=False)  # it goes on draining after a restart
+    deployment.restart()  # it goes on draining after a restart
     deployment.until(lambda pools: [r["state"] for r in pools["decode"]["replicas"]] == ["draining"])
     (deployment.log_dir / "decode-0.finished").touch()
     deployment.until_ready()
@@ -259,7 +252,7 @@ def test_a_restarted_controller_issues_certificates_as_before(deploy: Deploy) ->
     deployment = deploy(SMALL)
     name, keys = rank("decode-0", deployment=deployment.name), KeyPair()
     before = deployment.call("certify", name, keys.request)
-    ray.kill(deployment.controller, no_restart=False)
+    deployment.restart()
     after = deployment.call("certify", name, keys.request)
     assert (after.authorities, after.life_s) == (before.authorities, before.life_s)
     assert after.chain != before.chain

@@ -40,8 +40,6 @@ def told(deployment: Deployment, redis_url: str) -> KeyBook | None:
 def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
     deploy: Callable[..., Deployment], redis_url: str, tmp_path: Path
 ) -> None:
-    import ray
-
     deployment = deploy(_NOBODY, index_url=redis_url)
     first, second = new_key("first", new_secret(), rpm=3), new_key("second", new_secret())
     deployment.call("add_key", first)
@@ -53,7 +51,7 @@ def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
 
     redis.Redis.from_url(redis_url).flushall()
     until(lambda: told(deployment, redis_url) == book)
-    ray.kill(deployment.controller, no_restart=False)
+    deployment.restart()
     assert deployment.call("revoke_key", second) == KeyChange(key=second, is_told=True)
     assert told(deployment, redis_url) == KeyBook(version=3, keys=(first,))
 

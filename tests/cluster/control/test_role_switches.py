@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import ray
 
 from cluster.words.errors import SpecError
 from tests.cluster.control.conftest import Deployment, ids
@@ -43,7 +42,7 @@ def test_a_replica_goes_to_the_other_pool_and_back_with_the_processes_that_it_ha
     with pytest.raises(SpecError, match="decode-0 is the only decode replica that is ready"):
         deployment.call("switch", "decode-0")
 
-    ray.kill(deployment.controller, no_restart=False)  # who comes then knows it by its new name
+    deployment.restart()  # who comes then knows it by its new name
     assert pids(deployment.call("status")["pools"]) == pids(there)
     assert deployment.call("scale", {"prefill": 1, "decode": 2}) == {"prefill": (2, 1), "decode": (1, 2)}
     back = deployment.until(is_whole)
@@ -62,7 +61,7 @@ def test_what_goes_wrong_on_the_way_is_repaired(deploy: Deploy) -> None:
     deployment.call("switch", "decode-2")
     waiting = deployment.until(lambda pools: pools["prefill"]["replicas"][-1]["stage"])
     assert waiting["prefill"]["replicas"][-1]["stage"] == "waits for decode-2 to drain"
-    ray.kill(deployment.controller, no_restart=False)  # it goes on with it
+    deployment.restart()  # it goes on with it
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-0", "prefill-1"])
     assert deployment.call("switch", "decode-2") == "prefill-1", "whoever asks again is told the same"
     (deployment.log_dir / "decode-2.finished").touch()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import ray
 
 from cluster.control.update import UpdateOptions
 from cluster.words.errors import SpecError
@@ -51,7 +50,7 @@ def test_only_the_replicas_of_a_role_that_changes_are_replaced_and_a_killed_cont
     with pytest.raises(SpecError, match="is under way: the pools' sizes are its own till then"):
         deployment.call("scale", {"decode": 2})
     deployment.until(lambda pools: len(pools["decode"]["replicas"]) == 2)
-    ray.kill(deployment.controller, no_restart=False)
+    deployment.restart()
     assert until_over(deployment) == "revision 2 serves"
     pools = deployment.until_ready()
     assert "decode-0" not in ids(pools["decode"]) and ids(pools["prefill"]) == ["prefill-0", "prefill-1"]
