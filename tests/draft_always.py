@@ -35,7 +35,7 @@ def draft_always() -> None:
     of_method = Speculation.of
 
     def of(method: str, *, computing: Mapping[str, Computing], max_tokens: int, vocab_size: int, **more: Any) -> Any:
-        sizes = {"max_tokens": max_tokens, "vocab_size": vocab_size}
+        sizes: dict[str, Any] = {"max_tokens": max_tokens, "vocab_size": vocab_size}
         if not computing:
             return of_method(method, **sizes, **more, may_pass_over=False)
         asked = {name: AskedAlways(one) for name, one in computing.items()}

@@ -130,7 +130,8 @@ class LocalCluster:
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
             identity = self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))
-            place = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
+            place: dict[str, Any] = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
+            made: Any
             if self.processes:
                 how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "prepare": prepare, "log": log}
                 made = RankInProcess(role, self.launch, identity=identity, **how, **place)
