@@ -24,7 +24,7 @@ from tests.ceiling import Ceiling
 from tests.forks import forks
 
 _MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
-_ANSWER_S = 60.0
+_ANSWER_S = 110.0  # on a GPU the first rank to load compiles kernels
 _END_S = 10.0
 
 

@@ -44,13 +44,13 @@ def test_answers_are_those_of_one_process(
     tree = on_device(device, exact_tree(1, 0))
     tree["speculation"] = {"method": method, "model": str(drafts) if drafts else None, "max_tokens": 3}
     tree["decode"] |= {"max_running": 16}  # as many rows and drafted tokens have logits
+    said = reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
+    expected = [[token.token_id for token in tokens] for tokens in said]
 
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
             adding = cluster.add(Role.DECODE), cluster.add(Role.DECODE, prepare=draft_always)
             as_it_pays, always = await asyncio.gather(*adding)
-            said = reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
-            expected = [[token.token_id for token in tokens] for tokens in said]
             for _ in range(4):  # twice on each: then the first ones' answers are known
                 assert await _ask(cluster) == expected
             await cluster.idle()

@@ -33,18 +33,17 @@ _PLACES = 2  # of a decode replica, and for guests of a prefill replica
 class Asked:
     """Prompts, what the model makes of them alone, and their answers as they come. Every other one is sampled."""
 
-    def __init__(self, cluster: LocalCluster, reference: Reference, device: str, number: int) -> None:
-        self._cluster = cluster
+    def __init__(self, model_dir: Path, reference: Reference, device: str, number: int) -> None:
         self._prompts = prompts(*range(33, 33 + number))
         self._samplings = [_SAMPLINGS[i % 2] for i in range(number)]
-        said = reference(Path(cluster.spec.model.source), self._prompts, self._samplings, device=device)
+        said = reference(model_dir, self._prompts, self._samplings, device=device)
         self.expected = [[token.token_id for token in tokens] for tokens in said]
         self._running: list[asyncio.Task[Answer]] = []
 
-    def ask(self, number: int) -> None:
+    def ask(self, cluster: LocalCluster, number: int) -> None:
         """The next ones."""
         for i in range(len(self._running), len(self._running) + number):
-            asking = self._cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
+            asking = cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
             self._running.append(asyncio.create_task(asking))
 
     async def answers(self) -> list[Answer]:
@@ -55,23 +54,22 @@ class Asked:
 def test_streams_go_on_while_replicas_change_their_role_each_way(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, device: str
 ) -> None:
+    model_dir = checkpoint("llama")
+    asked = Asked(model_dir, reference, device, 12)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))
     tree["decode"] |= {"max_running": 8}
 
     async def play() -> None:
-        async with local_cluster(
-            checkpoint("llama"), redis_url, processes=True, policy=RoundRobin(), **tree
-        ) as cluster:
+        async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
             roles = [Role.PREFILL] * 2 + [Role.DECODE] * 2
             prefill, _, decode, _ = await asyncio.gather(*(cluster.add(role, ceiling=running_on) for role in roles))
-            asked = Asked(cluster, reference, device, 12)
-            asked.ask(4)
+            asked.ask(cluster, 4)
             await cluster.until(lambda: cluster.seen(decode).status.totals.generated_tokens >= 20)
             to_prefill = await cluster.switch(decode)
             assert cluster.replicas.get(decode.id) is None and to_prefill.blocks["cached"]
-            asked.ask(4)
+            asked.ask(cluster, 4)
             to_decode = await cluster.switch(prefill)  # with prompts on their way
-            asked.ask(4)
+            asked.ask(cluster, 4)
             running_on.lift()
             answers = await asked.answers()
             assert [answer.ids for answer in answers] == asked.expected
@@ -93,18 +91,19 @@ def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
 ) -> None:
     """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
     monkeypatch.setattr(guests, "wait_s", lambda *_, **__: 3600.0)  # while answers stand still, no place comes free
+    model_dir = checkpoint("llama")
+    asked = Asked(model_dir, reference, device, 2 * _PLACES)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))
     tree["prefill"] |= {"max_running": 2 * _PLACES, "answer_share": 0.5}
     tree["decode"] |= {"max_running": _PLACES}
 
     async def play() -> None:
-        async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
+        async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
             adding = (cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE))
             prefill, decode = await asyncio.gather(*adding)
-            asked = Asked(cluster, reference, device, 2 * _PLACES)
-            asked.ask(_PLACES)
+            asked.ask(cluster, _PLACES)
             await cluster.until(lambda: cluster.seen(decode).status.running == _PLACES)
-            asked.ask(_PLACES)
+            asked.ask(cluster, _PLACES)
             await cluster.until(lambda: cluster.seen(prefill).status.guests.running == _PLACES)
             home = prefill
             if leaves:
