@@ -302,7 +302,7 @@ def num_link_peers(spec: Spec, tensor_parallel: int) -> int:
     bounds = (spec.autoscale.prefill.max, spec.autoscale.decode.max) if spec.autoscale else (0, 0)
     pools = zip((spec.prefill, spec.decode), bounds, strict=True)
     of_each = ((max(pool.replicas, most), -(-pool.tensor_parallel // tensor_parallel)) for pool, most in pools)
-    return sum(replicas * ranks for replicas, ranks in of_each) - 1
+    return max(0, sum(replicas * ranks for replicas, ranks in of_each) - 1)
 
 
 def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:

@@ -17,6 +17,7 @@ _WIDE = {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 3, "re
     [
         ({}, 1, 1),
         ({"decode": {"replicas": 4}}, 1, 4),
+        ({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}, 1, 0),  # all of them are added later
         (_WIDE, 2, 4),  # three ranks' heads are shared out to two: each has two of them to deal with
         (_WIDE, 3, 2),
         ({"autoscale": {"prefill": {"max": 3}, "decode": {"max": 5}}}, 1, 7),
