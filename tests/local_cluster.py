@@ -118,21 +118,23 @@ class LocalCluster:
         role: Role,
         *faults: Fault,
         ceiling: Ceiling | None = None,
+        prepare: Callable[[], None] | None = None,
         log: str = os.devnull,
         on: Host | None = None,
     ) -> LocalReplica:
         """Start one more replica and wait until the router sees it.
 
-        Faults, a ceiling, the log, and a host other than this one, are for ranks in processes.
+        Faults, a ceiling, what they do first, the log, and a host other than this one, are for ranks in processes.
         """
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
             identity = self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))
-            place = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
+            place: dict[str, Any] = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
+            made: Any
             if self.processes:
-                how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "log": log, **place}
-                made = RankInProcess(role, self.launch, identity=identity, **how)
+                how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "prepare": prepare, "log": log}
+                made = RankInProcess(role, self.launch, identity=identity, **how, **place)
             else:
                 made = _MAKERS[role](self.launch, identity=identity, **place)
             replica.ranks.append(made)
@@ -202,23 +204,32 @@ class LocalCluster:
         await becomes(lambda: replica.ranks[0].status()["state"] == "drained")
 
     async def switch(self, replica: LocalReplica) -> LocalReplica:
-        """Let a replica whose ranks are in this process become one of the other pool, and wait until the router sees
-        it."""
+        """Let a replica become one of the other pool, and wait until the router sees it."""
         role = other(role_of(replica.id))
         heir = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
         await self.drain(replica)
-        for rank in range(len(replica.ranks)):
-            identity = self.identity(ProcessName.of_rank(self.spec.name, heir.id, rank))
-            heir.ranks.append(_MAKERS[role](self.launch, identity=identity, host="127.0.0.1"))
-        bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in heir.ranks))
-        pairs = zip(heir.ranks, replica.ranks, strict=True)
-        await asyncio.gather(*(asyncio.to_thread(rank.succeed, before) for rank, before in pairs))
+        names = [ProcessName.of_rank(self.spec.name, heir.id, rank) for rank in range(len(replica.ranks))]
+        becoming = [
+            asyncio.to_thread(self._become, rank, role, self.identity(name))
+            for rank, name in zip(replica.ranks, names, strict=True)
+        ]
+        heir.ranks += await asyncio.gather(*becoming)
         self.pools[role_of(replica.id)].remove(replica)
         self.pools[role].append(heir)
-        addresses = [binding["address"] for binding in bindings]
+        addresses = [rank.bind()["address"] for rank in heir.ranks]
         await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in heir.ranks))
         await self.until(lambda: (seen := self.replicas.get(heir.id)) and seen.is_usable)
+        return heir
+
+    def _become(self, rank: Any, role: Role, identity: Identity) -> Any:
+        """The rank that goes on with what this one has loaded; one in a process of its own stays what it is here."""
+        if self.processes:
+            rank.become(role, identity)
+            return rank
+        heir: Any = _MAKERS[role](self.launch, identity=identity, host="127.0.0.1")
+        heir.bind()
+        heir.succeed(rank)
         return heir
 
     def seen(self, replica: LocalReplica) -> Replica:

@@ -8,12 +8,15 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from cluster.words.launch import Launch
+from cluster.words.papers import Identity
 from cluster.words.probe import Milestone
 from cluster.words.request import Role
 from tests import hosts
@@ -61,16 +64,18 @@ class RankInProcess:
         *,
         faults: tuple[Fault, ...] = (),
         ceiling: Ceiling | None = None,
+        prepare: Callable[[], None] | None = None,
         log: str = os.devnull,
         network: str = "",
         **arguments: Any,
     ) -> None:
-        """network: the name of a network namespace to live in."""
+        """prepare: what the process does first. network: the name of a network namespace to live in."""
         self._connection, theirs = forks.Pipe()
         self._lock = threading.Lock()
+        before = [each for each in (ceiling and ceiling.arm, prepare) if each]
         self.process = forks.Process(
             target=_serve,
-            args=(theirs, role, launch, arguments, faults, ceiling, log, network),
+            args=(theirs, role, launch, arguments, faults, before, log, network),
             daemon=True,
         )
         self.process.start()
@@ -107,6 +112,10 @@ class RankInProcess:
     def drain(self) -> None:
         self._ask("drain")
 
+    def become(self, role: Role, identity: Identity) -> Any:
+        """As of cluster.control.rank_actor: the process has drained, and is a rank of another replica from now on."""
+        return self._ask("become", role, identity)
+
     def stop(self) -> None:
         """Leave in order; a process that has died or hangs is only buried."""
         if self.process.is_alive():
@@ -139,7 +148,7 @@ def _serve(
     launch: Launch,
     arguments: dict[str, Any],
     faults: tuple[Fault, ...],
-    ceiling: Ceiling | None,
+    before: Sequence[Callable[[], None]],
     log: str,
     network: str,
 ) -> None:
@@ -151,19 +160,41 @@ def _serve(
     os.environ["NCCL_HOSTID"] = str(os.getpid())  # several ranks may share one GPU, which NCCL takes for a mistake
     if network:
         hosts.enter(network)
-    if ceiling:
-        ceiling.arm()
-    rank = importlib.import_module(_MODULES[role]).make_rank(launch, probe=FaultyProbe(faults), **arguments)
+    for prepare in before:
+        prepare()
+    rank = _Rank(partial(_make, launch, probe=FaultyProbe(faults), **arguments), role)
     while True:
         try:
             method, args = connection.recv()
         except EOFError:
             os._exit(1)
         try:
-            answer = getattr(rank, method)(*args)
+            answer = rank.do(method, *args)
         except Exception as error:  # told to the one who asked
             answer = RuntimeError(f"{type(error).__name__}: {error}")
         connection.send(answer)
         if method == "stop":
             connection.close()
             os._exit(0)
+
+
+class _Rank:
+    """What the process is: a rank of one role, later perhaps of the other."""
+
+    def __init__(self, make: Callable[..., Any], role: Role) -> None:
+        self._make = make
+        self._now = make(role)
+
+    def do(self, method: str, *args: Any) -> Any:
+        return self._become(*args) if method == "become" else getattr(self._now, method)(*args)
+
+    def _become(self, role: Role, identity: Identity) -> Any:
+        heir = self._make(role, identity=identity)
+        binding = heir.bind()
+        heir.succeed(self._now)
+        self._now = heir
+        return binding
+
+
+def _make(launch: Launch, role: Role, **arguments: Any) -> Any:
+    return importlib.import_module(_MODULES[role]).make_rank(launch, **arguments)

@@ -34,6 +34,14 @@ def exact_tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
     }
 
 
+def on_device(device: str, tree: dict[str, Any]) -> dict[str, Any]:
+    """The same deployment there: ranks share one GPU."""
+    if device == "cuda":
+        for role in ("prefill", "decode"):
+            tree[role] |= {"resources": {"gpus": 0.1}}
+    return tree
+
+
 def gib_of_blocks(number: int) -> float:
     """A pool that has room for so many blocks of the tiny Llama in float32, and not for one more."""
     bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block

@@ -1,0 +1,91 @@
+"""A deployment on a GPU that drafts: its answers are those of one process that does not, by whatever it drafts.
+
+The same on a CPU, where it is slow and says that the test is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.words.request import Role, Sampling
+from router.routing.plain_policies import RoundRobin
+from tests.draft_always import draft_always
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
+from tests.engine.draft_models.smaller_model import first_layers
+from tests.engine.heads.head_files import write_eagle, write_medusa
+from tests.engine.heads.mtp_files import write_mtp
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.waiting import WITHIN_S
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.parametrize(
+        "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+    ),
+]
+
+_GREEDY = Sampling(max_tokens=40, temperature=0.0)
+_SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=2)
+_PROMPTS = prompts(20, 33, 47, 70)
+_SAMPLINGS = [_GREEDY, replace(_SAMPLED, seed=1), _GREEDY, replace(_SAMPLED, seed=2)]
+
+
+@pytest.mark.parametrize("method", ["suffix", "draft", "self", "medusa", "eagle", "mtp"])
+def test_answers_are_those_of_one_process(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, method: str, device: str
+) -> None:
+    model_dir, drafts = _drafting(method, checkpoint("llama"), tmp_path)
+    tree = on_device(device, exact_tree(1, 0))
+    tree["speculation"] = {"method": method, "model": str(drafts) if drafts else None, "max_tokens": 3}
+    tree["decode"] |= {"max_running": 16}  # as many rows and drafted tokens have logits
+
+    async def play() -> None:
+        async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
+            adding = cluster.add(Role.DECODE), cluster.add(Role.DECODE, prepare=draft_always)
+            as_it_pays, always = await asyncio.gather(*adding)
+            said = reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
+            expected = [[token.token_id for token in tokens] for tokens in said]
+            for _ in range(4):  # twice on each: then the first ones' answers are known
+                assert await _ask(cluster) == expected
+            await cluster.idle()
+            await cluster.until(lambda: _num_drafted(cluster, as_it_pays))
+            await cluster.until(lambda: _num_drafted(cluster, always) > 100)
+
+    asyncio.run(play())
+
+
+def _drafting(method: str, llama: Path, directory: Path) -> tuple[Path, Path | None]:
+    """The served model, and what drafts for it beside that."""
+    match method:
+        case "draft":
+            return llama, first_layers(llama, 2)
+        case "medusa":
+            write_medusa(directory)
+        case "eagle":
+            write_eagle(directory)
+        case "mtp":
+            write_mtp(directory)
+            shutil.copy(llama / "tokenizer.json", directory)
+            return directory, None
+        case _:
+            return llama, None
+    return llama, directory
+
+
+async def _ask(cluster: LocalCluster) -> list[list[int]]:
+    asked = [
+        cluster.generate(prompt, sampling, id=str(number))
+        for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
+    ]
+    async with asyncio.timeout(WITHIN_S):
+        return [answer.ids for answer in await asyncio.gather(*asked)]
+
+
+def _num_drafted(cluster: LocalCluster, replica: LocalReplica) -> int:
+    return sum(sum(one.tokens) for one in cluster.seen(replica).status.totals.drafted)

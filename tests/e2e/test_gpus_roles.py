@@ -1,0 +1,119 @@
+"""A deployment on a GPU whose replicas change their role while they answer, and whose prefill replicas have guests.
+
+The same on a CPU, where it is slow and says that the test is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cluster.words.request import Role, Sampling
+from router.routing import guests
+from router.routing.plain_policies import RoundRobin
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
+from tests.engine.steps import prompts
+from tests.local_cluster import Answer, LocalCluster, local_cluster
+from tests.rank_in_process import shared_ceiling
+from tests.waiting import WITHIN_S
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.parametrize(
+        "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+    ),
+]
+
+_SAMPLINGS = (Sampling(max_tokens=40, temperature=0.0), Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7))
+_PLACES = 2  # of a decode replica, and for guests of a prefill replica
+
+
+class Asked:
+    """Prompts, what the model makes of them alone, and their answers as they come. Every other one is sampled."""
+
+    def __init__(self, cluster: LocalCluster, reference: Reference, device: str, number: int) -> None:
+        self._cluster = cluster
+        self._prompts = prompts(*range(33, 33 + number))
+        self._samplings = [_SAMPLINGS[i % 2] for i in range(number)]
+        said = reference(Path(cluster.spec.model.source), self._prompts, self._samplings, device=device)
+        self.expected = [[token.token_id for token in tokens] for tokens in said]
+        self._running: list[asyncio.Task[Answer]] = []
+
+    def ask(self, number: int) -> None:
+        """The next ones."""
+        for i in range(len(self._running), len(self._running) + number):
+            asking = self._cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
+            self._running.append(asyncio.create_task(asking))
+
+    async def answers(self) -> list[Answer]:
+        async with asyncio.timeout(WITHIN_S):
+            return await asyncio.gather(*self._running)
+
+
+def test_streams_go_on_while_replicas_change_their_role_each_way(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, device: str
+) -> None:
+    running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))
+    tree["decode"] |= {"max_running": 8}
+
+    async def play() -> None:
+        async with local_cluster(
+            checkpoint("llama"), redis_url, processes=True, policy=RoundRobin(), **tree
+        ) as cluster:
+            roles = [Role.PREFILL] * 2 + [Role.DECODE] * 2
+            prefill, _, decode, _ = await asyncio.gather(*(cluster.add(role, ceiling=running_on) for role in roles))
+            asked = Asked(cluster, reference, device, 12)
+            asked.ask(4)
+            await cluster.until(lambda: cluster.seen(decode).status.totals.generated_tokens >= 20)
+            to_prefill = await cluster.switch(decode)
+            assert cluster.replicas.get(decode.id) is None and to_prefill.blocks["cached"]
+            asked.ask(4)
+            to_decode = await cluster.switch(prefill)  # with prompts on their way
+            asked.ask(4)
+            running_on.lift()
+            answers = await asked.answers()
+            assert [answer.ids for answer in answers] == asked.expected
+            assert to_prefill.id in {answer.route.prefill_replica for answer in answers}
+            assert to_decode.id in {answer.route.decode_replica for answer in answers}
+            await cluster.idle()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["they stay", "they move"])
+def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
+    checkpoint: Checkpoint,
+    reference: Reference,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    leaves: bool,
+    device: str,
+) -> None:
+    """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
+    monkeypatch.setattr(guests, "wait_s", lambda *_, **__: 3600.0)  # while answers stand still, no place comes free
+    running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))
+    tree["prefill"] |= {"max_running": 2 * _PLACES, "answer_share": 0.5}
+    tree["decode"] |= {"max_running": _PLACES}
+
+    async def play() -> None:
+        async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
+            adding = (cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE))
+            prefill, decode = await asyncio.gather(*adding)
+            asked = Asked(cluster, reference, device, 2 * _PLACES)
+            asked.ask(_PLACES)
+            await cluster.until(lambda: cluster.seen(decode).status.running == _PLACES)
+            asked.ask(_PLACES)
+            await cluster.until(lambda: cluster.seen(prefill).status.guests.running == _PLACES)
+            home = prefill
+            if leaves:
+                home = await cluster.add(Role.DECODE, ceiling=running_on)
+                await cluster.switch(prefill)
+            running_on.lift()
+            answers = await asked.answers()
+            assert [answer.ids for answer in answers] == asked.expected
+            assert [answer.route.decode_replica for answer in answers] == [decode.id] * _PLACES + [home.id] * _PLACES
+            await cluster.idle()
+
+    asyncio.run(play())
