@@ -240,4 +240,6 @@ def _place(
     device: torch.device,
 ) -> Tensor:
     """On the device; nothing waits for the copy but what comes behind it there."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    host = torch.tensor(values, dtype=dtype)
+    # Not by `pin_memory=True`, which torch refuses for arrays.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -6,7 +6,6 @@ The ranks run in this process or, with `local_cluster(..., processes=True)`, eac
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -47,7 +46,7 @@ from router.serving.replicas import Replicas
 from tests.ceiling import Ceiling
 from tests.hosts import Host
 from tests.identities import in_clear, papers, proven
-from tests.rank_in_process import Fault, RankInProcess
+from tests.rank_in_process import RANKS_LOG, Fault, RankInProcess
 from tests.waiting import WITHIN_S, becomes
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
@@ -119,7 +118,7 @@ class LocalCluster:
         *faults: Fault,
         ceiling: Ceiling | None = None,
         prepare: Callable[[], None] | None = None,
-        log: str = os.devnull,
+        log: str = RANKS_LOG,
         on: Host | None = None,
     ) -> LocalReplica:
         """Start one more replica and wait until the router sees it.

@@ -26,6 +26,8 @@ from tests.forks import forks
 _MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
 _ANSWER_S = 110.0  # on a GPU the first rank to load compiles kernels
 _END_S = 10.0
+# Where ranks write, unless a test says; RANKS_LOG=FILE for whoever looks for what goes wrong in them.
+RANKS_LOG = os.environ.get("RANKS_LOG", os.devnull)
 
 
 def shared_ceiling(num_tokens: int) -> Ceiling:
@@ -65,7 +67,7 @@ class RankInProcess:
         faults: tuple[Fault, ...] = (),
         ceiling: Ceiling | None = None,
         prepare: Callable[[], None] | None = None,
-        log: str = os.devnull,
+        log: str = RANKS_LOG,
         network: str = "",
         **arguments: Any,
     ) -> None:

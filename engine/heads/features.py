@@ -37,7 +37,8 @@ class Features:
         """capacity: of the ring: as much as a few steps keep."""
         self._pool = pool
         self._size = pool.layout.block_size
-        self._ring_CE = torch.zeros(capacity, dim, dtype=dtype, device=pool.device)
+        with torch.inference_mode(False):  # whoever warms up is in it, and what has arrived is written outside of it
+            self._ring_CE = torch.zeros(capacity, dim, dtype=dtype, device=pool.device)
         self._slot_of_C = np.full(capacity, UNKNOWN)
         self._place_of = np.full(pool.num_blocks * self._size, UNKNOWN)  # by slot: the latest
         self._next = 0

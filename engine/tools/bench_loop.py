@@ -27,6 +27,7 @@ from engine.runner import ModelRunner
 from engine.sampler import choose_by_kernel, choose_by_torch, sample
 from engine.sampling import SamplingRow
 from engine.sequence import Sequence
+from engine.speculation.speculation import Speculation
 from engine.tools.gpu_command import asked_shapes
 from engine.tools.random_models import SHAPES, random_runner
 
@@ -38,6 +39,7 @@ _SAMPLINGS = {
 }
 _BATCHES = ((1, 2048), (8, 2048), (64, 2048))  # rows, context
 _NUM_STEPS = 64
+_MOST_DRAFTED = 7  # tokens of a row
 _TRIES = 3
 
 
@@ -81,7 +83,7 @@ def _steps(
     """The quickest of some tries, and what was said in the last."""
     best = float("inf")
     for _ in range(_TRIES):
-        engine, sequences = _engine(runner, num_rows, context, sampling, runs_ahead=runs_ahead)
+        engine, sequences = running_engine(runner, num_rows, context, sampling, runs_ahead=runs_ahead)
         for _ in range(3):
             engine.step()
         torch.cuda.synchronize()
@@ -93,21 +95,36 @@ def _steps(
     return best, [sequence.tokens[context : context + _NUM_STEPS] for sequence in sequences]
 
 
-def _engine(
-    runner: ModelRunner, num_rows: int, context: int, sampling: Sampling, *, runs_ahead: bool
+def running_engine(
+    runner: ModelRunner,
+    num_rows: int,
+    context: int,
+    sampling: Sampling,
+    *,
+    runs_ahead: bool = False,
+    speculation: Speculation | None = None,
 ) -> tuple[Engine[Tensor], list[Sequence]]:
-    """Of sequences whose KV is whatever lies in the pool."""
+    """Of sequences whose KV is whatever lies in the pool. With a speculation, which drafts whatever a step takes."""
     size, most = runner.layout.block_size, context + 2 * _NUM_STEPS
-    limits = SchedulerConfig(max_batch_tokens=num_rows, max_running=num_rows, max_waiting=num_rows)
-    blocks = BlockManager(runner.pool.num_blocks)
-    engine = Engine(runner, sample, blocks, limits, block_size=size, pace=Pace(), runs_ahead=runs_ahead)
+    most_tokens = num_rows * (1 + _MOST_DRAFTED) if speculation else num_rows
+    limits = SchedulerConfig(max_batch_tokens=most_tokens, max_running=num_rows, max_waiting=num_rows)
+    engine = Engine(
+        runner,
+        sample,
+        BlockManager(runner.pool.num_blocks),
+        limits,
+        block_size=size,
+        pace=None if speculation else Pace(),
+        runs_ahead=runs_ahead,
+        speculation=speculation,
+    )
     sequences = []
     for i in range(num_rows):
         request = SequenceRequest(
             id=str(i), token_ids=(i + 1,) * context, num_prompt_tokens=context, sampling=sampling, salt=str(i)
         )
         sequence = Sequence(request, 0, model="", block_size=size, max_context=most)
-        taken = blocks.allocate([], sequence.num_blocks_for(context))
+        taken = engine.blocks.allocate([], sequence.num_blocks_for(context))
         assert taken
         sequence.start_with(*taken)
         sequence.num_computed = context - 1
@@ -118,7 +135,7 @@ def _engine(
 
 
 def _device_ms(runner: ModelRunner, num_rows: int, context: int, sampling: Sampling) -> float:
-    engine, sequences = _engine(runner, num_rows, context, sampling, runs_ahead=False)
+    engine, sequences = running_engine(runner, num_rows, context, sampling, runs_ahead=False)
     step = engine.launch()
     rows = [sequence.sampling_row for sequence in sequences]
     return _device_us(lambda: sample(runner.forward(step.batch), rows)) / 1e3

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cluster.model import config as model_config
+from cluster.model.draft_heads import HeadsPlace
 from cluster.words.errors import SpecError
 from engine.config import EngineConfig
 from engine.model.transformer import expected_tensors
@@ -131,13 +132,14 @@ def random_runner(
     pool_dtype: str = "auto",
     num_blocks: int = 4096,
     recorded_rows: int = 0,
+    heads: HeadsPlace | None = None,
     device: str = "cuda",
     parallel: TensorParallel | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> ModelRunner:
     """A model of one of SHAPES with random weights and a pool of so many blocks, ready to compute. Raises SpecError.
 
-    recorded_rows: see EngineConfig. changes: of the shape's config.json, as `{"num_hidden_layers": 2}`.
+    recorded_rows, heads: see EngineConfig. changes: of the shape's config.json, as `{"num_hidden_layers": 2}`.
     """
     if shape not in SHAPES:
         raise SpecError(f"no shape is named {shape}; choose one of {', '.join(SHAPES)}")
@@ -152,6 +154,7 @@ def random_runner(
             pool_dtype=pool_dtype,
             num_blocks=num_blocks,
             recorded_rows=recorded_rows,
+            heads=heads,
         )
         checkpoint = RandomCheckpoint(directory, getattr(torch, dtype), torch.device(device))
         return ModelRunner(config, parallel, checkpoint=checkpoint)

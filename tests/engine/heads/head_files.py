@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,15 @@ def medusa_reference(
     return guessed
 
 
-def write_eagle_beside(model_dir: Path, directory: Path) -> None:
-    """Of a Llama's own size, and as random."""
-    model = json.loads((model_dir / "config.json").read_text())
+def write_eagle_beside(
+    model: Mapping[str, Any], directory: Path, *, draft_vocab: int = DRAFT_VOCAB, dtype: torch.dtype = torch.float32
+) -> None:
+    """Of a Llama's own size, and as random. model: its config.json."""
     hidden, kv_heads = model["hidden_size"], model["num_key_value_heads"]
     width, features, vocab = hidden // model["num_attention_heads"], model["intermediate_size"], model["vocab_size"]
     shapes = {
         "fc": (hidden, 3 * hidden),
-        "lm_head": (DRAFT_VOCAB, hidden),
+        "lm_head": (draft_vocab, hidden),
         "midlayer.self_attn.q_proj": (hidden, 2 * hidden),
         "midlayer.self_attn.k_proj": (kv_heads * width, 2 * hidden),
         "midlayer.self_attn.v_proj": (kv_heads * width, 2 * hidden),
@@ -81,15 +82,16 @@ def write_eagle_beside(model_dir: Path, directory: Path) -> None:
     }
     generator = torch.Generator().manual_seed(2)
     tensors = {
-        f"{name}.weight": torch.randn(*shape, generator=generator) * shape[1] ** -0.5 for name, shape in shapes.items()
+        f"{name}.weight": (torch.randn(*shape, generator=generator) * shape[1] ** -0.5).to(dtype)
+        for name, shape in shapes.items()
     }
     norms = ("norm", *(f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
-    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
-    tensors["d2t"] = torch.arange(DRAFT_VOCAB) * (vocab // DRAFT_VOCAB - 1)
+    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=dtype) for name in norms}
+    tensors["d2t"] = torch.arange(draft_vocab) * (vocab // draft_vocab - 1)
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(
-        0, tensors["d2t"] + torch.arange(DRAFT_VOCAB), True
+        0, tensors["d2t"] + torch.arange(draft_vocab), True
     )
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": draft_vocab}
     save_heads(directory, model | own, tensors)
 
 

@@ -419,6 +419,18 @@ def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_
     assert not runner.heads.knows([row]), "what is there is of whoever had the blocks before"
 
 
+def test_what_arrives_after_a_warm_up_is_taken(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    """On a GPU heads are tried, and attached anew, in inference mode; what arrives comes outside of it."""
+    write_medusa(tmp_path)
+    runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("medusa", tmp_path))
+    heads = runner.heads
+    assert heads
+    with torch.inference_mode():
+        heads.attach(runner.pool)
+    heads.features.arrived([4, 5], 0, 11, b"1" * 48 * 4)
+    assert heads.knows([HeadRow(0, 11, [4, 5])])
+
+
 def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:
     directory, _ = tiny_model("llama")
     write_eagle(tmp_path / "one")

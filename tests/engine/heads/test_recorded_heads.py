@@ -55,29 +55,43 @@ class Overheard:
 @pytest.mark.parametrize("kind", _WRITERS)
 def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     """Prompts, answers, drafts that are verified, and blocks that fork: replayed but for the longest prompts."""
-    _WRITERS[kind](tmp_path)
-    model_dir = tmp_path if kind == "mtp" else tiny_model("llama")[0]
-    capture, method = FakeReplays(), "eagle" if kind == "eagle1" else kind
-
-    def said(capture: Capture | None, recorded_rows: int) -> tuple[Said, list[list[int]]]:
-        config: dict[str, Any] = {"heads": HeadsPlace(method, tmp_path), "recorded_rows": recorded_rows}
-        runner = ModelRunner(
-            EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, **config),
-            capture=capture,
-        )
-        overheard = Overheard(runner)
-        asked = [
-            Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
-            for i, prompt in enumerate(prompts(3, 40, 9, 17))
-        ]
-        linear: dict[str, Any] = {
-            "max_tokens": _NUM_TOKENS,
-            "may_branch": False,
-        }  # what branches goes by what steps have taken
-        speculation = Speculation({"heads": overheard}, vocab_size=VOCAB_SIZE, **linear)
-        return answers(runner, asked, num_blocks=256, speculation=speculation), overheard.guesses
-
-    (plain, expected), (replayed, guesses) = said(None, 0), said(capture, _MOST_ROWS)
+    capture = FakeReplays()
+    plain, expected = _said(kind, tiny_model, tmp_path)
+    replayed, guesses = _said(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
     assert replayed.ids == plain.ids and guesses == expected
     assert capture.num_replays >= replayed.num_steps - 2 > 10
     assert sum(map(len, guesses)) > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", _WRITERS)
+def test_what_is_guessed_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    plain, expected = _said(kind, tiny_model, tmp_path)
+    for recorded_rows in (0, _MOST_ROWS):
+        said, guesses = _said(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
+        assert said.ids == plain.ids and guesses == expected, f"{recorded_rows} rows recorded"
+
+
+def _said(
+    kind: str, tiny_model: MakeModel, directory: Path, *, capture: Capture | None = None, **config: Any
+) -> tuple[Said, list[list[int]]]:
+    """Answers, and what was guessed on their way. directory: for the files of the heads."""
+    _WRITERS[kind](directory)
+    heads = HeadsPlace("eagle" if kind == "eagle1" else kind, directory)
+    model_dir = directory if kind == "mtp" else tiny_model("llama")[0]
+    runner = ModelRunner(
+        EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, heads=heads, **config),
+        capture=capture,
+    )
+    overheard = Overheard(runner)
+    asked = [
+        Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
+        for i, prompt in enumerate(prompts(3, 40, 9, 17))
+    ]
+    speculation = Speculation(
+        {"heads": overheard},
+        max_tokens=_NUM_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        may_branch=False,  # what branches goes by what steps have taken
+    )
+    return answers(runner, asked, num_blocks=256, speculation=speculation), overheard.guesses

@@ -1,0 +1,64 @@
+"""Runners and what drafts beside them, for every method there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from cluster.model.draft_heads import HeadsPlace
+from engine.draft_models.draft_model import DraftModel
+from engine.draft_models.head_proposer import HeadProposer
+from engine.draft_models.own_layers import OwnLayers
+from engine.kv.block_manager import BlockManager
+from engine.speculation.proposer import Computing
+from engine.speculation.speculation import Speculation
+from tests.engine.draft_models.smaller_model import first_layers
+from tests.engine.heads.eagle1_files import write_eagle1
+from tests.engine.heads.head_files import write_eagle, write_medusa
+from tests.engine.heads.mtp_files import write_mtp
+from tests.engine.steps import VOCAB_SIZE
+from tests.engine.tiny_models import MakeRunner
+
+_WRITERS: Mapping[str, Callable[[Path], object]] = {
+    "medusa": write_medusa,
+    "eagle": write_eagle,
+    "eagle1": write_eagle1,
+    "mtp": write_mtp,
+}
+METHODS = ("ngram", "suffix", "draft", "self", *_WRITERS, "auto: all but mtp")
+
+
+class Drafting:
+    """A runner of the model in `target`, and the speculations made for it. directory: for the files of heads."""
+
+    def __init__(
+        self, method: str, target: Path, make_runner: MakeRunner, directory: Path, *, num_blocks: int = 2048
+    ) -> None:
+        self.made: list[Speculation] = []
+        self._method = method.partition(":")[0]
+        self._is_auto = self._method == "auto"
+        place = None
+        if kind := "eagle" if self._is_auto else self._method if self._method in _WRITERS else "":
+            _WRITERS[kind](directory)
+            self._method = "eagle" if kind == "eagle1" else self._method
+            place = HeadsPlace("eagle" if kind == "eagle1" else kind, directory)
+        self.runner = make_runner(directory if kind == "mtp" else target, num_blocks=num_blocks, heads=place)
+        self._heads = place and place.kind
+        self._smaller = partial(make_runner, first_layers(target, 2), num_blocks=num_blocks // 2)
+
+    @property
+    def num_drafted(self) -> list[int]:
+        """Tokens, of each speculation."""
+        return [sum(counts.drafted.total() for counts in one.counts.values()) for one in self.made]
+
+    def speculation(self, blocks: BlockManager) -> Speculation:
+        computing: dict[str, Computing] = {}
+        if self._heads:
+            computing[self._heads] = HeadProposer(self.runner)
+        if self._is_auto or self._method == "draft":
+            computing["draft"] = DraftModel(self._smaller(), vocab_size=VOCAB_SIZE)
+        if self._is_auto or self._method == "self":
+            computing["self"] = OwnLayers(self.runner, blocks, before_writing=lambda: None)
+        self.made.append(Speculation.of(self._method, max_tokens=6, vocab_size=VOCAB_SIZE, computing=computing))
+        return self.made[-1]

@@ -1,0 +1,98 @@
+"""What drafts cost beside a large model with random weights: python -m tests.gpu_check.drafts SHAPE
+
+Of a step that verifies them, the device's time beside that of one without; of a head of EAGLE-3 of the model's own
+size, which is nearly never right, all that a step takes longer.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cluster.model.draft_heads import HeadsPlace
+from cluster.words.request import Sampling
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.draft_models.head_proposer import HeadProposer
+from engine.runner import ModelRunner
+from engine.speculation.speculation import Speculation
+from engine.tools.bench_kernels import device_seconds
+from engine.tools.bench_loop import running_engine
+from engine.tools.random_models import SHAPES, random_runner
+from tests.engine.heads.head_files import write_eagle_beside
+from tests.gpu_check.rows import tell
+
+_BATCHES, _CONTEXT, _BLOCK_SIZE = (1, 8, 32), 2048, 16
+_DRAFTED, _ASKED = (1, 3, 7), 3  # tokens of a row
+_DRAFT_VOCAB = 32000
+_NUM_STEPS = 50
+_HEAD_START_CYCLES = 60_000_000
+
+
+def main() -> None:
+    (shape,) = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as directory:
+        write_eagle_beside(SHAPES[shape], Path(directory), draft_vocab=_DRAFT_VOCAB, dtype=torch.bfloat16)
+        runner = random_runner(
+            shape,
+            num_blocks=max(_BATCHES) * (_CONTEXT // _BLOCK_SIZE + 16),
+            recorded_rows=max(_BATCHES) * (1 + max(_DRAFTED)),
+            heads=HeadsPlace("eagle", Path(directory)),
+        )
+    with torch.inference_mode():
+        for batch in _BATCHES:
+            plain_s = _forward_s(runner, batch, 1)
+            tell(f"{batch} x {_CONTEXT}: a step of the device", plain_s * 1e3, "ms")
+            for drafted in _DRAFTED:
+                longer = _forward_s(runner, batch, 1 + drafted) / plain_s - 1
+                tell(f"{batch} x {_CONTEXT}: longer with {drafted} drafted tokens a row", longer)
+            plain_s, asking_s = (_step_s(runner, batch, asks=asks) for asks in (False, True))
+            tell(f"{batch} x {_CONTEXT}: a step that waits", plain_s * 1e3, "ms")
+            tell(f"{batch} x {_CONTEXT}: one that asks a head for {_ASKED} tokens a row", asking_s * 1e3, "ms")
+
+
+def _forward_s(runner: ModelRunner, num_rows: int, num_tokens: int) -> float:
+    """num_tokens: of a row, the logits of all of which are wanted."""
+    width = _CONTEXT // _BLOCK_SIZE
+    rows = [
+        Row(
+            token_ids=[i] * num_tokens,
+            start=_CONTEXT - num_tokens,
+            blocks=range(i * width, (i + 1) * width),
+            num_logits=num_tokens,
+        )
+        for i in range(num_rows)
+    ]
+    batch = Batch.of(rows, block_size=_BLOCK_SIZE)
+    return device_seconds(partial(runner.forward, batch), tries=10, head_start_cycles=_HEAD_START_CYCLES)
+
+
+def _step_s(runner: ModelRunner, num_rows: int, *, asks: bool) -> float:
+    speculation = None
+    if asks:
+        heads = HeadProposer(runner)
+        speculation = Speculation(
+            {"eagle": heads},
+            max_tokens=_ASKED,
+            vocab_size=runner.config.vocab_size,
+            may_branch=False,
+            may_pass_over=False,
+        )
+    engine, _ = running_engine(runner, num_rows, _CONTEXT, Sampling(temperature=0.0), speculation=speculation)
+    for _ in range(5):
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(_NUM_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / _NUM_STEPS
+
+
+if __name__ == "__main__":
+    main()
