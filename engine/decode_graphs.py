@@ -7,13 +7,13 @@ graph launches the same kernels over the same addresses again. So what changes f
 
 Block tables stay there from step to step: while the same rows follow each other, only the cells that are new go along.
 
-Shapes are part of a graph, so there is one for each of a few batch sizes, and a batch is filled up to the next. A row
-that fills up has a context of 0, which is attended to as zeros, and a slot of -1, where nothing is stored: no block is
-set aside for it.
+Shapes are part of a graph, so there is one for each of a few numbers of tokens, and a batch is filled up to the next. A
+token that fills up has a context of 0, which is attended to as zeros, and a slot of -1, where nothing is stored: no
+block is set aside for it.
 
-A row of several tokens, as drafts and short chunks of prompts are, is replayed as so many rows of one: a layer stores
-the keys of all its tokens before any of them attends, each up to itself. Keys are read again for each, so that only few
-may be.
+Rows are cut into strips (engine/kernels/strips.py), of which there are at most as many as tokens: a row that decodes is
+one, one with a draft, or a short chunk of a prompt, has some. A layer stores the keys of all its tokens before any of
+them attends, each up to itself. Keys are read again for each strip, so that only few may be.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch.batch import Batch, FedTokens
-from engine.batch.device_batch import DeviceBatch, SingleRows, upload
+from engine.batch.device_batch import DeviceBatch, upload
+from engine.kernels.strips import QueryStrips, Strips, cut_strips
 
-# R rows of a batch, T its tokens, N tokens that a graph computes, each a row, M those of the largest, B blocks of the
-# longest table, V vocabulary
+# R rows of a batch, T its tokens, U its strips, N tokens that a graph computes, and as many strips, M those of the
+# largest, B blocks of the longest table, V vocabulary
 
 _MOST_ROWS = 256  # beyond, launching takes less time than computing
-_ABSENT = np.array([[0], [0], [-1], [0]], dtype=np.int32)  # token, position, slot and context of a row that fills up
+# Of what fills up: a token's id, position, slot and code; a strip's first token, number of queries, and context.
+_ABSENT = np.array([[0], [0], [-1], [0], [0], [1], [0]], dtype=np.int32)
 
 Step = Callable[[], None]
 
@@ -80,23 +83,25 @@ class DecodeGraphs:
         num_sizes: int | None = None,
         max_context: int,
         most_read_again: int,
+        most_queries: int,
         block_size: int,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """Records a step for each batch size, of rows that are all absent: nothing is read or written of the pool.
+        """Records a step for each size, of tokens that are all absent: nothing is read or written of the pool.
 
-        compute: from N rows to their logits (N, V); what it launches must follow from shapes and `longest` alone.
-        num_sizes: only the largest so many. most_read_again: positions that rows of several tokens may read, together,
-        beyond those that they would if each read its own once.
+        compute: from N tokens to their logits (N, V); what it launches must follow from shapes and `longest` alone.
+        num_sizes: only the largest so many. most_queries: of a strip. most_read_again: positions that rows of several
+        strips may read, together, beyond those that they would if each read its own once.
         """
         self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]
         self._compute = compute
         self._device = device
         self._longest = max_context
         self._most_read_again = most_read_again
+        self._most_queries = most_queries
         most = self._sizes[-1]
-        self._numbers_4M = torch.from_numpy(_ABSENT).to(device).repeat(1, most)
+        self._numbers_7M = torch.from_numpy(_ABSENT).to(device).repeat(1, most)
         self._tokens_M = torch.arange(most, dtype=torch.int32, device=device)
         self._tables_MB = torch.zeros(most, -(-max_context // block_size), dtype=torch.int32, device=device)
         self._last: tuple[int, Any] = (0, None)  # step whose block tables are there, and whose they are
@@ -113,15 +118,13 @@ class DecodeGraphs:
         num_tokens, width = batch.num_tokens, batch.block_tables.shape[1]
         if num_tokens > self._sizes[-1] or width > self._tables_MB.shape[1] or len(batch.scored_rows):
             return None
-        is_single = num_tokens == len(batch.query_lens)
-        if not is_single and num_read_again(batch) > self._most_read_again:
+        strips = None if num_tokens == len(batch.query_lens) else self._cut(batch)  # mostly None
+        if strips and int(strips.contexts_U.sum() - batch.context_lens.sum()) > self._most_read_again:
             return None
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
-        numbers_4N = np.repeat(_ABSENT, size, axis=1)
-        numbers_4N[:, :num_tokens] = batch.token_ids, batch.positions, batch.slots, batch.positions + 1
         more = [] if batch.wants_all_logits else [batch.logits_rows]
-        numbers, *wanted = self._upload_tables(batch, [numbers_4N, *more], is_single=is_single)
-        self._numbers_4M[:, :size].copy_(numbers)
+        numbers, *wanted = self._upload_tables(batch, [self._numbers(batch, strips, size), *more], strips)
+        self._numbers_7M[:, :size].copy_(numbers)
         if batch.fed:
             self._feed(batch.fed)
         self._replays[size]()
@@ -130,17 +133,36 @@ class DecodeGraphs:
     @property
     def token_ids_M(self) -> Tensor:
         """Of the last step, on the device: the first are its tokens. The next call overwrites them."""
-        return self._numbers_4M[0]
+        return self._numbers_7M[0]
 
-    def _upload_tables(self, batch: Batch, arrays: list[Any], *, is_single: bool) -> list[Tensor]:
-        """Put the batch's block tables in their place, one for each token. arrays: what goes to the device in the same
+    def _cut(self, batch: Batch) -> Strips:
+        return cut_strips(batch.query_lens, batch.context_lens, most=self._most_queries)
+
+    def _numbers(self, batch: Batch, strips: Strips | None, size: int) -> NDArray[np.int32]:
+        """(7, N): see _ABSENT. strips: None, each token is one."""
+        num_tokens, numbers_7N = batch.num_tokens, np.repeat(_ABSENT, size, axis=1)
+        numbers_7N[:3, :num_tokens] = batch.token_ids, batch.positions, batch.slots
+        if strips is None:
+            tokens = np.arange(num_tokens)
+            numbers_7N[3, :num_tokens] = tokens * self._most_queries
+            numbers_7N[4, :num_tokens], numbers_7N[6, :num_tokens] = tokens, batch.positions + 1
+            num_strips = num_tokens
+        else:
+            num_strips = len(strips.counts_U)
+            numbers_7N[3, :num_tokens] = strips.codes_N(self._most_queries)
+            numbers_7N[4, :num_strips] = np.cumsum(strips.counts_U) - strips.counts_U
+            numbers_7N[5, :num_strips], numbers_7N[6, :num_strips] = strips.counts_U, strips.contexts_U
+        numbers_7N[3, num_tokens:] = num_strips * self._most_queries  # one that is not there
+        return numbers_7N
+
+    def _upload_tables(self, batch: Batch, arrays: list[Any], strips: Strips | None) -> list[Tensor]:
+        """Put the batch's block tables in their place, one for each strip. arrays: what goes to the device in the same
         copy; returned as they are there."""
         tables_RB, count = batch.block_tables, len(arrays)
         num_tokens, width = batch.num_tokens, tables_RB.shape[1]
-        if not is_single:
-            row_of_T = np.repeat(np.arange(len(tables_RB)), batch.query_lens)
-            *uploaded, tables, rows = upload([*arrays, tables_RB, row_of_T], self._device)
-            self._tables_MB[:num_tokens, :width].copy_(tables.index_select(0, rows))
+        if strips:
+            *uploaded, tables, rows = upload([*arrays, tables_RB, strips.rows_U], self._device)
+            self._tables_MB[: len(strips.rows_U), :width].copy_(tables.index_select(0, rows))
             self._last = 0, None
             return uploaded
         if batch.new_cells is not None and self._is_next(batch):
@@ -157,7 +179,7 @@ class DecodeGraphs:
 
     def _feed(self, fed: FedTokens) -> None:
         """Put the tokens that the step before chooses where the graphs read them."""
-        tokens_M = self._numbers_4M[0]
+        tokens_M = self._numbers_7M[0]
         if fed.is_in_place:  # mostly
             num_fed = len(fed.sources)
             torch.clamp(fed.token_ids[:num_fed], min=0, out=tokens_M[:num_fed])
@@ -172,15 +194,19 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> None:
         """What is recorded."""
-        token_ids, positions, slots, contexts = self._numbers_4M[:, :size].unbind()
-        rows = SingleRows(self._tokens_M[:size], self._tables_MB[:size], contexts, self._longest)
-        batch = DeviceBatch(token_ids, positions, slots, logits_rows=None, singles=rows, prompts=None)
+        token_ids, positions, slots, codes, firsts, counts, contexts = self._numbers_7M[:, :size].unbind()
+        strips = QueryStrips(
+            firsts,
+            counts,
+            self._tables_MB[:size],
+            contexts,
+            self._tokens_M[:size],
+            codes,
+            most=self._most_queries,
+            longest=self._longest,
+        )
+        batch = DeviceBatch(token_ids, positions, slots, logits_rows=None, strips=strips, prompts=None)
         self._logits_MV[:size].copy_(self._compute(batch))
-
-
-def num_read_again(batch: Batch) -> int:
-    """Positions that rows of several tokens read beyond those that they hold, where each token reads for itself."""
-    return int((batch.positions + 1).sum() - batch.context_lens.sum())
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -77,6 +77,7 @@ class Recorder:
             num_sizes=num_sizes,
             max_context=max_context,
             most_read_again=READ_AGAIN_BYTES // self.bytes_per_token,
+            most_queries=self.model.most_queries,
             block_size=self.block_size,
             vocab_size=self.vocab_size,
             device=self.device,

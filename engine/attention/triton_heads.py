@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.attention.gathered import GatheredRows
 from engine.batch.device_batch import DeviceBatch, PromptRows
-from engine.kernels.decode_attention import decode_attention, resident_programs
+from engine.kernels.decode_attention import decode_attention, resident_programs, window_of_strips
 from engine.kernels.dense_prefill import dense_prefill_attention
 from engine.kernels.gather_rows import gather_rows
 from engine.kernels.prefill_attention import prefill_attention
@@ -27,9 +27,9 @@ MOST_GATHERED_BYTES = 1 << 28  # of a layer, beside the pool; beyond, blocks are
 class KernelHeads:
     """Implements engine.attention.heads.Heads with the Triton kernels; on a CPU, with their references.
 
-    Rows of one query go to the decode kernel, which reads the pool's blocks in place. So does the prefill kernel, for
+    Rows of few queries go to the decode kernel, which reads the pool's blocks in place. So does the prefill kernel, for
     the others, unless so many queries see each key that the keys are better gathered first.
-    What is launched for rows of one query depends on the shapes of the batch's tensors and on `longest`, never on a
+    What is launched for rows of few queries depends on the shapes of the batch's tensors and on `longest`, never on a
     number in them: so it can be recorded, and launched again over other numbers (engine/decode_graphs.py).
     """
 
@@ -53,13 +53,11 @@ class KernelHeads:
 
     def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
         out_THD = torch.empty_like(q_THD)
-        if singles := self._batch.singles:
+        if strips := self._batch.strips:
             decode_attention(
                 q_THD,
                 *self._pool.layer(layer),
-                tokens_R=singles.tokens_R,
-                tables_RB=singles.tables_RB,
-                contexts_R=singles.contexts_R,
+                strips=strips,
                 window=window,
                 splits=self._splits_of(window),
                 out_THD=out_THD,
@@ -96,13 +94,13 @@ class KernelHeads:
 
     def _splits_of(self, window: int | None) -> Splits:
         if window not in self._splits:
-            singles = self._batch.singles
-            assert singles is not None
+            strips = self._batch.strips
+            assert strips is not None
             self._splits[window] = Splits.of(
-                singles.contexts_R,
-                window=window,
+                strips.contexts_U,
+                window=window_of_strips(window, strips.most),
                 num_heads=self._pool.layout.heads_per_rank,
-                longest=singles.longest,
+                longest=strips.longest,
                 resident=resident_programs(has_scales=self._pool.layout.has_scales),
             )
         return self._splits[window]

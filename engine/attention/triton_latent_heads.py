@@ -58,25 +58,25 @@ class KernelLatentHeads:
             return self._attend_singles(layer, q_THD, expansion)
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
         self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
-        if singles := self._batch.singles:
-            absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.tokens_R))
-            out_THW[singles.tokens_R] = self._attend_singles(layer, absorbed_RHJ, expansion)
+        if singles := self._batch.strips:
+            absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.firsts_U))
+            out_THW[singles.firsts_U] = self._attend_singles(layer, absorbed_RHJ, expansion)
         return out_THW
 
     def _attend_singles(self, layer: int, absorbed_RHJ: Tensor, expansion: Expansion) -> Tensor:
         """Rows of one query: (R, H, W)."""
-        singles = self._batch.singles
-        assert singles is not None
+        singles = self._batch.strips
+        assert singles is not None and singles.most == 1
         if self._splits is None:
             num_heads = absorbed_RHJ.shape[1]
-            self._splits = splits_of_latents(singles.contexts_R, num_heads=num_heads, longest=singles.longest)
+            self._splits = splits_of_latents(singles.contexts_U, num_heads=num_heads, longest=singles.longest)
         return latent_decode_attention(
             absorbed_RHJ,
             *self._pool.layer(layer),
             expansion.value_HWC,
             scale=self._scale,
-            tables_RB=singles.tables_RB,
-            contexts_R=singles.contexts_R,
+            tables_RB=singles.tables_UB,
+            contexts_R=singles.contexts_U,
             splits=self._splits,
         )
 

@@ -14,27 +14,19 @@ from torch import Tensor
 from engine import streams
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
+from engine.kernels.strips import QueryStrips, cut_strips
 from engine.kernels.tiles import QueryTiles, cut_tiles
 
 # T tokens of the step, R rows, B blocks of the longest table
 
+_MOST_STRIPS = 3  # of a row: so often its keys are read sooner than by what reads them once, for prompts
 _NONE = np.zeros(0, dtype=np.int64)
 _ALIGNED = 4  # numbers: arrays begin at multiples of 16 bytes, for kernels are compiled anew for pointers that do not
 
 
 @dataclass(frozen=True)
-class SingleRows:
-    """Rows of one query each."""
-
-    tokens_R: Tensor  # of the step
-    tables_RB: Tensor
-    contexts_R: Tensor  # 0: a row that is not there, and gets zeros
-    longest: int  # no context is longer
-
-
-@dataclass(frozen=True)
 class PromptRows:
-    """Rows of several queries."""
+    """Rows of more queries than few strips have."""
 
     tiles: QueryTiles
     tables_RB: Tensor
@@ -52,21 +44,25 @@ class DeviceBatch:
     positions_T: Tensor
     slots_T: Tensor  # negative: the token's KV is not stored
     logits_rows: Tensor | None  # None: those of all tokens are wanted
-    singles: SingleRows | None
+    strips: QueryStrips | None  # of the other rows
     prompts: PromptRows | None
     scored_rows: Tensor | None = None  # None: there are none
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> DeviceBatch:
-        """Start the copy; nothing waits for it but what comes behind it on the device."""
+    def of(cls, batch: Batch, device: torch.device, *, most_queries: int = 1) -> DeviceBatch:
+        """Start the copy; nothing waits for it but what comes behind it on the device. most_queries: of a strip."""
         begins_R = np.cumsum(batch.query_lens) - batch.query_lens
-        single, several = np.flatnonzero(batch.query_lens == 1), np.flatnonzero(batch.query_lens != 1)
+        is_few = batch.query_lens <= (_MOST_STRIPS * most_queries if most_queries > 1 else 1)
+        few, several = np.flatnonzero(is_few), np.flatnonzero(~is_few)
+        strips = cut_strips(batch.query_lens[few], batch.context_lens[few], most=most_queries)
+        firsts = begins_R[few][strips.rows_U] + strips.firsts_U
         fed = batch.fed
         token_ids, positions, slots, logits_rows, scored_rows, sources, places, *more = upload(
             [
                 *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows, batch.scored_rows),
                 *((fed.sources, fed.places) if fed else (_NONE, _NONE)),
-                *(begins_R[single], batch.block_tables[single], batch.context_lens[single]),
+                *(firsts, strips.counts_U, batch.block_tables[few][strips.rows_U], strips.contexts_U),
+                *(np.repeat(firsts, strips.counts_U) + strips.places_N, strips.codes_N(most_queries)),
                 *cut_tiles(batch.query_lens[several], batch.context_lens[several]),
                 *(begins_R[several], batch.query_lens[several]),
                 *(batch.block_tables[several], batch.context_lens[several]),
@@ -75,15 +71,15 @@ class DeviceBatch:
         )
         if fed:
             token_ids[places] = fed.token_ids[sources].clamp_min(0)
-        *singles, rows, firsts, begins, lengths, tables, contexts = more
-        longest = int(batch.context_lens[single].max(initial=0))
-        tiles = QueryTiles(rows, firsts, begins, lengths)
+        *of_strips, rows, begins_in_row, begins, lengths, tables, contexts = more
+        longest = int(batch.context_lens[few].max(initial=0))
+        tiles = QueryTiles(rows, begins_in_row, begins, lengths)
         return cls(
             token_ids,
             positions,
             slots,
             logits_rows,
-            SingleRows(singles[0], singles[1], singles[2], longest) if len(single) else None,
+            QueryStrips.of(of_strips, most=most_queries, longest=longest) if len(few) else None,
             PromptRows(
                 tiles, tables, contexts, batch.context_lens[several].tolist(), batch.query_lens[several].tolist()
             )

@@ -1,7 +1,8 @@
-"""Attention of one query per row over its blocks: what a decode step waits for, so every byte is read once.
+"""Attention of rows of few queries over their blocks: what a decode step waits for, so every byte is read once.
 
-The keys of all rows are shared out among programs (splits.py), whose results are put together (Dao et al. 2023,
-"Flash-Decoding"). The G query heads that share a kv head are computed by one program.
+The keys of all strips of queries (strips.py) are shared out among programs (splits.py), whose results are put together
+(Dao et al. 2023, "Flash-Decoding"). The G query heads that share a kv head, of all queries of a strip, are computed by
+one program.
 
 In a pool of 8 bits the numbers of a row lie so close together that a matrix unit's operand would be picked up byte by
 byte. So values are read two features at a time, as one number of 16 bits, and split into even and odd features when
@@ -21,11 +22,11 @@ from engine.kernels.eight_bits import as_bytes, from_code, from_codes
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.online_softmax import gather_row, places_of, reference_row
 from engine.kernels.splits import KEYS, Splits, blocks_of
+from engine.kernels.strips import TILE_ROWS, QueryStrips
 
-# T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, W programs of
-# a kv head, P = W + R parts
+# T tokens of the step, R rows of splits.py, each a strip of up to Q queries, N queries, H query heads, K kv heads,
+# G = H / K, D head_dim, B blocks, S block_size, W programs of a kv head, P = W + R parts
 
-_MIN_TILE = 16  # rows of a matrix unit's operand
 _PARTS_COMBINED, _FEATURES_COMBINED = 16, 128  # at a time, in one program
 
 
@@ -34,31 +35,32 @@ def decode_attention(
     codes_B2KSD: Tensor,
     scales_B2KS: Tensor | None,
     *,
-    tokens_R: Tensor,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
+    strips: QueryStrips,
     window: int | None,
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
-    """softmax(q k / sqrt(D)) v of the queries at `tokens_R` (int32 or int64), each the last position of its row.
+    """softmax(q k / sqrt(D)) v of the queries of all strips, each over the keys up to its own.
 
-    q, out: (T, H, D) bf16, fp16 or fp32; out is written at tokens_R only. codes, scales: a layer of the pool, of 8 bits
-    or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row, its own
-    included. A row of no keys gets zeros. splits: of these contexts and this window; results differ by rounding only.
+    q, out: (T, H, D) bf16, fp16 or fp32; out is written at the strips' tokens only. codes, scales: a layer of the pool,
+    of 8 bits or of q's dtype; see KVPool. The queries of a strip without keys get zeros. splits: of the strips'
+    contexts and `window_of_strips`; results differ by rounding only.
     """
     attend = launch_decode_attention if q_THD.is_cuda else reference_decode_attention
     attend(
         q_THD,
         codes_B2KSD,
         scales_B2KS,
-        tokens_R=tokens_R,
-        tables_RB=tables_RB,
-        contexts_R=contexts_R,
+        strips=strips,
         window=window,
         splits=splits,
         out_THD=out_THD,
     )
+
+
+def window_of_strips(window: int | None, most: int) -> int | None:
+    """Up to so many keys before the last query of a strip one of its queries sees."""
+    return None if window is None else window + most - 1
 
 
 def resident_programs(*, has_scales: bool) -> int:
@@ -71,16 +73,20 @@ def reference_decode_attention(
     codes_B2KSD: Tensor,
     scales_B2KS: Tensor | None,
     *,
-    tokens_R: Tensor,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
+    strips: QueryStrips,
     window: int | None,
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
-    for token, table, context in zip(tokens_R.tolist(), tables_RB, contexts_R.tolist(), strict=True):
-        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context)
-        out_THD[token] = reference_row(q_THD[token].unsqueeze(0), kv_2KLD, window=window)[0] if context else 0
+    rows = [*zip(strips.firsts_U.tolist(), strips.counts_U.tolist(), strips.contexts_U.tolist(), strict=True)]
+    for token, code in zip(strips.tokens_N.tolist(), strips.codes_N.tolist(), strict=True):
+        (first, count, context), table = rows[code // strips.most], strips.tables_UB[code // strips.most]
+        if not context:
+            out_THD[token] = 0
+            continue
+        assert token == first + code % strips.most
+        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context - (count - 1 - code % strips.most))
+        out_THD[token] = reference_row(q_THD[token].unsqueeze(0), kv_2KLD, window=window)[0]
 
 
 def launch_decode_attention(
@@ -88,30 +94,34 @@ def launch_decode_attention(
     codes_B2KSD: Tensor,
     scales_B2KS: Tensor | None,
     *,
-    tokens_R: Tensor,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
+    strips: QueryStrips,
     window: int | None,
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
-    num_rows, num_heads, dim = len(tokens_R), q_THD.shape[1], q_THD.shape[2]
+    num_rows, num_heads, dim = len(strips.firsts_U), q_THD.shape[1], q_THD.shape[2]
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
-    assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
+    assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and strips.tables_UB.stride(-1) == 1
     num_programs = len(splits.rows_W)
-    part_PHD = torch.empty(num_programs + num_rows, num_heads, dim, dtype=torch.float32, device=q_THD.device)
-    largest_PH, total_PH = torch.empty(2, *part_PHD.shape[:2], dtype=torch.float32, device=q_THD.device)
+    part_PXD = torch.empty(  # X = Q H: of each query all heads
+        num_programs + num_rows, strips.most * num_heads, dim, dtype=torch.float32, device=q_THD.device
+    )
+    largest_PX, total_PX = torch.empty(2, *part_PXD.shape[:2], dtype=torch.float32, device=q_THD.device)
     group = num_heads // num_kv_heads
-    block_g, block_d = max(_MIN_TILE, power_of_2(group)), max(_MIN_TILE, power_of_2(dim))
+    block_m, block_d = max(TILE_ROWS, power_of_2(strips.most * group)), max(TILE_ROWS, power_of_2(dim))
     codes = as_bytes(codes_B2KSD)
-    sizes = {"G": group, "K": num_kv_heads, "S": block_size, "D": dim, "BLOCK_G": block_g, "BLOCK_D": block_d}
-    shared = (tokens_R, tables_RB, contexts_R, splits.starts_R, splits.rows_W, part_PHD, largest_PH, total_PH)
+    sizes = {"Q": strips.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
+    sizes |= {"BLOCK_M": block_m, "BLOCK_D": block_d, "WINDOW": window or 0}
+    shared = (
+        *(strips.firsts_U, strips.counts_U, strips.tables_UB, strips.contexts_U),
+        *(splits.starts_R, splits.rows_W, part_PXD, largest_PX, total_PX),
+    )
     numbers = (
         num_rows,
         math.log2(math.e) / math.sqrt(dim),
         q_THD.stride(0),
         q_THD.stride(1),
-        tables_RB.stride(0),
+        strips.tables_UB.stride(0),
     )
     if scales_B2KS is None:
         _attend_part[(num_programs, num_kv_heads)](
@@ -124,14 +134,13 @@ def launch_decode_attention(
             **sizes,
             BLOCK_N=KEYS,
             SHARED_N=KEYS,
-            WINDOW=window or 0,
             HAS_SCALES=False,
             NATIVE=False,
             num_stages=2,  # of three, a processor would hold three programs, not four
         )
     else:
         # One warp, so that nothing waits for a barrier; as many as there are registers for run side by side.
-        is_small = block_g == _MIN_TILE and block_d <= 128
+        is_small = block_m == TILE_ROWS and block_d <= 128
         _attend_part[(num_programs, num_kv_heads)](
             q_THD,
             codes,
@@ -142,29 +151,22 @@ def launch_decode_attention(
             **sizes,
             BLOCK_N=32,
             SHARED_N=KEYS,
-            WINDOW=window or 0,
             HAS_SCALES=True,
             NATIVE=has_fp8_casts(q_THD.device),
             num_warps=1 if is_small else 4,
             num_stages=4 if is_small else 3,
         )
-    combine_parts(part_PHD, largest_PH, total_PH, splits, tokens_R, out_THD)
-
-
-def combine_parts(
-    part_PHD: Tensor, largest_PH: Tensor, total_PH: Tensor, splits: Splits, tokens_R: Tensor, out_THD: Tensor
-) -> None:
-    """Put the parts of each row's result together and store them at `tokens_R`."""
-    _, num_heads, dim = part_PHD.shape
     block_d = min(_FEATURES_COMBINED, power_of_2(dim))
-    _combine_parts[(len(tokens_R), num_heads, cdiv(dim, block_d))](
-        part_PHD,
-        largest_PH,
-        total_PH,
+    _combine_parts[(len(strips.tokens_N), num_heads, cdiv(dim, block_d))](
+        part_PXD,
+        largest_PX,
+        total_PX,
         splits.starts_R,
-        tokens_R,
+        strips.tokens_N,
+        strips.codes_N,
         out_THD,
-        len(tokens_R),
+        num_rows,
+        Q=strips.most,
         H=num_heads,
         D=dim,
         BLOCK_P=_PARTS_COMBINED,
@@ -178,7 +180,8 @@ def _attend_part(
     codes: tl.tensor,
     pairs: tl.tensor,
     scales: tl.tensor,
-    tokens: tl.tensor,
+    firsts: tl.tensor,
+    counts: tl.tensor,
     tables: tl.tensor,
     contexts: tl.tensor,
     starts: tl.tensor,
@@ -191,58 +194,64 @@ def _attend_part(
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
     table_stride: tl.tensor,
+    Q: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARED_N: tl.constexpr,
-    WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    """One program: the G queries of one kv head over its share of blocks, of one row or of several."""
+    """One program: the queries of a strip that one kv head has, Q times G at most, over the program's share of blocks,
+    of one strip or of several."""
     program, head = tl.program_id(0), tl.program_id(1)
+    SEEN: tl.constexpr = WINDOW + Q - 1 if WINDOW > 0 else 0
     share = tl.load(starts + num_rows + 1)
     place = program * share
     stop = tl.minimum(place + share, tl.load(starts + num_rows))
     row = tl.load(rows + program)
-    g, d, e = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
-    mask = (g < G)[:, None] & (d < D)[None, :]
+    m, d, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    query, of_head = m // G, m % G
     while place < stop:
-        context = tl.load(contexts + row)
-        skipped, count = blocks_of(context, WINDOW, SHARED_N)
+        context, num_queries = tl.load(contexts + row), tl.load(counts + row)
+        skipped, num_blocks = blocks_of(context, SEEN, SHARED_N)
         before = place - tl.load(starts + row)
-        taken = tl.minimum(count - before, stop - place)
+        taken = tl.minimum(num_blocks - before, stop - place)
         first = (skipped + before) * SHARED_N
         end = tl.minimum(first + taken * SHARED_N, context)
-        token = tl.load(tokens + row).to(tl.int64)
-        query = q + token * q_token_stride + (head * G + g)[:, None] * q_head_stride + d[None, :]
-        queries = tl.load(query, mask=mask, other=0.0)
+        token = tl.load(firsts + row).to(tl.int64) + query
+        is_query = (m < Q * G) & (query < num_queries)
+        mask = is_query[:, None] & (d < D)[None, :]
+        place_of_q = token * q_token_stride + (head * G + of_head) * q_head_stride
+        queries = tl.load(q + place_of_q[:, None] + d[None, :], mask=mask, other=0.0)
+        sees = context - num_queries + 1 + query  # keys, of each query
         table = tables + row.to(tl.int64) * table_stride
-        at = ((program + row).to(tl.int64) * K + head) * G + g
+        at = (((program + row).to(tl.int64) * Q + query) * K + head) * G + of_head
         if HAS_SCALES:
             even, odd, largest, total = _attend_codes(
-                queries, codes, pairs, scales, table, head, first, end, context, scale,
-                K, S, D, BLOCK_G, BLOCK_D, BLOCK_N, WINDOW, NATIVE,
+                queries, codes, pairs, scales, table, head, first, end, sees, scale,
+                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, NATIVE,
             )  # fmt: skip
             if taken > 0:
                 target = part + at[:, None] * D + 2 * e[None, :]
-                mask_e = (g < G)[:, None] & (e < D // 2)[None, :]
+                mask_e = is_query[:, None] & (e < D // 2)[None, :]
                 tl.store(target, even, mask=mask_e)
                 tl.store(target + 1, odd, mask=mask_e)
         else:
             out, largest, total = _attend_numbers(
-                queries, codes, table, head, first, end, context, scale,
-                K, S, D, BLOCK_G, BLOCK_D, BLOCK_N, WINDOW,
+                queries, codes, table, head, first, end, sees, scale,
+                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW,
             )  # fmt: skip
             if taken > 0:
                 tl.store(part + at[:, None] * D + d[None, :], out, mask=mask)
         if taken > 0:
-            tl.store(largest_out + at, largest, mask=g < G)
-            tl.store(total_out + at, total, mask=g < G)
+            tl.store(largest_out + at, largest, mask=is_query)
+            tl.store(total_out + at, total, mask=is_query)
         place += taken
         row += 1
 
@@ -255,20 +264,21 @@ def _attend_numbers(
     head: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    context: tl.tensor,
+    sees: tl.tensor,
     scale: tl.tensor,
+    Q: tl.constexpr,
     K: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Keys [first, end) of a row, of q's dtype -> out (G, D), largest (G), total (G): see online_softmax.py."""
-    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    largest = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
+    """Keys [first, end) of a row, of q's dtype -> out (M, D), largest (M), total (M): see online_softmax.py."""
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     d = tl.arange(0, BLOCK_D)
     for n in range(first, end, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
@@ -280,7 +290,7 @@ def _attend_numbers(
             numbers + block[None, :] + (within[None, :] + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0.0
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        grown, fade, weights = _weigh(scores, largest, key, end, context, WINDOW)
+        grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW)
         v = tl.load(
             numbers + block[:, None] + ((within + K * S * D)[:, None] + d[None, :]),
             mask=is_key[:, None] & is_d[None, :],
@@ -302,25 +312,26 @@ def _attend_codes(
     head: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    context: tl.tensor,
+    sees: tl.tensor,
     scale: tl.tensor,
+    Q: tl.constexpr,
     K: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Keys [first, end) of a row, of 8 bits -> even features of out (G, D / 2), odd ones, largest (G), total (G)."""
+    """Keys [first, end) of a row, of 8 bits -> even features of out (M, D / 2), odd ones, largest (M), total (M)."""
     dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
     q, power = _fit(q, dtype)
     scale *= power
-    even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
-    odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
-    largest = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
+    even = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+    odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     unit = 7.52316384526264e-37  # what values are multiples of: the largest scale so far, or 2^-120
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     for n in range(first, end, BLOCK_N):
@@ -338,7 +349,7 @@ def _attend_codes(
         )
         scores = tl.dot(q, from_code(k, dtype, NATIVE), input_precision="ieee")
         scores *= (k_scale * scale)[None, :]
-        grown, fade, weights = _weigh(scores, largest, key, end, context, WINDOW)
+        grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW)
         total = total * fade + tl.sum(weights, axis=1)
         v = tl.load(
             pairs + (block * (D // 2))[:, None] + ((within + K * S)[:, None] * (D // 2) + e[None, :]),
@@ -361,24 +372,27 @@ def _weigh(
     largest: tl.tensor,
     key: tl.tensor,
     end: tl.tensor,
-    context: tl.tensor,
+    sees: tl.tensor,
+    Q: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """-> the largest score now, what came before is multiplied by, and the weights of these keys."""
-    is_seen = key < end
+    is_seen = (key < end)[None, :]
+    if Q > 1:
+        is_seen = is_seen & (key[None, :] < sees[:, None])
     if WINDOW > 0:
-        is_seen = is_seen & (key >= context - WINDOW)
-    scores = tl.where(is_seen[None, :], scores, -float("inf"))
+        is_seen = is_seen & (key[None, :] >= sees[:, None] - WINDOW)
+    scores = tl.where(is_seen, scores, -float("inf"))
     grown = tl.maximum(largest, tl.max(scores, axis=1))
     base = grown
-    if WINDOW > 0:
+    if Q > 1 or WINDOW > 0:
         base = tl.where(grown == -float("inf"), 0.0, grown)  # of these keys none is seen
     return grown, tl.exp2(largest - base), tl.exp2(scores - base[:, None])
 
 
 @jit
 def _fit(q: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Queries (G, D) as `dtype`, and the power of two that they are multiples of: so fp16 has room for bf16."""
+    """Queries (M, D) as `dtype`, and the power of two that they are multiples of: so fp16 has room for bf16."""
     power = 1.0
     if dtype != q.dtype:
         wide = q.to(tl.float32)
@@ -424,18 +438,21 @@ def _combine_parts(
     total: tl.tensor,
     starts: tl.tensor,
     tokens: tl.tensor,
+    codes: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
+    Q: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_D features of one query head of one row, BLOCK_P parts at a time."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """One program: BLOCK_D features of one head of one query, BLOCK_P parts at a time."""
+    number, head = tl.program_id(0), tl.program_id(1)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    whole = whole_of_parts(part, largest, total, starts, row, head, d, num_rows, H, D, BLOCK_P)
-    token = tl.load(tokens + row).to(tl.int64)
+    token, code = tl.load(tokens + number).to(tl.int64), tl.load(codes + number)
+    row, query = code // Q, code % Q
+    whole = whole_of_parts(part, largest, total, starts, row, query * H + head, d, num_rows, Q * H, D, BLOCK_P)
     tl.store(out + (token * H + head) * D + d, whole.to(out.dtype.element_ty), mask=d < D)
 
 

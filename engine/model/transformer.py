@@ -26,6 +26,7 @@ from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.cpu.measured_ways import KERNELS, TILES, TORCH
+from engine.kernels.strips import most_queries
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, is_plain
@@ -99,10 +100,12 @@ class Transformer:
         self._compiled_head: CompiledHead | None = None
         if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
+        q_first, q_end = reader.parallel.span(config.num_q_heads)
+        # Of a strip (engine/kernels/strips.py). Queries of latents fill a tile each.
+        self.most_queries = 1 if config.latent else most_queries(q_end - q_first, layout.heads_per_rank)
         self._flashinfer: FlashInfer | None = None
         self._way = KERNELS  # in which long rows are attended to
         if reader.kernels and reader.measured and not config.latent:
-            q_first, q_end = reader.parallel.span(config.num_q_heads)
             self._way = quickest_way(reader.kernels, layout, q_end - q_first, reader.measured)
 
     def __call__(
@@ -120,7 +123,7 @@ class Transformer:
         """
         device = pool.device
         if device.type == "cuda":
-            on_device = DeviceBatch.of(batch, device)
+            on_device = DeviceBatch.of(batch, device, most_queries=self.most_queries)
             prompts = self._flashinfer if on_device.prompts and batch.num_tokens >= MIN_TOKENS else None
             return self.compute(
                 on_device, pool, on_layer, on_logits, taps, partial(prompts.heads, batch) if prompts else None

@@ -46,7 +46,7 @@ def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, 
             recorded_rows=max(_BATCHES),
         )
         for num_rows in _BATCHES:
-            seconds = _step_s(partial(runner.forward, _decode(num_rows)))
+            seconds = _step_s(partial(runner.forward, decode_batch(num_rows)))
             floor_s = bytes_read(runner, num_rows, _CONTEXT) / bytes_s
             results.append(
                 {
@@ -67,7 +67,37 @@ def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, 
     return {"device": torch.cuda.get_device_name(device), "copy_gb_s": bytes_s / 1e9, "steps": results}
 
 
-def _decode(num_rows: int) -> Batch:
+def kernels_of_a_step(runner: ModelRunner, num_rows: int, *, most: int = 8) -> list[tuple[str, float, float]]:
+    """Of a decode step on a GPU: names, launches, and microseconds of all these, the longest first; at the end, what
+    other kernels take, and then the time in which nothing runs, between the first and the last."""
+    batch, times = decode_batch(num_rows), 5
+    for _ in range(3):
+        runner.forward(batch)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            runner.forward(batch)
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    spans = []
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name, []).append(event.time_range.elapsed_us())
+            spans.append((event.time_range.start, event.time_range.end))
+    rows = [(name, len(taken) / times, sum(taken) / times) for name, taken in found.items()]
+    rows.sort(key=lambda row: -row[2])
+    others = rows[most:]
+    whole_us = (max(end for _, end in spans) - min(start for start, _ in spans)) / times
+    idle_us = whole_us - sum(us for _, _, us in rows)
+    return [
+        *rows[:most],
+        ("others", sum(count for _, count, _ in others), sum(us for *_, us in others)),
+        ("nothing", 0, idle_us),
+    ]
+
+
+def decode_batch(num_rows: int) -> Batch:
+    """Rows of one token behind a context."""
     width = _CONTEXT // _BLOCK_SIZE
     rows = [
         Row(token_ids=[i], start=_CONTEXT - 1, blocks=range(i * width, (i + 1) * width), num_logits=1)

@@ -30,6 +30,7 @@ from engine.kernels.rms_norm import add_rms_norm
 from engine.kernels.rotary import rotate
 from engine.kernels.silu_mul import silu_mul
 from engine.kernels.splits import Splits
+from engine.kernels.strips import QueryStrips, most_queries
 from engine.kernels.tiles import QueryTiles
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
@@ -188,6 +189,9 @@ def attention(device: torch.device) -> list[Case]:
             (f"{name} {kind}", _decode(q, codes, scales, blocks, lens), key_bytes * sum(lens), "bytes")
             for name, lens in (("decode_attention", even), ("decode_attention unlike", unlike))
         ]
+        few = most_queries(_H, _K)
+        run = _decode(q, codes, scales, blocks, even, num_queries=few)
+        cases.append((f"decode_attention of {few} {kind}", run, key_bytes * sum(even), "bytes"))
         flops = 4 * _H * _D * _PROMPT * (_PROMPT + 1) / 2
         cases.append((f"prefill_attention {kind}", _prefill(q, codes, scales, blocks), flops, "flops"))
         flops = 4 * _H * _D * _SUFFIX * (_PREFIX + (_SUFFIX + 1) / 2)
@@ -259,22 +263,27 @@ def experts(device: torch.device) -> list[Case]:
     return cases
 
 
-def _decode(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor, lens: list[int]) -> Callable[[], None]:
+def _decode(
+    q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor, lens: list[int], *, num_queries: int = 1
+) -> Callable[[], None]:
+    """num_queries: of each row, in one strip."""
     out, device = torch.empty_like(q), q.device
     contexts = torch.tensor(lens, dtype=torch.int32, device=device)
-    counts = [length // _S for length in lens]
-    tables = torch.zeros(len(lens), max(counts), dtype=torch.int32, device=device)
-    for table, part in zip(tables, torch.split(blocks[: sum(counts)], counts), strict=True):
+    widths = [length // _S for length in lens]
+    tables = torch.zeros(len(lens), max(widths), dtype=torch.int32, device=device)
+    for table, part in zip(tables, torch.split(blocks[: sum(widths)], widths), strict=True):
         table[: len(part)] = part
-    tokens, resident = torch.arange(len(lens), device=device), resident_programs(has_scales=scales is not None)
+    tokens = torch.arange(len(lens) * num_queries, dtype=torch.int32, device=device)
+    firsts, counts = tokens[::num_queries].contiguous(), torch.full_like(contexts, num_queries)
+    of_strips = (firsts, counts, tables, contexts, tokens, tokens)
+    strips = QueryStrips.of(of_strips, most=num_queries, longest=max(lens))
+    resident = resident_programs(has_scales=scales is not None)
     splits = Splits.of(contexts, window=None, num_heads=_K, longest=max(lens), resident=resident)
     return lambda: decode_attention(
         q,
         codes,
         scales,
-        tokens_R=tokens,
-        tables_RB=tables,
-        contexts_R=contexts,
+        strips=strips,
         window=None,
         splits=splits,
         out_THD=out,

@@ -2,7 +2,7 @@
 steps that run ahead. Of a model of a known shape with random weights.
 
 `device_ms`: forward pass and sampler of the same rows, launched again and again with nothing in between. `waits_ms`,
-`ahead_ms`: of a step of an engine, with all that its host does. `same`: both have chosen the same tokens.
+`ahead_ms`: of a step of an engine, with all that its host does. `same`: both have chosen the same tokens, one a step.
 
 python -m engine.tools.bench_loop llama-8b
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,8 @@ def bench_steps(runner: ModelRunner) -> Iterator[dict[str, Any]]:
             seconds, said[kind] = _steps(runner, num_rows, context, _SAMPLINGS[name], runs_ahead=kind == "ahead")
             found[f"{kind}_ms"] = round(seconds / _NUM_STEPS * 1e3, 3)
         found["device_ms"] = round(_device_ms(runner, num_rows, context, _SAMPLINGS[name]), 3)
-        yield found | {"same": said["waits"] == said["ahead"]}
+        is_whole = all(len(tokens) == _NUM_STEPS for tokens in said["ahead"])
+        yield found | {"same": is_whole and said["waits"] == said["ahead"]}
 
 
 def num_blocks_of_steps() -> int:
@@ -106,6 +108,7 @@ def running_engine(
 ) -> tuple[Engine[Tensor], list[Sequence]]:
     """Of sequences whose KV is whatever lies in the pool. With a speculation, which drafts whatever a step takes."""
     size, most = runner.layout.block_size, context + 2 * _NUM_STEPS
+    sampling = replace(sampling, max_tokens=2 * _NUM_STEPS)
     most_tokens = num_rows * (1 + _MOST_DRAFTED) if speculation else num_rows
     limits = SchedulerConfig(max_batch_tokens=most_tokens, max_running=num_rows, max_waiting=num_rows)
     engine = Engine(

@@ -72,6 +72,26 @@ def test_answers_are_those_of_one_process(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("llama", (2, 2)), ("llama", (1, 2)), ("qwen3_moe", (2, 2))], ids=lambda of: str(of)
+)
+def test_so_are_those_of_several_ranks(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, family: str, ranks: tuple[int, int]
+) -> None:
+    """Recorded steps with sums over ranks in them, and experts that are spread over them."""
+    model_dir, tree = checkpoint(family), _tree(1, 1)
+    for role, num_ranks in zip(("prefill", "decode"), ranks, strict=True):
+        tree[role] |= {"tensor_parallel": num_ranks}
+    tree["decode"] |= {"expert_parallel": family == "qwen3_moe"}
+
+    async def play() -> None:
+        async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+            _check(await _ask(cluster), reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
+            await cluster.idle()
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("pool_dtype", ["fp8_e4m3", "int8"])
 def test_so_are_they_over_pools_of_8_bits(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, pool_dtype: str

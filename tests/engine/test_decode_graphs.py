@@ -280,16 +280,17 @@ def test_which_steps_are_replayed(make_pair: MakePair) -> None:
 
 
 def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft of two tokens behind 60 reads 61 positions more than a row that reads its own once."""
+    """Twelve tokens behind 50 are two strips, the first of which reads 58 positions; one strip reads its own once."""
     for most_bytes, is_replayed in ((1 << 30, True), (0, False)):
         monkeypatch.setattr(recorded_steps, "READ_AGAIN_BYTES", most_bytes)
         capture = FakeReplays()
         pair = make_pair(capture, "llama")
-        batch = batch_of([(62, 2, 2)], seed=1)
-        assert decode_graphs.num_read_again(batch) == 61
+        batch = batch_of([(62, 12, 12)], seed=1)
         torch.testing.assert_close(*(runner.forward(batch) for runner in pair), atol=1e-4, rtol=1e-4)
         assert bool(capture.num_replays) is is_replayed
-        assert pair[0].forward(decode_batch([62, 9], seed=1)) is not None and capture.num_replays, "rows of one"
+        for once in (decode_batch([62, 9], seed=1), batch_of([(62, 8, 8), (9, 2, 1)], seed=1)):
+            before = capture.num_replays
+            assert pair[0].forward(once) is not None and capture.num_replays == before + 1
 
 
 def test_the_logits_of_a_prompt_are_not_lost(make_pair: MakePair) -> None:

@@ -22,6 +22,7 @@ _LEAST = {
     r"(add_rms_norm|rotate|silu_mul)": 0.85,
     r"decode_attention \S+": 0.85,
     r"decode_attention unlike \S+": 0.85,
+    r"decode_attention of \d+ \S+": 0.8,
     r"prefill_attention \S+": 0.6,
     r"latent_decode 16 heads": 0.85,
     r"fused_experts decode": 0.85,

@@ -13,13 +13,14 @@ import torch
 
 from engine.runner import ModelRunner
 from engine.tools.bench import BandwidthReader, decoding_engine, prefilling_engine
-from engine.tools.bench_gpu_steps import bytes_read
+from engine.tools.bench_gpu_steps import bytes_read, kernels_of_a_step
 from engine.tools.random_models import random_runner
 from tests.gpu_check.rows import tell
 
 _BATCHES, _CONTEXT = (1, 8, 64), 1024
 _PROMPT, _CHUNK = 16384, 8192
 _NUM_STEPS = 64
+_SHOWN = 60  # characters of a kernel's name
 _FEW = {  # of a rehearsal
     "vocab_size": 256,
     "num_hidden_layers": 2,
@@ -57,6 +58,9 @@ def _measure(
         floor_s = bytes_read(runner, batch, context) / bandwidth
         tell(f"decode {batch} x {context}", step_s * 1e3, "ms")
         tell(f"decode {batch} x {context}: of the floor", floor_s / step_s, "")
+        if runner.device.type == "cuda":
+            for name, count, us in kernels_of_a_step(runner, batch):
+                tell(f"decode {batch} x {context}: {count:g} x {name[:_SHOWN]}", us, "us")
 
 
 def _prompt_s(runner: ModelRunner, num_tokens: int, chunk: int) -> float:

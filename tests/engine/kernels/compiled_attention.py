@@ -21,6 +21,7 @@ from engine.kernels.gather_rows import launch_gather_rows
 from engine.kernels.latent_attention import launch_latent_decode_attention, splits_of_latents
 from engine.kernels.prefill_attention import launch_prefill_attention
 from engine.kernels.splits import Splits
+from engine.kernels.strips import QueryStrips, most_queries
 from engine.kernels.tiles import QueryTiles
 # ruff: isort: on
 
@@ -51,12 +52,14 @@ def attend(pool_dtype: torch.dtype) -> None:
     scales = None if is_wide else numbers(4096, 2, _K, _S)
     q = numbers(_QUERIES, _H, _D)
     rows = {"tables_RB": tables, "contexts_R": contexts, "window": None}
+    most = most_queries(_H, _K)
+    of_strips = (ints(_ROWS), ints(_ROWS), tables, contexts, ints(most * _ROWS), ints(most * _ROWS))
     launch_decode_attention(
         q,
         codes,
         scales,
-        tokens_R=ints(_ROWS),
-        **rows,
+        strips=QueryStrips.of(of_strips, most=most, longest=_CONTEXT),
+        window=None,
         splits=Splits.of(
             contexts,
             window=None,

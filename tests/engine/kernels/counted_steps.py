@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from cluster.model import config as model_config
-from engine.batch.device_batch import DeviceBatch, SingleRows
+from engine.batch.device_batch import DeviceBatch
 from engine.config import EngineConfig
+from engine.kernels.strips import QueryStrips
 from engine.runner import ModelRunner
 # ruff: isort: on
 
@@ -74,8 +75,9 @@ def layers(model_dir: Path) -> list[list[str]]:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=DEVICE)
 
-        singles = SingleRows(numbers(ROWS), numbers(ROWS, 256), numbers(ROWS), longest=4096)
-        batch = DeviceBatch(numbers(ROWS), numbers(ROWS), numbers(ROWS), None, singles, prompts=None)
+        of_strips = (numbers(ROWS), numbers(ROWS), numbers(ROWS, 256), *(numbers(ROWS) for _ in range(3)))
+        strips = QueryStrips.of(of_strips, most=runner._model.most_queries, longest=4096)
+        batch = DeviceBatch(numbers(ROWS), numbers(ROWS), numbers(ROWS), None, strips, prompts=None)
         with Counted(launched):
             runner._model.compute(batch, runner.pool, lambda layer: stored.append(len(launched)))
     return [launched[begin:end] for begin, end in pairwise(stored)]

@@ -8,8 +8,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.kernels.decode_attention import launch_decode_attention, reference_decode_attention
+from engine.kernels.decode_attention import (
+    launch_decode_attention,
+    reference_decode_attention,
+    window_of_strips,
+)
 from engine.kernels.dense_prefill import (
     Carry,
     Slice,
@@ -19,6 +25,7 @@ from engine.kernels.dense_prefill import (
 from engine.kernels.gather_rows import launch_gather_rows, reference_gather_rows
 from engine.kernels.prefill_attention import launch_prefill_attention, reference_prefill_attention
 from engine.kernels.splits import KEYS, share_out
+from engine.kernels.strips import QueryStrips, cut_strips, most_queries
 from engine.kernels.tiles import QueryTiles
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool
 
@@ -64,9 +71,7 @@ def test_decode(case: tuple, num_programs: int) -> None:
             q,
             codes,
             scales,
-            tokens_R=torch.tensor([6, 0, 2], device=DEVICE),
-            tables_RB=tables,
-            contexts_R=contexts_R,
+            strips=QueryStrips.singles(torch.tensor([6, 0, 2], device=DEVICE), tables, contexts_R, longest=330),
             window=window,
             splits=share_out(contexts_R, window=window, num_programs=num_programs),
             out_THD=out,
@@ -74,6 +79,66 @@ def test_decode(case: tuple, num_programs: int) -> None:
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)  # values are three times as large there
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
     assert (outs[0][[1, 3, 4, 5, 7]] == 7.0).all(), "tokens of other rows were written"
+
+
+@pytest.mark.parametrize(("case", "num_programs"), [*product(CASES, [1, 3])], ids=str)
+def test_strips_of_several_queries(case: tuple, num_programs: int) -> None:
+    """Of rows of 1, 11 and 3 queries, cut as heads have room, beside a strip that is not there. Programs end between
+    the last keys of a strip, of which its first queries see none."""
+    num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
+    lengths, contexts, begins = np.array([1, 11, 3]), np.array([1, 330, 66]), np.array([2, 4, 15])
+    most = most_queries(num_heads, num_kv_heads)
+    cut = cut_strips(lengths, contexts, most=most)
+    tables = tables_for(contexts.tolist(), block_size)[torch.from_numpy(cut.rows_U)]
+    codes, scales = random_pool(420 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
+    q = random(20, num_heads, dim, dtype=dtype)
+    firsts = begins[cut.rows_U] + cut.firsts_U
+    numbers = [
+        np.append(firsts, 0),
+        np.append(cut.counts_U, 1),
+        np.append(cut.contexts_U, 0),
+        np.append(np.repeat(firsts, cut.counts_U) + cut.places_N, 19),
+        np.append(cut.codes_N(most), len(firsts) * most),
+    ]
+    firsts_U, counts_U, contexts_U, tokens_N, codes_N = (torch.from_numpy(n).int().to(DEVICE) for n in numbers)
+    strips = QueryStrips(
+        firsts_U, counts_U, torch.cat([tables, tables[:1]]), contexts_U, tokens_N, codes_N, most=most, longest=330
+    )
+    outs = [torch.full_like(q, 7.0) for _ in range(2)]
+    seen = window_of_strips(window, most)
+    for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
+        attend(
+            q,
+            codes,
+            scales,
+            strips=strips,
+            window=window,
+            splits=share_out(contexts_U, window=seen, num_programs=num_programs),
+            out_THD=out,
+        )
+    tolerance = TOLERANCE[dtype] * (3 if kind else 1)
+    torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
+    assert (outs[0][[0, 1, 3, 18]] == 7.0).all(), "tokens of other rows were written"
+    assert not outs[0][19].any()
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), max_size=9), most=st.sampled_from([1, 2, 5, 16])
+)
+def test_strips_have_each_query_once(rows: list[tuple[int, int]], most: int) -> None:
+    lengths = np.array([length for length, _ in rows], dtype=np.int64)
+    contexts = lengths + np.array([before for _, before in rows], dtype=np.int64)
+    cut = cut_strips(lengths, contexts, most=most)
+    assert all(1 <= count <= most for count in cut.counts_U)
+    found = [
+        (row, first + place, context - count + 1 + place)
+        for row, first, count, context in zip(*(numbers.tolist() for numbers in cut), strict=True)
+        for place in range(count)
+    ]
+    assert found == [(row, i, before + i + 1) for row, (length, before) in enumerate(rows) for i in range(length)]
+    assert [code // most for code in cut.codes_N(most)] == [
+        strip for strip, count in enumerate(cut.counts_U) for _ in range(count)
+    ]
 
 
 def test_a_row_without_keys_gets_zeros() -> None:
@@ -86,9 +151,12 @@ def test_a_row_without_keys_gets_zeros() -> None:
         q,
         codes,
         None,
-        tokens_R=torch.tensor([0, 1], device=DEVICE),
-        tables_RB=torch.zeros(2, 1, dtype=torch.int32, device=DEVICE),
-        contexts_R=contexts,
+        strips=QueryStrips.singles(
+            torch.tensor([0, 1], device=DEVICE),
+            torch.zeros(2, 1, dtype=torch.int32, device=DEVICE),
+            contexts,
+            longest=5,
+        ),
         window=None,
         splits=share_out(contexts, window=None, num_programs=2),
         out_THD=out,
@@ -130,9 +198,12 @@ def test_values_of_any_size_keep_their_share(kind: str) -> None:
             q.to(torch.bfloat16),
             codes,
             scales,
-            tokens_R=torch.tensor([0], device=DEVICE),
-            tables_RB=torch.arange(10, dtype=torch.int32, device=DEVICE).view(1, -1),
-            contexts_R=contexts,
+            strips=QueryStrips.singles(
+                torch.tensor([0], device=DEVICE),
+                torch.arange(10, dtype=torch.int32, device=DEVICE).view(1, -1),
+                contexts,
+                longest=160,
+            ),
             window=None,
             splits=share_out(contexts, window=None, num_programs=2),
             out_THD=out,
