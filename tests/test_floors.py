@@ -52,7 +52,7 @@ engine.attention: cluster(model) engine(batch cpu kernels kv layers streams)
 engine.batch: engine(kernels streams)
 engine.config: cluster(model words) engine(kv)
 engine.cpu: cluster(model process words)
-engine.decode_graphs: engine(batch)
+engine.decode_graphs: engine(batch kernels)
 engine.decoding: engine(kv next_tokens sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)

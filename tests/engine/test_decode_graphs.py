@@ -219,7 +219,7 @@ def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatc
     pair, ours = make_pair(FakeReplays(), "llama"), growing([5, 21, 13, 24], seed=1)
     for _ in range(4):
         pair[0].forward(ours.batch())
-    numbers = 4 * 4
+    numbers = 7 * 4
     assert uploaded == [numbers + 4 * 3, numbers + 3, numbers, numbers], "tables; the row, column and block of one cell"
 
 
