@@ -109,8 +109,8 @@ def running_engine(
     """Of sequences whose KV is whatever lies in the pool. With a speculation, which drafts whatever a step takes."""
     size, most = runner.layout.block_size, context + 2 * _NUM_STEPS
     sampling = replace(sampling, max_tokens=2 * _NUM_STEPS)
-    most_tokens = num_rows * (1 + _MOST_DRAFTED) if speculation else num_rows
-    limits = SchedulerConfig(max_batch_tokens=most_tokens, max_running=num_rows, max_waiting=num_rows)
+    most_tokens = num_rows * (1 + _MOST_DRAFTED) if speculation else num_rows  # and logits
+    limits = SchedulerConfig(max_batch_tokens=most_tokens, max_running=most_tokens, max_waiting=num_rows)
     engine = Engine(
         runner,
         sample,

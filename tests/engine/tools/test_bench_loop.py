@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 
 from cluster.words.request import Sampling
+from engine.runner import ModelRunner
+from engine.sequence import Sequence
+from engine.speculation.proposer import Proposal
 from engine.speculation.speculation import Speculation
 from engine.tools.bench_loop import running_engine
 from engine.tools.random_models import random_runner
@@ -12,18 +17,37 @@ from engine.tools.random_models import random_runner
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _NUM_STEPS, _CONTEXT = 67, 32
+_GREEDY = Sampling(temperature=0.0)
 _SMALL = {"vocab_size": 256, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize("drafts", [False, True])
-def test_every_step_chooses_a_token_of_each_row(runs_ahead: bool, drafts: bool) -> None:
+class FakeProposer:
+    """Says the same of every row."""
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        return [Proposal([1] * max_tokens, [1] * max_tokens) for _ in sequences]
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+
+@pytest.fixture
+def runner() -> ModelRunner:
     changes = _SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
-    runner = random_runner("llama-8b", num_blocks=64, device="cpu", dtype="float32", changes=changes)
-    speculation = Speculation.of("ngram", max_tokens=0, vocab_size=256) if drafts else None
-    engine, sequences = running_engine(
-        runner, 2, _CONTEXT, Sampling(temperature=0.0), runs_ahead=runs_ahead, speculation=speculation
-    )
+    return random_runner("llama-8b", num_blocks=64, device="cpu", dtype="float32", changes=changes)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_every_step_chooses_a_token_of_each_row(runs_ahead: bool, runner: ModelRunner) -> None:
+    engine, sequences = running_engine(runner, 2, _CONTEXT, _GREEDY, runs_ahead=runs_ahead)
     for _ in range(_NUM_STEPS):
         assert engine.step().did_work
     assert [len(sequence.tokens) for sequence in sequences] == [_CONTEXT + _NUM_STEPS] * 2
+
+
+def test_every_step_verifies_what_was_drafted_for_each_row(runner: ModelRunner) -> None:
+    speculation = Speculation({"fake": FakeProposer()}, max_tokens=3, vocab_size=256, may_pass_over=False)
+    engine, _ = running_engine(runner, 2, _CONTEXT, _GREEDY, speculation=speculation)
+    for _ in range(10):
+        engine.step()
+    assert speculation.counts["fake"].drafted.total() == 10 * 2 * 3
