@@ -55,13 +55,14 @@ class DeviceBatch:
         is_few = batch.query_lens <= (_MOST_STRIPS * most_queries if most_queries > 1 else 1)
         few, several = np.flatnonzero(is_few), np.flatnonzero(~is_few)
         strips = cut_strips(batch.query_lens[few], batch.context_lens[few], most=most_queries)
-        firsts = begins_R[few][strips.rows_U] + strips.firsts_U
+        rows_U = few[strips.rows_U]
+        firsts = begins_R[rows_U] + strips.firsts_U
         fed = batch.fed
         token_ids, positions, slots, logits_rows, scored_rows, sources, places, *more = upload(
             [
                 *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows, batch.scored_rows),
                 *((fed.sources, fed.places) if fed else (_NONE, _NONE)),
-                *(firsts, strips.counts_U, batch.block_tables[few][strips.rows_U], strips.contexts_U),
+                *(firsts, strips.counts_U, batch.block_tables[rows_U], strips.contexts_U),
                 *(np.repeat(firsts, strips.counts_U) + strips.places_N, strips.codes_N(most_queries)),
                 *cut_tiles(batch.query_lens[several], batch.context_lens[several]),
                 *(begins_R[several], batch.query_lens[several]),

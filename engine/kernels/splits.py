@@ -88,7 +88,7 @@ def _share_out(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """One program for all: a few hundred rows at most are of one query."""
+    """One program for all: of rows that decode there are a few hundred, seldom more strips."""
     i = tl.arange(0, BLOCK_R)
     total = 0
     for start in range(0, num_rows, BLOCK_R):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import torch
 
@@ -43,10 +46,10 @@ class DecodeSteps:
             sequence.num_computed = context - 1
             self.sequences.append(sequence)
 
-    def batch(self) -> Batch:
-        """Of the next step."""
-        changes = self._last_rows.changes(list(self.sequences), [1] * len(self.sequences))
-        for sequence in self.sequences:
-            sequence.tokens.append(len(sequence.tokens))
-            sequence.num_computed += 1
+    def batch(self, drafts: Mapping[int, list[int]] = MappingProxyType({})) -> Batch:
+        """Of the next step. drafts: by row; they are right."""
+        changes = self._last_rows.changes(list(self.sequences), [1] * len(self.sequences), drafts=drafts)
+        for row, sequence in enumerate(self.sequences):
+            sequence.tokens += [*drafts.get(row, ()), len(sequence.tokens)]
+            sequence.num_computed += 1 + len(drafts.get(row, ()))
         return self._last_rows.apply(changes)

@@ -159,7 +159,7 @@ def rows_of_several(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 @settings(max_examples=20)
 @given(steps=st.lists(rows_of_several(), min_size=1, max_size=3), seed=st.integers(0, 1000))
-def test_rows_of_several_tokens_are_replayed_as_rows_of_one(
+def test_rows_of_several_tokens_are_replayed_in_strips(
     pair: tuple[ModelRunner, ModelRunner], steps: list[list[tuple[int, int, int]]], seed: int
 ) -> None:
     for runner in pair:
@@ -185,9 +185,9 @@ def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelR
 
 
 def growing(contexts: list[int], seed: int) -> DecodeSteps:
-    """Over blocks in no order; four for each."""
+    """Over blocks in no order; five for each."""
     blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
-    tables = [blocks[4 * i : 4 * i + 4] for i in range(len(contexts))]
+    tables = [blocks[5 * i : 5 * i + 5] for i in range(len(contexts))]
     return DecodeSteps(contexts, tables, block_size=BLOCK_SIZE)
 
 
@@ -200,6 +200,8 @@ def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair
         check_equal(pair, ours.batch())
         if step in (3, 4, 9):
             check_equal(pair, others.batch())  # in the same static inputs
+        if step == 7:
+            check_equal(pair, ours.batch({1: list(range(8))}))  # of two strips: later rows' tables lie elsewhere
         if step == 6:
             unseen = ours.batch()
             for runner in pair:
@@ -338,7 +340,9 @@ def test_one_upload_keeps_shapes() -> None:
         assert part.data_ptr() % 16 == parts[0].data_ptr() % 16
 
 
-@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("deepseek_v3", LATENT)])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3", {}), ("mistral", {"sliding_window": 9}), ("deepseek_v3", LATENT)]
+)
 def test_kernels_launched_in_the_interpreter(
     family: str, changes: dict[str, Any], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,10 +353,14 @@ def test_kernels_launched_in_the_interpreter(
     launch_kernels(monkeypatch)
     prompt = Row(token_ids=[5, 9, 2] * 6, start=4, blocks=[140, 141, 142], num_logits=1)
     mixed = Batch.of([prompt, Row(token_ids=[3], start=11, blocks=[143, 144], num_logits=1)], block_size=BLOCK_SIZE)
-    with torch.inference_mode():
-        computed = replaying._model.compute(DeviceBatch.of(mixed, replaying.device), replaying.pool)
-    torch.testing.assert_close(computed, plain.forward(mixed), atol=1e-4, rtol=1e-4)
+    for most_queries in {1, replaying._model.most_queries}:
+        with torch.inference_mode():
+            on_device = DeviceBatch.of(mixed, replaying.device, most_queries=most_queries)
+            computed = replaying._model.compute(on_device, replaying.pool)
+        torch.testing.assert_close(computed, plain.forward(mixed), atol=1e-4, rtol=1e-4)
     check_equal((replaying, plain), decode_batch([12, 40, 7], seed=4))
+    # Drafts, of which one is two strips; the window of another's first query begins a block of keys before its last's.
+    check_equal((replaying, plain), batch_of([(75, 4, 4), (21, 1, 1), (40, 9, 9)], seed=5))
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,30 @@ def test_strips_of_several_queries(case: tuple, num_programs: int) -> None:
     assert not outs[0][19].any()
 
 
+@pytest.mark.parametrize(("most", "window"), [(1, 70), (3, 70), (8, 70), (8, 7)])
+def test_a_strip_begins_where_its_first_query_does(most: int, window: int) -> None:
+    """That one sees a single key of a block, and of another strip none."""
+    first = 2 * KEYS - 1
+    contexts = torch.tensor([first + window + most - 1, first + window + most], dtype=torch.int32, device=DEVICE)
+    codes, _ = random_pool(2 * 14, 1, 16, 32, dtype=torch.float32)
+    q, counts = random(2 * most, 16 // most, 32), torch.full_like(contexts, most)
+    tokens = torch.arange(2 * most, dtype=torch.int32, device=DEVICE)
+    tables = tables_for(contexts.tolist(), 16)
+    of_strips = (tokens[::most].contiguous(), counts, tables, contexts, tokens, tokens)
+    outs = [torch.full_like(q, 7.0) for _ in range(2)]
+    for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
+        attend(
+            q,
+            codes,
+            None,
+            strips=QueryStrips.of(of_strips, most=most, longest=int(contexts.max())),
+            window=window,
+            splits=share_out(contexts, window=window_of_strips(window, most), num_programs=2),
+            out_THD=out,
+        )
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
+
+
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), max_size=9), most=st.sampled_from([1, 2, 5, 16])
 )

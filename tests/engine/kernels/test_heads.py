@@ -25,16 +25,20 @@ WINDOWS = [None, 9]
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize(("is_launched", "is_gathered"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("is_launched", "is_gathered", "most_queries"),
+    [(False, False, 1), (True, False, 1), (True, True, 1), (False, False, 4), (True, False, 4)],
+)
 def test_a_mixed_step(
     dtype: str,
     window: int | None,
     has_norms: bool,
     is_launched: bool,
     is_gathered: bool,
+    most_queries: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two prompts, of which one is a later chunk, and two single tokens between them."""
+    """Two prompts, of which one is a later chunk, as long as few strips are, and two single tokens between them."""
     for name in ("MIN_QUERIES", "MIN_QUERIES_OF_CODES") if is_gathered else ():
         monkeypatch.setattr(triton_heads, name, 1)
     layout = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype)
@@ -55,7 +59,8 @@ def test_a_mixed_step(
     expected = attended(TorchHeads(batch, pools[0], angles.cos(), angles.sin(), WINDOWS))
     if is_launched:
         launch_kernels(monkeypatch)
-    on_device = DeviceBatch.of(batch, DEVICE)
+    on_device = DeviceBatch.of(batch, DEVICE, most_queries=most_queries)
+    assert on_device.prompts and on_device.prompts.query_lens == ([19, 12] if most_queries == 1 else [19])
     assert triton_heads.is_worth_gathering(on_device.prompts, pools[1], fused.dtype) == is_gathered
     got = attended(KernelHeads(on_device, pools[1], angles.cos(), angles.sin()))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
