@@ -75,7 +75,8 @@ def test_what_is_stored_as_gguf_is_a_model(tmp_path: Path, source: str, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_source, "resolve", lambda source, progress=None: Path("resolved") / source)
     found = draft_source(_spec(method="auto", model=source))
-    assert found and (found.kind, found.directory) == ("draft", Path("resolved") / source)
+    place = source if source.startswith("hf:") else tmp_path / source
+    assert found and (found.kind, found.directory) == ("draft", Path("resolved") / place)
 
 
 def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
