@@ -18,7 +18,7 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 from tests.character_tokenizer import save_tokenizer
-from tests.cluster.model.test_config import write
+from tests.cluster.model.test_config import write, write_no_weights
 
 
 def _spec(**keys: Any) -> Spec:
@@ -28,7 +28,7 @@ def _spec(**keys: Any) -> Spec:
 def _model(directory: Path) -> Path:
     directory.mkdir()
     write(directory, architectures=["LlamaForCausalLM"])
-    (directory / "model.safetensors").touch()
+    write_no_weights(directory)
     save_tokenizer(directory)
     return directory
 
