@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -42,6 +42,7 @@ _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(==[A-Za-z0-9.+!-]+)?")
 _REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(/(?P<file>[^@]+\.gguf))?(@(?P<revision>[\w./-]+))?")
 _PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_LFS_POINTER = b"version https://git-lfs"
 _HUB_SETTINGS = ["*.json", "*.jinja"]
 _HUB_NOT = ["consolidated*", "*/*"]  # the same weights in other formats
 
@@ -81,7 +82,7 @@ def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
     if not path.is_dir():
         raise SpecError(f"speculation.model: {source}: no such directory; write a path or hf:ORG/NAME")
     try:
-        model_config.weight_files(path)
+        _check_whole(model_config.weight_files(path))
     except SpecError as error:
         if (path / "training" / "run.json").exists():
             raise SpecError(
@@ -98,10 +99,27 @@ def cache_root() -> Path:
 def _check(path: Path) -> None:
     """Whatever is wrong with a model directory is found here, before anything is started."""
     model_config.load(path)
-    model_config.weight_files(path)
+    _check_whole(model_config.weight_files(path))
     if not (path / "tokenizer.json").exists():
         fix = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         raise SpecError(f"{path}: no tokenizer.json; write one with transformers: {fix}")
+
+
+def _check_whole(files: Sequence[Path]) -> None:
+    """Raises SpecError for one that was cut off, or is none: by its header alone, which says how long it is."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        if file.suffix != ".safetensors":
+            continue
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            with file.open("rb") as data:
+                is_pointer = data.read(len(_LFS_POINTER)) == _LFS_POINTER
+            fix = "it stands for a file that `git lfs pull` fetches" if is_pointer else "fetch it again, whole"
+            raise SpecError(f"{file}: not readable as safetensors: {error}; {fix}") from None
 
 
 def _only_gguf(directory: Path) -> Path | None:

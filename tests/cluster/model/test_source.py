@@ -18,12 +18,14 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.model.source import resolve
 from cluster.words.errors import SpecError
+from tests.cluster.model.test_config import write_no_weights
 from tests.disks import FakeDisk
 
 COMMIT = "c0ffee" * 6 + "beef"
@@ -57,7 +59,7 @@ def model_dir(model_file: Path, tmp_path: Path) -> Path:
     directory.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (directory / name).write_bytes((resolve(str(model_file)) / name).read_bytes())
-    (directory / "model.safetensors").write_bytes(b"weights")
+    write_no_weights(directory)
     return directory
 
 
@@ -173,11 +175,22 @@ def write_wheel(index: Path, name: str, files: dict[str, bytes]) -> None:
             wheel.writestr(path, content)
 
 
+_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 269060552\n"
+
+
+def _cut(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
         (lambda d: (d / "config.json").unlink(), "no such file; a model directory has config.json beside its weights"),
         (lambda d: (d / "model.safetensors").unlink(), "no weights: expected model.safetensors"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"weights"), "not readable as safetensors: "),
+        (lambda d: save_file({"x": np.zeros(9)}, d / "model.safetensors") or _cut(d), "; fetch it again, whole"),
+        (lambda d: (d / "model.safetensors").write_text(_POINTER), "a file that `git lfs pull` fetches"),
         (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json; write one with transformers"),
         (lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'), "architecture X is not supported"),
     ],

