@@ -8,8 +8,8 @@ graph launches the same kernels over the same addresses again. So what changes f
 Block tables stay there from step to step: while the same rows follow each other, only the cells that are new go along.
 
 Shapes are part of a graph, so there is one for each of a few numbers of tokens, and a batch is filled up to the next. A
-token that fills up has a context of 0, which is attended to as zeros, and a slot of -1, where nothing is stored: no
-block is set aside for it.
+token that fills up is of a strip whose context is 0, and is attended to as zeros; its slot is -1, where nothing is
+stored: no block is set aside for it.
 
 Rows are cut into strips (engine/kernels/strips.py), of which there are at most as many as tokens: a row that decodes is
 one, one with a draft, or a short chunk of a prompt, has some. A layer stores the keys of all its tokens before any of
@@ -36,8 +36,9 @@ from engine.kernels.strips import QueryStrips, Strips, cut_strips
 # largest, B blocks of the longest table, V vocabulary
 
 _MOST_ROWS = 256  # beyond, launching takes less time than computing
-# Of what fills up: a token's id, position, slot and code; a strip's first token, number of queries, and context.
-_ABSENT = np.array([[0], [0], [-1], [0], [0], [1], [0]], dtype=np.int32)
+# Of each token; then of each strip.
+_ID, _POSITION, _SLOT, _SEAT, _FIRST, _COUNT, _CONTEXT = range(7)
+_ABSENT = np.array([[0], [0], [-1], [0], [0], [1], [0]], dtype=np.int32)  # of what fills up
 
 Step = Callable[[], None]
 
@@ -100,12 +101,12 @@ class DecodeGraphs:
         self._longest = max_context
         self._most_read_again = most_read_again
         self._most_queries = most_queries
-        most = self._sizes[-1]
-        self._numbers_7M = torch.from_numpy(_ABSENT).to(device).repeat(1, most)
-        self._tokens_M = torch.arange(most, dtype=torch.int32, device=device)
-        self._tables_MB = torch.zeros(most, -(-max_context // block_size), dtype=torch.int32, device=device)
+        largest = self._sizes[-1]
+        self._numbers_7M = torch.from_numpy(_ABSENT).to(device).repeat(1, largest)
+        self._tokens_M = torch.arange(largest, dtype=torch.int32, device=device)
+        self._tables_MB = torch.zeros(largest, -(-max_context // block_size), dtype=torch.int32, device=device)
         self._last: tuple[int, Any] = (0, None)  # step whose block tables are there, and whose they are
-        self._logits_MV = torch.zeros(most, vocab_size, dtype=torch.float32, device=device)
+        self._logits_MV = torch.zeros(largest, vocab_size, dtype=torch.float32, device=device)
         # The largest first: the others find room in the memory that it needed.
         self._replays = {size: capture(partial(self._step, size)) for size in reversed(self._sizes)}
 
@@ -119,7 +120,7 @@ class DecodeGraphs:
         if num_tokens > self._sizes[-1] or width > self._tables_MB.shape[1] or len(batch.scored_rows):
             return None
         strips = None if num_tokens == len(batch.query_lens) else self._cut(batch)  # mostly None
-        if strips and int(strips.contexts_U.sum() - batch.context_lens.sum()) > self._most_read_again:
+        if strips is not None and int(strips.contexts_U.sum() - batch.context_lens.sum()) > self._most_read_again:
             return None
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         more = [] if batch.wants_all_logits else [batch.logits_rows]
@@ -133,26 +134,26 @@ class DecodeGraphs:
     @property
     def token_ids_M(self) -> Tensor:
         """Of the last step, on the device: the first are its tokens. The next call overwrites them."""
-        return self._numbers_7M[0]
+        return self._numbers_7M[_ID]
 
     def _cut(self, batch: Batch) -> Strips:
         return cut_strips(batch.query_lens, batch.context_lens, most=self._most_queries)
 
     def _numbers(self, batch: Batch, strips: Strips | None, size: int) -> NDArray[np.int32]:
-        """(7, N): see _ABSENT. strips: None, each token is one."""
+        """(7, N): see _ID. strips: None, each token is one, which is mostly so, and needs no cutting."""
         num_tokens, numbers_7N = batch.num_tokens, np.repeat(_ABSENT, size, axis=1)
-        numbers_7N[:3, :num_tokens] = batch.token_ids, batch.positions, batch.slots
+        numbers_7N[[_ID, _POSITION, _SLOT], :num_tokens] = batch.token_ids, batch.positions, batch.slots
         if strips is None:
             tokens = np.arange(num_tokens)
-            numbers_7N[3, :num_tokens] = tokens * self._most_queries
-            numbers_7N[4, :num_tokens], numbers_7N[6, :num_tokens] = tokens, batch.positions + 1
+            numbers_7N[_SEAT, :num_tokens] = tokens * self._most_queries
+            numbers_7N[_FIRST, :num_tokens], numbers_7N[_CONTEXT, :num_tokens] = tokens, batch.positions + 1
             num_strips = num_tokens
         else:
             num_strips = len(strips.counts_U)
-            numbers_7N[3, :num_tokens] = strips.codes_N(self._most_queries)
-            numbers_7N[4, :num_strips] = np.cumsum(strips.counts_U) - strips.counts_U
-            numbers_7N[5, :num_strips], numbers_7N[6, :num_strips] = strips.counts_U, strips.contexts_U
-        numbers_7N[3, num_tokens:] = num_strips * self._most_queries  # one that is not there
+            numbers_7N[_SEAT, :num_tokens] = strips.seats_N(self._most_queries)
+            numbers_7N[_FIRST, :num_strips] = np.cumsum(strips.counts_U) - strips.counts_U
+            numbers_7N[_COUNT, :num_strips], numbers_7N[_CONTEXT, :num_strips] = strips.counts_U, strips.contexts_U
+        numbers_7N[_SEAT, num_tokens:] = num_strips * self._most_queries  # of one that is not there
         return numbers_7N
 
     def _upload_tables(self, batch: Batch, arrays: list[Any], strips: Strips | None) -> list[Tensor]:
@@ -160,7 +161,7 @@ class DecodeGraphs:
         copy; returned as they are there."""
         tables_RB, count = batch.block_tables, len(arrays)
         num_tokens, width = batch.num_tokens, tables_RB.shape[1]
-        if strips:
+        if strips is not None:
             *uploaded, tables, rows = upload([*arrays, tables_RB, strips.rows_U], self._device)
             self._tables_MB[: len(strips.rows_U), :width].copy_(tables.index_select(0, rows))
             self._last = 0, None
@@ -179,7 +180,7 @@ class DecodeGraphs:
 
     def _feed(self, fed: FedTokens) -> None:
         """Put the tokens that the step before chooses where the graphs read them."""
-        tokens_M = self._numbers_7M[0]
+        tokens_M = self._numbers_7M[_ID]
         if fed.is_in_place:  # mostly
             num_fed = len(fed.sources)
             torch.clamp(fed.token_ids[:num_fed], min=0, out=tokens_M[:num_fed])
@@ -194,14 +195,14 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> None:
         """What is recorded."""
-        token_ids, positions, slots, codes, firsts, counts, contexts = self._numbers_7M[:, :size].unbind()
+        token_ids, positions, slots, seats, firsts, counts, contexts = self._numbers_7M[:, :size].unbind()
         strips = QueryStrips(
             firsts,
             counts,
             self._tables_MB[:size],
             contexts,
             self._tokens_M[:size],
-            codes,
+            seats,
             most=self._most_queries,
             longest=self._longest,
         )

@@ -19,7 +19,8 @@ from engine.kernels.tiles import QueryTiles, cut_tiles
 
 # T tokens of the step, R rows, B blocks of the longest table
 
-_MOST_STRIPS = 3  # of a row: so often its keys are read sooner than by what reads them once, for prompts
+# Of a row: so often its keys are read sooner than by what reads them once, for prompts (Llama 8B's heads on an H200).
+_MOST_STRIPS, _MOST_FEW = 3, 16
 _NONE = np.zeros(0, dtype=np.int64)
 _ALIGNED = 4  # numbers: arrays begin at multiples of 16 bytes, for kernels are compiled anew for pointers that do not
 
@@ -52,7 +53,7 @@ class DeviceBatch:
     def of(cls, batch: Batch, device: torch.device, *, most_queries: int = 1) -> DeviceBatch:
         """Start the copy; nothing waits for it but what comes behind it on the device. most_queries: of a strip."""
         begins_R = np.cumsum(batch.query_lens) - batch.query_lens
-        is_few = batch.query_lens <= (_MOST_STRIPS * most_queries if most_queries > 1 else 1)
+        is_few = batch.query_lens <= (min(_MOST_STRIPS * most_queries, _MOST_FEW) if most_queries > 1 else 1)
         few, several = np.flatnonzero(is_few), np.flatnonzero(~is_few)
         strips = cut_strips(batch.query_lens[few], batch.context_lens[few], most=most_queries)
         rows_U = few[strips.rows_U]
@@ -63,7 +64,7 @@ class DeviceBatch:
                 *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows, batch.scored_rows),
                 *((fed.sources, fed.places) if fed else (_NONE, _NONE)),
                 *(firsts, strips.counts_U, batch.block_tables[rows_U], strips.contexts_U),
-                *(np.repeat(firsts, strips.counts_U) + strips.places_N, strips.codes_N(most_queries)),
+                *(np.repeat(firsts, strips.counts_U) + strips.places_N, strips.seats_N(most_queries)),
                 *cut_tiles(batch.query_lens[several], batch.context_lens[several]),
                 *(begins_R[several], batch.query_lens[several]),
                 *(batch.block_tables[several], batch.context_lens[several]),

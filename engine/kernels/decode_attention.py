@@ -44,7 +44,8 @@ def decode_attention(
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the strips' tokens only. codes, scales: a layer of the pool,
     of 8 bits or of q's dtype; see KVPool. The queries of a strip without keys get zeros. splits: of the strips'
-    contexts and `window_of_strips`; results differ by rounding only.
+    contexts and `window_of_strips`; results differ by rounding only. Where the value of a key is no number, the results
+    of all queries of its strip are none, also of those before it.
     """
     attend = launch_decode_attention if q_THD.is_cuda else reference_decode_attention
     attend(
@@ -79,13 +80,13 @@ def reference_decode_attention(
     out_THD: Tensor,
 ) -> None:
     rows = [*zip(strips.firsts_U.tolist(), strips.counts_U.tolist(), strips.contexts_U.tolist(), strict=True)]
-    for token, code in zip(strips.tokens_N.tolist(), strips.codes_N.tolist(), strict=True):
-        (first, count, context), table = rows[code // strips.most], strips.tables_UB[code // strips.most]
+    for token, seat in zip(strips.tokens_N.tolist(), strips.seats_N.tolist(), strict=True):
+        (first, count, context), table = rows[seat // strips.most], strips.tables_UB[seat // strips.most]
         if not context:
             out_THD[token] = 0
             continue
-        assert token == first + code % strips.most
-        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context - (count - 1 - code % strips.most))
+        assert token == first + seat % strips.most
+        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context - (count - 1 - seat % strips.most))
         out_THD[token] = reference_row(q_THD[token].unsqueeze(0), kv_2KLD, window=window)[0]
 
 
@@ -163,7 +164,7 @@ def launch_decode_attention(
         total_PX,
         splits.starts_R,
         strips.tokens_N,
-        strips.codes_N,
+        strips.seats_N,
         out_THD,
         num_rows,
         Q=strips.most,
@@ -229,7 +230,7 @@ def _attend_part(
         mask = is_query[:, None] & (d < D)[None, :]
         place_of_q = token * q_token_stride + (head * G + of_head) * q_head_stride
         queries = tl.load(q + place_of_q[:, None] + d[None, :], mask=mask, other=0.0)
-        sees = context - num_queries + 1 + query  # keys, of each query
+        sees = context - num_queries + 1 + query  # how many keys each query sees
         table = tables + row.to(tl.int64) * table_stride
         at = (((program + row).to(tl.int64) * Q + query) * K + head) * G + of_head
         if HAS_SCALES:
@@ -438,7 +439,7 @@ def _combine_parts(
     total: tl.tensor,
     starts: tl.tensor,
     tokens: tl.tensor,
-    codes: tl.tensor,
+    seats: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
     Q: tl.constexpr,
@@ -450,8 +451,8 @@ def _combine_parts(
     """One program: BLOCK_D features of one head of one query, BLOCK_P parts at a time."""
     number, head = tl.program_id(0), tl.program_id(1)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    token, code = tl.load(tokens + number).to(tl.int64), tl.load(codes + number)
-    row, query = code // Q, code % Q
+    token, seat = tl.load(tokens + number).to(tl.int64), tl.load(seats + number)
+    row, query = seat // Q, seat % Q
     whole = whole_of_parts(part, largest, total, starts, row, query * H + head, d, num_rows, Q * H, D, BLOCK_P)
     tl.store(out + (token * H + head) * D + d, whole.to(out.dtype.element_ty), mask=d < D)
 

@@ -33,21 +33,21 @@ class QueryStrips:
     tables_UB: Tensor
     contexts_U: Tensor  # keys that its last query sees, itself included; 0: a strip that is not there
     tokens_N: Tensor  # of each query, in the step
-    codes_N: Tensor  # its strip times `most`, and its place in there; of a strip that is not there it gets zeros
+    seats_N: Tensor  # its strip times `most`, and which query of it this is; of a strip that is not there it gets zeros
     most: int
     longest: int  # no context is longer
 
     @classmethod
     def of(cls, numbers: Sequence[Tensor], *, most: int, longest: int) -> QueryStrips:
         """numbers: as above, in their order."""
-        firsts_U, counts_U, tables_UB, contexts_U, tokens_N, codes_N = numbers
-        return cls(firsts_U, counts_U, tables_UB, contexts_U, tokens_N, codes_N, most, longest)
+        firsts_U, counts_U, tables_UB, contexts_U, tokens_N, seats_N = numbers
+        return cls(firsts_U, counts_U, tables_UB, contexts_U, tokens_N, seats_N, most, longest)
 
     @classmethod
     def singles(cls, tokens_U: Tensor, tables_UB: Tensor, contexts_U: Tensor, *, longest: int) -> QueryStrips:
         """Of one query each."""
-        codes_N = torch.arange(len(tokens_U), dtype=torch.int32, device=tokens_U.device)
-        return cls(tokens_U, torch.ones_like(codes_N), tables_UB, contexts_U, tokens_U, codes_N, 1, longest)
+        seats_N = torch.arange(len(tokens_U), dtype=torch.int32, device=tokens_U.device)
+        return cls(tokens_U, torch.ones_like(seats_N), tables_UB, contexts_U, tokens_U, seats_N, 1, longest)
 
 
 def most_queries(num_heads: int, num_kv_heads: int) -> int:
@@ -69,7 +69,7 @@ class Strips(NamedTuple):
         before_U = np.cumsum(self.counts_U) - self.counts_U
         return np.arange(int(self.counts_U.sum())) - np.repeat(before_U, self.counts_U)
 
-    def codes_N(self, most: int) -> _Ints:
+    def seats_N(self, most: int) -> _Ints:
         """See QueryStrips."""
         return np.repeat(np.arange(len(self.counts_U)) * most, self.counts_U) + self.places_N
 

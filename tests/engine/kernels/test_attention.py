@@ -98,11 +98,11 @@ def test_strips_of_several_queries(case: tuple, num_programs: int) -> None:
         np.append(cut.counts_U, 1),
         np.append(cut.contexts_U, 0),
         np.append(np.repeat(firsts, cut.counts_U) + cut.places_N, 19),
-        np.append(cut.codes_N(most), len(firsts) * most),
+        np.append(cut.seats_N(most), len(firsts) * most),
     ]
-    firsts_U, counts_U, contexts_U, tokens_N, codes_N = (torch.from_numpy(n).int().to(DEVICE) for n in numbers)
+    firsts_U, counts_U, contexts_U, tokens_N, seats_N = (torch.from_numpy(n).int().to(DEVICE) for n in numbers)
     strips = QueryStrips(
-        firsts_U, counts_U, torch.cat([tables, tables[:1]]), contexts_U, tokens_N, codes_N, most=most, longest=330
+        firsts_U, counts_U, torch.cat([tables, tables[:1]]), contexts_U, tokens_N, seats_N, most=most, longest=330
     )
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     seen = window_of_strips(window, most)
@@ -160,7 +160,7 @@ def test_strips_have_each_query_once(rows: list[tuple[int, int]], most: int) -> 
         for place in range(count)
     ]
     assert found == [(row, i, before + i + 1) for row, (length, before) in enumerate(rows) for i in range(length)]
-    assert [code // most for code in cut.codes_N(most)] == [
+    assert [code // most for code in cut.seats_N(most)] == [
         strip for strip, count in enumerate(cut.counts_U) for _ in range(count)
     ]
 
