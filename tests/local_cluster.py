@@ -27,6 +27,7 @@ from cluster.words.grammar import Grammar
 from cluster.words.launch import Launch
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.words.role_switch import other
 from cluster.words.spec import Spec
@@ -82,6 +83,7 @@ class Answer:
 
     tokens: dict[int, list[SampledToken]]
     route: RequestRoute
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -164,6 +166,7 @@ class LocalCluster:
         salt: str = "",
         grammar: Grammar | None = None,
         thinking: ThinkingBudget | None = None,
+        num_prompt_logprobs: int | None = None,
     ) -> Answer:
         request = SequenceRequest(
             id=id,
@@ -174,13 +177,14 @@ class LocalCluster:
             salt=salt,
             grammar=grammar,
             thinking=thinking,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
         tokens: dict[int, list[SampledToken]] = {choice: [] for choice in range(n)}
         async with self.core.start(request) as generation:
             async for arrived in generation:
                 for choice, some in arrived.items():
                     tokens[choice] += some
-        return Answer(tokens, generation.route)
+        return Answer(tokens, generation.route, generation.prompt_logprobs)
 
     async def idle(self, *, timeout_s: float = 30.0) -> None:
         """Wait until every replica that lives has nothing to do and has all its blocks back.

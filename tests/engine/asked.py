@@ -212,12 +212,13 @@ _SAMPLINGS = {
 }
 
 
+LETTERS = Grammar(kind=GrammarKind.REGEX, text="(a|b|c){4,9}, and so on[0-9]{2,7}")
+
+
 def letters_grammar(directory: Path) -> CompiledGrammar:
     """directory: for a tokenizer."""
     save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=VOCAB_SIZE).compile(
-        Grammar(kind=GrammarKind.REGEX, text="(a|b|c){4,9}, and so on[0-9]{2,7}")
-    )
+    return GrammarCompiler(directory, vocab_size=VOCAB_SIZE).compile(LETTERS)
 
 
 def one_of_each_kind(grammar: CompiledGrammar) -> list[Asked]:

@@ -1,0 +1,143 @@
+"""A deployment on a GPU in bf16 with weights of few bits, or a wire of 8: its answers are those of one process.
+
+The same on a CPU, where it is slow and says that the test is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.words.request import Sampling
+from engine.config import EngineConfig
+from engine.orders import Orders
+from engine.runner import ModelRunner
+from engine.step import ScheduledStep
+from engine.tools.offline import generate
+from kvtransfer.movers.codec import codec_for, slots_of
+from kvtransfer.protocol.segment import Segment
+from tests.e2e.conftest import Checkpoint, Reference, on_device
+from tests.engine.quantized_files import write_quantised
+from tests.engine.steps import prompts
+from tests.engine.tiny_models import DEEPSEEK_V2, random_model, tiny_config
+from tests.local_cluster import local_cluster
+from tests.waiting import WITHIN_S
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.parametrize(
+        "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+    ),
+]
+
+_GREEDY = Sampling(max_tokens=40, temperature=0.0)
+_SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+_PROMPTS = prompts(20, 33, 47, 70)
+_SAMPLINGS = [_GREEDY, replace(_SAMPLED, seed=1), _GREEDY, replace(_SAMPLED, seed=2)]
+_MAX_RUNNING = 8
+_DENSE = {"first_k_dense_replace": 3}  # all layers: what is rounded may choose other experts
+
+
+@pytest.mark.parametrize("stored", ["fp8 blocks", "gptq", "int8 channels", "int8"])
+def test_weights_of_few_bits(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, stored: str, device: str
+) -> None:
+    model_dir, weights = checkpoint("llama"), "int8"  # made at load
+    if stored != "int8":
+        write_quantised(tmp_path, random_model(tiny_config("llama")), stored)
+        shutil.copy(model_dir / "tokenizer.json", tmp_path)
+        model_dir, weights = tmp_path, "quantized"
+    engine = _engine(device) | {"weights": weights}
+    expected = [
+        [token.token_id for token in reference(model_dir, [prompt], sampling, **engine)[0]]
+        for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)
+    ]
+    assert asyncio.run(_answers(model_dir, redis_url, _tree(device, weights=weights))) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("deepseek_v2", DEEPSEEK_V2 | _DENSE)], ids=["heads", "latents"]
+)
+def test_a_wire_of_8_bits(
+    checkpoint: Checkpoint,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    changes: dict[str, Any],
+    device: str,
+) -> None:
+    """As of one process in which what the pool has of a prompt goes through the wire's codec."""
+    model_dir = checkpoint(family, **changes)
+    runner = ModelRunner(EngineConfig(model_dir=model_dir, kv_memory_gib=0.1, **_engine(device)))
+    exact = _generated(runner)
+    monkeypatch.setattr(runner, "execute", _with_wire(runner, "fp8_e4m3"))
+    expected = _generated(runner)
+    assert expected != exact, "the wire changes nothing"
+    assert asyncio.run(_answers(model_dir, redis_url, _tree(device, wire_dtype="fp8_e4m3"))) == expected
+
+
+def _engine(device: str) -> dict[str, Any]:
+    return {"device": device, "dtype": "bfloat16", "recorded_rows": _MAX_RUNNING}
+
+
+def _tree(device: str, *, weights: str = "as_stored", wire_dtype: str = "raw") -> dict[str, Any]:
+    """Prompts are computed whole, as in one process: in bf16 other shapes may round to other tokens."""
+    tree: dict[str, Any] = {
+        "model": {"dtype": "bfloat16", "weights": weights},
+        "kv": {"wire_dtype": wire_dtype},
+        "prefill": {"kv_memory_gib": 0.01, "max_batch_tokens": 512},
+        "decode": {"kv_memory_gib": 0.01, "max_running": _MAX_RUNNING},
+        "router": {"max_local_prefill": 0},
+    }
+    return on_device(device, tree)
+
+
+async def _answers(model_dir: Path, redis_url: str, tree: dict[str, Any]) -> list[list[int]]:
+    """Each asked alone, for the same reason."""
+    found: list[list[int]] = []
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster, asyncio.timeout(WITHIN_S):
+        for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True):
+            answer = await cluster.generate(prompt, sampling)
+            assert answer.route.blocks_shipped
+            found.append(answer.ids)
+        await cluster.idle()
+    return found
+
+
+def _generated(runner: ModelRunner) -> list[list[int]]:
+    return [
+        [token.token_id for token in generate(runner, [prompt], sampling)[0]]
+        for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)
+    ]
+
+
+def _with_wire(runner: ModelRunner, wire_dtype: str) -> Callable[[ScheduledStep | None, Orders], Tensor | None]:
+    """Executes as the runner does. Afterwards its pool has of each prompt what would land of it elsewhere."""
+    codec, execute, pool, layout = codec_for(runner.layout, wire_dtype), runner.execute, runner.pool, runner.layout
+
+    def executed(step: ScheduledStep | None, orders: Orders) -> Tensor | None:
+        logits = execute(step, orders)
+        for prompt, num_tokens in step.prompts if step else ():
+            segment = Segment(
+                first_layer=0,
+                num_layers=layout.num_layers,
+                first_token=0,
+                num_tokens=num_tokens,
+                first_head=0,
+                num_heads=layout.heads_per_rank,
+            )
+            slots_T = slots_of(pool, prompt.sequence.blocks, 0, num_tokens)
+            payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=pool.device)
+            codec.pack(pool, segment, slots_T, payload)
+            codec.unpack(payload, pool, segment, slots_T)
+        return logits
+
+    return executed
