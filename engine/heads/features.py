@@ -37,14 +37,14 @@ class Features:
         """capacity: of the ring: as much as a few steps keep."""
         self._pool = pool
         self._size = pool.layout.block_size
+        self._of_blocks: Tensor | None = None
         with torch.inference_mode(False):  # whoever warms up is in it, and what has arrived is written outside of it
             self._ring_CE = torch.zeros(capacity, dim, dtype=dtype, device=pool.device)
+            if pool.layout.feature_bytes:
+                self._of_blocks = pool.features.view(dtype)
         self._slot_of_C = np.full(capacity, UNKNOWN)
         self._place_of = np.full(pool.num_blocks * self._size, UNKNOWN)  # by slot: the latest
         self._next = 0
-        self._of_blocks: Tensor | None = None
-        if pool.layout.feature_bytes:
-            self._of_blocks = pool.features.view(dtype)
         # Heads of a device pass nothing over, and to look there would be to wait.
         self._begin_BN = pool.features.numpy()[:, :_LOOKED_AT] if pool.device.type == "cpu" else None
         self._is_over = bytearray(pool.num_blocks * self._size)  # by slot: passed over
