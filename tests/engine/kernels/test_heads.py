@@ -27,7 +27,7 @@ WINDOWS = [None, 9]
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(
     ("is_launched", "is_gathered", "most_queries"),
-    [(False, False, 1), (True, False, 1), (True, True, 1), (False, False, 4), (True, False, 4)],
+    [(False, False, 1), (True, False, 1), (True, True, 1), (True, False, 4)],
 )
 def test_a_mixed_step(
     dtype: str,
