@@ -32,7 +32,9 @@ def update(
         list[str] | None,
         typer.Option("--set", metavar="PATH=VALUE", help="Override a field of the spec, e.g. kv.pool_dtype=int8."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Say what would be replaced and why, and change nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Say what would be replaced and why, and whether its model is whole; change nothing.")
+    ] = False,
     canary: Annotated[
         float | None, typer.Option(help="The share of requests that the new revision has first, e.g. 0.1.")
     ] = None,
@@ -73,6 +75,7 @@ def update(
     from cluster.control.update import UpdateOptions
     from cluster.host.preflight import check_model
     from cluster.words.revisions import Slo
+    from cluster.words.spec import is_fetched
     from cluster.words.spec_file import parse_spec
 
     now: ControllerReport = ask(controller, "status")
@@ -88,6 +91,8 @@ def update(
     )
     if dry_run:
         print(_as_text(changes, now, restarts_all=restart))
+        if changes and not any(map(is_fetched, _sources(new) - _sources(old))):  # else to look were to fetch it
+            check_model(new, lambda text: None)
         return
     if not changes and not restart:
         print("nothing changes")
@@ -112,6 +117,10 @@ def _wanted(old: Spec, topology: str | None, overrides: list[str]) -> Spec:
     if given not in (None, old.name):
         raise SpecError(f"name: this spec is of {given}, and the deployment is {old.name}; a name cannot change")
     return updated(old, named, is_whole=topology is not None and Path(topology).exists())
+
+
+def _sources(spec: Spec) -> set[str]:
+    return {spec.model.source, *([spec.speculation.model] if spec.speculation.model else [])}
 
 
 def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_all: bool) -> str:

@@ -49,13 +49,16 @@ EvictionName = Annotated[
 ]
 
 
+def is_fetched(source: str) -> bool:
+    """A model's, from somewhere else; else it is a path."""
+    return source.startswith(("pypi:", "hf:"))
+
+
 def _whole_path(source: str) -> str:
-    """Of a model, where it is a path: processes on other hosts, and later commands, have other working directories."""
-    is_path = source and not source.startswith(_ELSEWHERE)
-    return str(Path(source).expanduser().absolute()) if is_path else source
+    """Processes on other hosts, and later commands, have other working directories."""
+    return source if is_fetched(source) or not source else str(Path(source).expanduser().absolute())
 
 
-_ELSEWHERE = ("pypi:", "hf:")
 Source = Annotated[str, AfterValidator(_whole_path)]
 
 

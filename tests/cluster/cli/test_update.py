@@ -10,6 +10,8 @@ import pytest
 import cluster.cli.update
 from cluster.cli.app import run
 from cluster.host import driver, preflight
+from cluster.words.errors import SpecError
+from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 
 SPEC = parse_spec({"name": "a", "decode": {"replicas": 2}}).model_dump(mode="json")
@@ -63,6 +65,22 @@ def test_a_dry_run_says_what_changes_and_who_goes_and_asks_for_nothing(
     assert fake.asked == ["status"]
     assert update("--set", "router.http_port=9", "--dry-run") == 0
     assert "an update cannot do this" in capsys.readouterr().out
+
+
+def test_a_dry_run_looks_at_what_need_not_be_fetched(
+    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controlled()
+
+    def refuse(spec: Spec, say: object) -> None:
+        raise SpecError(f"{spec.speculation.model}: cut off")
+
+    monkeypatch.setattr(preflight, "check_model", refuse)
+    heads = ("--set", "speculation.method=eagle", "--set")
+    assert update(*heads, "speculation.model=/heads", "--dry-run") == 2
+    told = capsys.readouterr()
+    assert "/heads: cut off" in told.err and "speculation.model" in told.out
+    assert update(*heads, "speculation.model=hf:org/heads", "--dry-run") == 0
 
 
 @pytest.mark.parametrize(
