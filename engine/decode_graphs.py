@@ -142,7 +142,7 @@ class DecodeGraphs:
     def _numbers(self, batch: Batch, strips: Strips | None, size: int) -> NDArray[np.int32]:
         """(7, N): see _ID. strips: None, each token is one, which is mostly so, and needs no cutting."""
         num_tokens, numbers_7N = batch.num_tokens, np.repeat(_ABSENT, size, axis=1)
-        numbers_7N[[_ID, _POSITION, _SLOT], :num_tokens] = batch.token_ids, batch.positions, batch.slots
+        numbers_7N[: _SLOT + 1, :num_tokens] = batch.token_ids, batch.positions, batch.slots
         if strips is None:
             tokens = np.arange(num_tokens)
             numbers_7N[_SEAT, :num_tokens] = tokens * self._most_queries

@@ -251,8 +251,8 @@ class SpeculationSpec(_Section):
     `model` holds, for each choice what promises most a second. Where nothing pays, nothing is drafted."""
     model: Source | None = None
     """`draft`: a model's source, as in `model.source`. `medusa`, `eagle`: a directory with the heads' config.json and
-    safetensors, on every host, or `hf:ORG/NAME`. `auto`: either; or `model.source` again, for the
-    model's own layer (`mtp`); or null."""
+    safetensors, on every host, or `hf:ORG/NAME`. `auto`: either; or `model.source` again, for the model's own layer
+    (`mtp`); or null."""
     max_tokens: Annotated[Tokens, Field(ge=1, le=64)] = 16
     """Of a choice in one step at most: how many it is follows what has been accepted, and what tokens cost."""
 

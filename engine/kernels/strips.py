@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,12 +41,6 @@ class QueryStrips:
         """numbers: as above, in their order."""
         firsts_U, counts_U, tables_UB, contexts_U, tokens_N, seats_N = numbers
         return cls(firsts_U, counts_U, tables_UB, contexts_U, tokens_N, seats_N, most, longest)
-
-    @classmethod
-    def singles(cls, tokens_U: Tensor, tables_UB: Tensor, contexts_U: Tensor, *, longest: int) -> QueryStrips:
-        """Of one query each."""
-        seats_N = torch.arange(len(tokens_U), dtype=torch.int32, device=tokens_U.device)
-        return cls(tokens_U, torch.ones_like(seats_N), tables_UB, contexts_U, tokens_U, seats_N, 1, longest)
 
 
 def most_queries(num_heads: int, num_kv_heads: int) -> int:

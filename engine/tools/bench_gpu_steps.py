@@ -24,9 +24,9 @@ from engine.tools.random_models import SHAPES, random_runner
 _BATCHES = (1, 8, 64)  # rows
 _CONTEXT = 1024  # tokens of each
 _PROMPT = 2048
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 # Some 30 ms: longer than the host takes to launch a step kernel by kernel.
-_step_s = partial(device_seconds, tries=10, head_start_cycles=60_000_000)
+step_seconds = partial(device_seconds, tries=10, head_start_cycles=60_000_000)
 
 
 def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, Any]:
@@ -42,11 +42,11 @@ def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, 
         runner = random_runner(
             shape,
             pool_dtype=pool_dtype,
-            num_blocks=max(_BATCHES) * (_CONTEXT // _BLOCK_SIZE + 1),
+            num_blocks=max(_BATCHES) * (_CONTEXT // BLOCK_SIZE + 1),
             recorded_rows=max(_BATCHES),
         )
         for num_rows in _BATCHES:
-            seconds = _step_s(partial(runner.forward, decode_batch(num_rows)))
+            seconds = step_seconds(partial(runner.forward, decode_batch(num_rows)))
             floor_s = bytes_read(runner, num_rows, _CONTEXT) / bytes_s
             results.append(
                 {
@@ -57,9 +57,9 @@ def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, 
                     "share": floor_s / seconds,
                 }
             )
-        prompt = Row(token_ids=[7] * _PROMPT, start=0, blocks=range(_PROMPT // _BLOCK_SIZE), num_logits=1)
-        batch = Batch.of([prompt], block_size=_BLOCK_SIZE)
-        seconds = _step_s(partial(runner.forward, batch))
+        prompt = Row(token_ids=[7] * _PROMPT, start=0, blocks=range(_PROMPT // BLOCK_SIZE), num_logits=1)
+        batch = Batch.of([prompt], block_size=BLOCK_SIZE)
+        seconds = step_seconds(partial(runner.forward, batch))
         results.append({"shape": shape, "prompt": _PROMPT, "milliseconds": seconds * 1e3})
         del runner
         gc.collect()
@@ -96,14 +96,19 @@ def kernels_of_a_step(runner: ModelRunner, num_rows: int, *, most: int = 8) -> l
     ]
 
 
-def decode_batch(num_rows: int) -> Batch:
-    """Rows of one token behind a context."""
-    width = _CONTEXT // _BLOCK_SIZE
+def decode_batch(num_rows: int, *, num_tokens: int = 1, context: int = _CONTEXT) -> Batch:
+    """Rows of the last so many tokens of a context, all of whose logits are wanted."""
+    width = context // BLOCK_SIZE
     rows = [
-        Row(token_ids=[i], start=_CONTEXT - 1, blocks=range(i * width, (i + 1) * width), num_logits=1)
+        Row(
+            token_ids=[i] * num_tokens,
+            start=context - num_tokens,
+            blocks=range(i * width, (i + 1) * width),
+            num_logits=num_tokens,
+        )
         for i in range(num_rows)
     ]
-    return Batch.of(rows, block_size=_BLOCK_SIZE)
+    return Batch.of(rows, block_size=BLOCK_SIZE)
 
 
 def bytes_read(runner: ModelRunner, num_rows: int, context: int) -> float:

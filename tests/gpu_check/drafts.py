@@ -16,22 +16,19 @@ import torch
 
 from cluster.model.draft_heads import HeadsPlace
 from cluster.words.request import Sampling
-from engine.batch.batch import Batch
-from engine.batch.rows import Row
 from engine.draft_models.head_proposer import HeadProposer
 from engine.runner import ModelRunner
 from engine.speculation.speculation import Speculation
-from engine.tools.bench_kernels import device_seconds
+from engine.tools.bench_gpu_steps import BLOCK_SIZE, decode_batch, step_seconds
 from engine.tools.bench_loop import running_engine
 from engine.tools.random_models import SHAPES, random_runner
 from tests.engine.heads.head_files import write_eagle_beside
 from tests.gpu_check.rows import tell
 
-_BATCHES, _CONTEXT, _BLOCK_SIZE = (1, 8, 32), 2048, 16
+_BATCHES, _CONTEXT = (1, 8, 32), 2048
 _DRAFTED, _ASKED = (1, 3, 7), 3  # tokens of a row
 _DRAFT_VOCAB = 32000
 _NUM_STEPS = 25
-_HEAD_START_CYCLES = 60_000_000
 
 
 def main() -> None:
@@ -40,7 +37,7 @@ def main() -> None:
         write_eagle_beside(SHAPES[shape], Path(directory), draft_vocab=_DRAFT_VOCAB, dtype=torch.bfloat16)
         runner = random_runner(
             shape,
-            num_blocks=max(_BATCHES) * (_CONTEXT // _BLOCK_SIZE + 16),
+            num_blocks=max(_BATCHES) * (_CONTEXT // BLOCK_SIZE + 16),
             recorded_rows=max(_BATCHES) * (1 + max(_DRAFTED)),
             heads=HeadsPlace("eagle", Path(directory)),
         )
@@ -57,19 +54,8 @@ def main() -> None:
 
 
 def _forward_s(runner: ModelRunner, num_rows: int, num_tokens: int) -> float:
-    """num_tokens: of a row, the logits of all of which are wanted."""
-    width = _CONTEXT // _BLOCK_SIZE
-    rows = [
-        Row(
-            token_ids=[i] * num_tokens,
-            start=_CONTEXT - num_tokens,
-            blocks=range(i * width, (i + 1) * width),
-            num_logits=num_tokens,
-        )
-        for i in range(num_rows)
-    ]
-    batch = Batch.of(rows, block_size=_BLOCK_SIZE)
-    return device_seconds(partial(runner.forward, batch), tries=10, head_start_cycles=_HEAD_START_CYCLES)
+    batch = decode_batch(num_rows, num_tokens=num_tokens, context=_CONTEXT)
+    return step_seconds(partial(runner.forward, batch))
 
 
 def _step_s(runner: ModelRunner, num_rows: int, *, asks: bool) -> float:

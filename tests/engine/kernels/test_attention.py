@@ -47,6 +47,13 @@ CASES = [
 ]
 
 
+def _singles(tokens_U: torch.Tensor, tables_UB: torch.Tensor, contexts_U: torch.Tensor, *, longest: int) -> QueryStrips:
+    """Strips of one query each."""
+    seats_N = torch.arange(len(tokens_U), dtype=torch.int32, device=DEVICE)
+    numbers = (tokens_U, torch.ones_like(seats_N), tables_UB, contexts_U, tokens_U, seats_N)
+    return QueryStrips.of(numbers, most=1, longest=longest)
+
+
 def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
     """Blocks in no order, none shared; what stands behind a row's last one is not a block."""
     counts = [-(-context // block_size) for context in contexts]
@@ -71,7 +78,7 @@ def test_decode(case: tuple, num_programs: int) -> None:
             q,
             codes,
             scales,
-            strips=QueryStrips.singles(torch.tensor([6, 0, 2], device=DEVICE), tables, contexts_R, longest=330),
+            strips=_singles(torch.tensor([6, 0, 2], device=DEVICE), tables, contexts_R, longest=330),
             window=window,
             splits=share_out(contexts_R, window=window, num_programs=num_programs),
             out_THD=out,
@@ -175,7 +182,7 @@ def test_a_row_without_keys_gets_zeros() -> None:
         q,
         codes,
         None,
-        strips=QueryStrips.singles(
+        strips=_singles(
             torch.tensor([0, 1], device=DEVICE),
             torch.zeros(2, 1, dtype=torch.int32, device=DEVICE),
             contexts,
@@ -222,7 +229,7 @@ def test_values_of_any_size_keep_their_share(kind: str) -> None:
             q.to(torch.bfloat16),
             codes,
             scales,
-            strips=QueryStrips.singles(
+            strips=_singles(
                 torch.tensor([0], device=DEVICE),
                 torch.arange(10, dtype=torch.int32, device=DEVICE).view(1, -1),
                 contexts,
