@@ -30,7 +30,7 @@ lint: style
 	$(BIN)/mypy
 
 test-repeat: $(VENV)/installed-for-tests
-	$(BIN)/python tests/repeat.py -- $(SUITE)
+	$(BIN)/python tests/support/repeat.py -- $(SUITE)
 
 test-slow: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
@@ -48,7 +48,7 @@ docs: $(VENV)/installed-for-tests
 	$(BIN)/python -m docs.generate
 
 proto: $(VENV)/installed-for-tests
-	$(BIN)/python -m grpc_tools.protoc -Icluster/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
+	$(BIN)/python -m grpc_tools.protoc -Icore/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
 
 $(VENV)/installed: $(REQUIREMENTS)
 	@echo "Setting up $(VENV); the first time takes a few minutes."

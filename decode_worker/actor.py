@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cluster.rpc.worker_pb2_grpc import add_DecodeWorkerServicer_to_server
-from cluster.words.launch import Launch
-from cluster.words.request import Role
-from cluster.words.spec import Spec
-from cluster.worker.rank_process import RankProcess
-from cluster.worker.role_parts import LeaderParts, RoleParts
+from core.rpc.worker_pb2_grpc import add_DecodeWorkerServicer_to_server
+from core.spec.schema import Spec
+from core.types.launch import Launch
+from core.types.request import Role
 from decode_worker.drafts import draft_bytes, open_computing
 from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.speculation.corpus import Corpus
-from engine.speculation.speculation import Speculation
+from engine.spec_decode.corpus import Corpus
+from engine.spec_decode.speculation import Speculation
+from worker.rank_process import RankProcess
+from worker.role_parts import LeaderParts, RoleParts
 
 
 def make_rank(launch: Launch, **arguments: Any) -> RankProcess[DecodeWorker]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from cluster.model import source as model_source
-from cluster.model.draft_source import check_same_tokens, draft_source
-from cluster.words.spec import Spec
-from cluster.worker.replica_engine import EngineParts
+from core.model import source as model_source
+from core.model.draft_source import check_same_tokens, draft_source
+from core.spec.schema import Spec
 from engine.config import EngineConfig
-from engine.draft_models.draft_model import DraftModel, bytes_of
-from engine.draft_models.head_proposer import HeadProposer
-from engine.draft_models.own_layers import OwnLayers
-from engine.heads.head_row import Choose, HeadRow
-from engine.speculation.proposer import Computing
+from engine.spec_decode.draft_models.draft_model import DraftModel, bytes_of
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.own_layers import OwnLayers
+from engine.spec_decode.heads.head_row import Choose, HeadRow
+from engine.spec_decode.proposer import Computing
+from worker.replica_engine import EngineParts
 
 
 def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:

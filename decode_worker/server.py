@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.worker.answer_server import AnswerServicer
 from decode_worker.worker import DecodeWorker
+from worker.answer_server import AnswerServicer
 
 
 def decode_servicer() -> AnswerServicer[DecodeWorker]:

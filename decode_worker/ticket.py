@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from cluster.words.handoff import Handoff
-from engine.prompts import Prompt
+from core.types.handoff import Handoff
+from engine.scheduler.prompts import Prompt
 
 
 def ticket_for(prompt: Prompt, *, replica: str, addresses: tuple[str, ...], layout: str, ttl_s: float) -> Handoff:

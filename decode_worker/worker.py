@@ -6,24 +6,24 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.frames import StreamToken
-from cluster.words.errors import ClusterError, HandoffExpired, TransferError
-from cluster.words.handoff import Handoff, Holder
-from cluster.words.timing import PromptSpent
-from cluster.worker.answers import Answers, RequestListener
-from cluster.worker.moves import MoveListener, Moves
-from cluster.worker.replica_engine import EngineParts, ReplicaEngine
+from core.rpc import worker_pb2 as pb
+from core.types.errors import ClusterError, HandoffExpired, TransferError
+from core.types.handoff import Handoff, Holder
+from core.types.step_timing import PromptSpent
+from core.wire.frames import StreamToken
 from decode_worker.ticket import ticket_for
-from engine.orders import Orders
-from engine.prompts import Prompt
-from engine.speculation.corpus import Corpus
-from engine.speculation.speculation import Speculation
-from engine.step import ScheduledStep
-from kvtransfer.protocol.arrivals import Arrival, Arrivals, ReceivingEnd
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.spec_decode.corpus import Corpus
+from engine.spec_decode.speculation import Speculation
 from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.incoming_transfers import Arrival, Arrivals, ReceivingEnd
 from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.passage import Shipment
+from kvtransfer.protocol.rank_transfer import Shipment
+from worker.answers import Answers, RequestListener
+from worker.migrations import MoveListener, Moves
+from worker.replica_engine import EngineParts, ReplicaEngine
 
 
 class DecodeWorker:

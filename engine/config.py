@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from cluster.model import config as model_config
-from cluster.model.draft_heads import HeadsConfig, HeadsPlace, load_heads
-from cluster.model.shape import ModelConfig
-from cluster.words.errors import SpecError
+from core.model import config as model_config
+from core.model.draft_heads import HeadsConfig, HeadsPlace, load_heads
+from core.model.shape import ModelConfig
+from core.types.errors import SpecError
 from engine.kv.layout import KVLayout
 
 GIB = 1 << 30

@@ -7,26 +7,26 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cluster.words.errors import ContextLengthExceeded, RequestError
-from cluster.words.request import SampledToken
-from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
-from engine.ahead import expect, fed_tokens, may_be_followed
-from engine.decoding import Decoding
-from engine.guests import Guests
-from engine.known_tokens import take_known
+from core.types.errors import ContextLengthExceeded, RequestError
+from core.types.request import SampledToken
 from engine.kv.block_manager import BlockManager
-from engine.last_rows import LastRows
-from engine.orders import Orders
-from engine.pace import Pace
-from engine.prompts import Prompt, PromptQueue, allocate
-from engine.sampling import Chosen, Sampler
-from engine.sequence import Sequence
-from engine.speculation.draft import Draft
-from engine.speculation.drafting import Drafting, Prices
-from engine.speculation.speculation import Speculation
-from engine.speculation.verification import choices_of, verify
-from engine.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
-from engine.tiers.orders import TierOrders
+from engine.sampling.params import Chosen, Sampler
+from engine.scheduler.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
+from engine.scheduler.async_steps import expect, fed_tokens, may_be_followed
+from engine.scheduler.decoding import Decoding
+from engine.scheduler.jump_forward import take_known
+from engine.scheduler.local_decode import Guests
+from engine.scheduler.prompts import Prompt, PromptQueue, allocate
+from engine.scheduler.row_updates import LastRows
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
+from engine.scheduler.step_commands import Orders
+from engine.spec_decode.draft import Draft
+from engine.spec_decode.drafting import Drafting, Prices
+from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.verification import choices_of, verify
+from engine.tiers.commands import TierOrders
+from engine.timing.pace import Pace
 
 Logits = TypeVar("Logits")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cluster.words.launch import Launch
-from cluster.words.request import Role
-from cluster.words.role_switch import hindrance
-from cluster.words.spec import Spec
-from cluster.worker.rank_process import RankProcess
-from cluster.worker.role_parts import LeaderParts, RoleParts
+from core.spec.schema import Spec
+from core.types.launch import Launch
+from core.types.request import Role
+from core.types.role_switch import hindrance
 from engine.config import EngineConfig
 from prefill_worker.server import PrefillServicer, add_prefill_servicers
 from prefill_worker.worker import PrefillWorker
+from worker.rank_process import RankProcess
+from worker.role_parts import LeaderParts, RoleParts
 
 
 def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:

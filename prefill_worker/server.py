@@ -7,21 +7,21 @@ from typing import Any, TypeAlias
 
 from grpc import aio
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.call_errors import abort_with
-from cluster.wire.call_events import CallEvents
-from cluster.wire.messages import spent_to_proto, tokens_to_proto
-from cluster.wire.prompt_logprobs import prompt_logprobs_to_proto
-from cluster.words.errors import ClusterError, ReplicaLost
-from cluster.words.handoff import Handoff
-from cluster.words.request import SampledToken
-from cluster.worker.answer_server import AnswerServicer
-from cluster.worker.request_check import holder_of
-from cluster.worker.role_parts import LiveReplica
-from engine.prompts import Prompt
-from kvtransfer.protocol.passage import Shipment
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.types.errors import ClusterError, ReplicaLost
+from core.types.handoff import Handoff
+from core.types.request import SampledToken
+from core.wire.call_errors import abort_with
+from core.wire.messages import spent_to_proto, tokens_to_proto
+from core.wire.prompt_logprob_messages import prompt_logprobs_to_proto
+from core.wire.thread_events import CallEvents
+from engine.scheduler.prompts import Prompt
+from kvtransfer.protocol.rank_transfer import Shipment
 from prefill_worker.worker import PrefillWorker
+from worker.answer_server import AnswerServicer
+from worker.request_validation import holder_of
+from worker.role_parts import LiveReplica
 
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
 

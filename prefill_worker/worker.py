@@ -8,21 +8,21 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.frames import StreamToken
-from cluster.words.checking import check
-from cluster.words.errors import ClusterError, HandoffExpired, TransferError
-from cluster.words.handoff import Handoff, HandoffKey, Holder
-from cluster.words.request import SampledToken
-from cluster.worker.replica_engine import EngineParts, ReplicaEngine
-from engine.orders import BeginOrder, Orders
-from engine.prompts import Prompt
-from engine.step import Prefilled, ScheduledStep
-from kvtransfer.protocol.departures import Departure, Departures
+from core.rpc import worker_pb2 as pb
+from core.types.errors import ClusterError, HandoffExpired, TransferError
+from core.types.handoff import Handoff, HandoffKey, Holder
+from core.types.request import SampledToken
+from core.types.validation import check
+from core.wire.frames import StreamToken
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.step import Prefilled, ScheduledStep
+from engine.scheduler.step_commands import BeginOrder, Orders
 from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.passage import Shipment
+from kvtransfer.protocol.outgoing_transfers import Departure, Departures
 from kvtransfer.protocol.plan import sending_ranks
-from prefill_worker.guest_answers import GuestAnswers
+from kvtransfer.protocol.rank_transfer import Shipment
+from prefill_worker.local_decode import GuestAnswers
+from worker.replica_engine import EngineParts, ReplicaEngine
 
 logger = logging.getLogger(__name__)
 

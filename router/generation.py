@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.words.life import Life
-from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import DraftTally, SampledToken, SequenceRequest
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import DraftTally, SampledToken, SequenceRequest
+from core.types.timeline import Life
 
 
 @dataclass(kw_only=True)
@@ -60,6 +60,7 @@ class Generation(Protocol):
 
 
 class TokenService(Protocol):
-    """Where the text side hands requests in, as tokens. The doors hand theirs to router.text.completion.Completions."""
+    """Where the text side hands requests in, as tokens. The doors hand theirs to
+    frontend.text.completion.Completions."""
 
     def start(self, request: SequenceRequest) -> Generation: ...

@@ -11,7 +11,8 @@ from typing import Any
 import hypothesis  # here, for its plugin would import it at the very end, when much is being torn down
 import pytest
 
-from cluster.model.source import resolve
+from core.model.source import resolve
+from tests.support.ray_fixtures import ray_head, ray_nodes, three_nodes  # noqa: F401
 
 # Before anything imports engine.kernels: without a GPU, Triton's kernels run in its interpreter.
 if not any(Path(of_driver).exists() for of_driver in ("/proc/driver/nvidia", "/dev/nvidiactl")):
@@ -38,7 +39,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(f"--{kind}", action="append", default=[], metavar="MODULE:NAME", help=f"test this {kind}, too")
 
 
-_OURS = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker", "tests")
+_OURS = (
+    "core",
+    "engine",
+    "kvtransfer",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+    "router",
+    "frontend",
+    "planner",
+    "cluster",
+    "tests",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,8 +80,15 @@ def _is_for_gpu(config: pytest.Config) -> bool:
     return bool(config.getoption("markexpr") == "gpu")
 
 
-# Their tests ask for a Ray of the suite's own, whose start is half a minute on two cores (tests/cluster/conftest.py).
-_SHARE_A_RAY = ("tests/cluster/cli/test_cli.py", "tests/cluster/control/", "tests/cluster/index/test_redis_server.py")
+# Their tests ask for a Ray of the suite's own, whose start is half a minute on two cores
+# (tests/support/ray_fixtures.py).
+_SHARE_A_RAY = (
+    "tests/cluster/cli/test_cli.py",
+    "tests/cluster/control/",
+    "tests/cluster/ray/",
+    "tests/cluster/rollout/",
+    "tests/core/index/test_redis_server.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 from cluster.control.placement import Node, ResourceDemand, check_fit
-from cluster.host.preflight import check_index, check_network
-from cluster.host.state import state_dir
-from cluster.words.request import Role
-from cluster.words.spec import Spec
-from cluster.words.spec_file import load_spec
+from cluster.launch.preflight import check_index, check_network
+from cluster.launch.state import state_dir
+from core.spec.loader import load_spec
+from core.spec.schema import Spec
+from core.types.request import Role
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 TOPOLOGIES = sorted((DEPLOY / "topologies").glob("*.yaml"))
@@ -159,7 +159,7 @@ def test_the_spec_for_kubernetes_is_accepted_as_its_readme_makes_it(
         asked.append(url)
         return nullcontext(SimpleNamespace(smembers=lambda key: set()))
 
-    monkeypatch.setattr("cluster.index.redis_server.asked_once", answers)
+    monkeypatch.setattr("core.index.redis_server.asked_once", answers)
     check_index(spec.index, trust_network=spec.kv.trust_network)
     [store] = [thing for thing in KUBERAY if (thing["kind"], thing["metadata"]["name"]) == ("Service", "xpyd-index")]
     assert asked == [f"redis://:s3cret@xpyd-index:{store['spec']['ports'][0]['port']}/0"]

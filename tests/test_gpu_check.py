@@ -21,7 +21,7 @@ from tests.gpu_check.report import Report
 from tests.gpu_check.rows import Row, heard
 from tests.gpu_check.running import Running
 from tests.gpu_check.versions import no_device
-from tests.waiting import until
+from tests.support.waiting import until
 
 _ROOT = Path(__file__).parents[1]
 

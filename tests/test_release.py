@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rooms import ROOT, modules
+from tests.support.import_graph import ROOT, modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

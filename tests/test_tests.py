@@ -8,7 +8,7 @@ from pathlib import Path
 
 _TESTS = Path(__file__).parent
 # The one place that may look again and again; and where a sleep takes no time.
-_MAY_SLEEP = {"waiting.py", "router/serving/virtual_time.py"}
+_MAY_SLEEP = {"support/waiting.py", "router/serving/virtual_time.py"}
 _OTHERS = {
     "os._exit",  # public, in spite of its name
     "torch.cpu._is_avx512_bf16_supported",  # torch has no other way to ask
@@ -18,7 +18,7 @@ _KNOWN = {
     # How long or how much a bench measures: an operator has no use for the knob, a test makes it small.
     ("cluster/bench/test_isolation.py", "isolation._STREAM_PROMPT"),
     ("cluster/bench/test_isolation.py", "isolation._WARM_UP_S"),
-    ("cluster/model/test_source.py", "model_source._LOCK_S"),
+    ("core/model/test_source.py", "model_source._LOCK_S"),
     ("engine/kv/test_kv.py", "attention._MAX_GATHERED"),
     ("engine/tools/test_bench.py", "bench._NUM_STEPS"),
     ("kvtransfer/bench/test_bench.py", "bench_run._MOST_BYTES"),
@@ -31,19 +31,19 @@ _KNOWN = {
     ("engine/kernels/counted_steps.py", "runner._model"),
     ("engine/kernels/test_models_by_kernels.py", "runner._model"),
     ("engine/attention/test_flashinfer_heads.py", "runner._model"),
-    ("engine/test_decode_graphs.py", "replaying._model"),
-    ("engine/test_decode_graphs.py", "pair[0]._recorded"),
+    ("engine/runner/test_decode_graphs.py", "replaying._model"),
+    ("engine/runner/test_decode_graphs.py", "pair[0]._recorded"),
     # What an operation of torch writes to is said by its schema alone.
-    ("fake_streams.py", "func._schema"),
+    ("support/fake_streams.py", "func._schema"),
     # The books themselves, cooked to see that the audit finds it; and a memory that must not grow.
     ("engine/kv/test_block_manager.py", "manager._free"),
     ("engine/kv/test_eviction.py", "eviction._past"),
-    ("cluster/model/test_source.py", "model_source._imported"),
+    ("core/model/test_source.py", "model_source._imported"),
     ("kvtransfer/protocol/test_register.py", "register_module._MAX_CLOSED"),
     # What is left out of them, or done too early, is the planted fault.
     ("engine/tiers/test_streams.py", "store._rows"),
-    ("kvtransfer/movers/test_streams.py", "arriving._lock"),
-    ("kvtransfer/movers/test_streams.py", "arriving._written"),
+    ("kvtransfer/transfer/test_streams.py", "arriving._lock"),
+    ("kvtransfer/transfer/test_streams.py", "arriving._written"),
     # An agent that hangs, or is told nonsense: NIXL's own does neither at a test's word.
     ("kvtransfer/links/test_nixl.py", "nixl_module._Agent"),
     ("kvtransfer/links/test_nixl.py", "nixl_module._errors"),

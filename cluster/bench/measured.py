@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.bench.replay import Answered
-from cluster.bench.spread import spread
+from core.trace.statistics import spread
 
 
 def summary(answers: Sequence[Answered], *, slo_ttft_s: float | None, slo_itl_s: float | None) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.bench.doors import Door, ReportedUsage
-from cluster.bench.prompts import TracePrompts
-from cluster.bench.trace import TraceRequest
-from cluster.words.errors import RequestFailed
+from cluster.bench.endpoints import Door, ReportedUsage
+from core.trace.prompts import TracePrompts
+from core.trace.trace import TraceRequest
+from core.types.errors import RequestFailed
 
 
 @dataclass

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.chaos.network import partition
-from cluster.words.request import Role
-from cluster.words.role_switch import other
+from core.types.request import Role
+from core.types.role_switch import other
 
 if TYPE_CHECKING:  # the command line shows the names before it may import Ray
     from cluster.chaos.load import LoadGenerator

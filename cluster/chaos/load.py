@@ -13,10 +13,10 @@ from grpc import aio
 
 from cluster.chaos.question import Question, Reply, compare
 from cluster.chaos.tally import Tally
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.wire.door_access import DoorAccess, is_from_router
-from cluster.words.errors import DeployError
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from core.types.errors import DeployError
+from core.wire.client_access import DoorAccess, is_from_router
 
 _ANSWER_S = 120.0
 _ASK_AGAIN_S = 0.2

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 _IPV4_AND_IPV6 = 1  # NFPROTO_INET
 _OURS = 2  # NFT_TABLE_F_OWNER: the kernel removes the table when our socket closes, however we end

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.chaos.tally import Mismatch
-from cluster.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2 as pb
 
 _SENTENCES = (
     "The old lighthouse keeper wrote down the weather every evening, whatever came.",

@@ -14,8 +14,8 @@ from cluster.chaos.question import questions
 from cluster.chaos.site import Site, leaked_blocks
 from cluster.chaos.tally import Stroke, Tally
 from cluster.control.report import Pools
-from cluster.wire.door_access import DoorAccess
-from cluster.words.errors import DeployError
+from core.types.errors import DeployError
+from core.wire.client_access import DoorAccess
 
 _POLL_S = 0.5
 _RECOVER_S = 90.0  # a replica has to start and load

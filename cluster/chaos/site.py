@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.report import Pools
-from cluster.control.update import UpdateOptions
-from cluster.host import driver
-from cluster.host.state import State
-from cluster.host.status import DeploymentReport, read_status
-from cluster.process import processes
-from cluster.words.errors import ClusterError, DeployError, SpecError
-from cluster.words.request import Role
+from cluster.launch import driver
+from cluster.launch.state import State
+from cluster.launch.status import DeploymentReport, read_status
+from cluster.rollout.update import UpdateOptions
+from core.process import processes
+from core.types.errors import ClusterError, DeployError, SpecError
+from core.types.request import Role
 
 _TITLES = {"controller": "ray::Controller", "router": "ray::ServeReplica", "index": "ray::EmbeddedIndex"}
 

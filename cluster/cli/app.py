@@ -41,8 +41,8 @@ from cluster.cli import (
     update,
 )
 from cluster.cli.connection import ADDRESS
-from cluster.host.person_file import CERTIFICATE
-from cluster.words.errors import ClusterError, Interrupted, SpecError
+from cluster.launch.person_file import CERTIFICATE
+from core.types.errors import ClusterError, Interrupted, SpecError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -159,7 +159,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and note it; returns the exit code."""
-    from cluster.host.command_trail import note_command
+    from cluster.launch.audit_log import note_command
 
     begin, code, said = time.monotonic(), 1, ""  # 1: by a bug of ours
     try:

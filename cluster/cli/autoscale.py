@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.bench.trace import read_trace
 from cluster.cli.connection import ask_deployed
 from cluster.cli.deploy import Name
 from cluster.cli.simulate import ProfileName, Scale, Simulator, Speedup
-from cluster.words.errors import SpecError
+from core.trace.trace import read_trace
+from core.types.errors import SpecError
 
 if TYPE_CHECKING:
-    from router.autoscale.scaling_decision import ScalingDecision
+    from planner.autoscaler.scaling_decision import ScalingDecision
 
 autoscale = typer.Typer(no_args_is_help=True, help="Both pools sized as one decision: what was decided, and why.")
 
@@ -31,7 +31,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show what the autoscaler aims at, and its last changes."""
-    from router.autoscale.scaling_decision import ScalingDecision
+    from planner.autoscaler.scaling_decision import ScalingDecision
 
     report = ask_deployed(name, "autoscaling")
     if as_json:
@@ -63,7 +63,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show one decision whole: the load, what was tried, and what each would have come to."""
-    from router.autoscale.scaling_decision import ScalingDecision
+    from planner.autoscaler.scaling_decision import ScalingDecision
 
     report = ask_deployed(name, "autoscaling")
     decisions = report["decisions"]
@@ -80,7 +80,7 @@ def set_rules(
     name: Name = None,
 ) -> None:
     """Go by other rules from the next decision on, or by none."""
-    from cluster.words.spec_file import load_spec
+    from core.spec.loader import load_spec
 
     rules = None if spec == _OFF else load_spec(spec).autoscale
     if rules is None and spec != _OFF:
@@ -109,8 +109,8 @@ def replay(
 ) -> None:
     """Replay a trace against a simulated deployment with the autoscaler, in virtual time: what it would have decided,
     and what would have come of it."""
-    from cluster.words.spec_file import load_spec
-    from router.autoscale.trial import replay_trace, rules_of
+    from core.spec.loader import load_spec
+    from planner.autoscaler.backtest import replay_trace, rules_of
 
     of = load_spec(spec)
     changes = {

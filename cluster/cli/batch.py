@@ -15,8 +15,8 @@ import typer
 
 from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
-from cluster.cli.door_options import ApiKeyOption, access_to
-from cluster.words.errors import DoorAway, Interrupted, RequestFailed, SpecError
+from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from core.types.errors import DoorAway, Interrupted, RequestFailed, SpecError
 
 if TYPE_CHECKING:
     from cluster.cli.batch_door import BatchDoor

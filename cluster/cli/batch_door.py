@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from cluster.wire.door_access import DoorAccess
-from cluster.words.errors import DoorAway, RequestFailed, SpecError
+from core.types.errors import DoorAway, RequestFailed, SpecError
+from core.wire.client_access import DoorAccess
 
 if TYPE_CHECKING:
     import httpx

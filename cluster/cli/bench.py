@@ -15,7 +15,7 @@ from cluster.cli import model_options as options
 from cluster.cli.isolation import isolation
 from cluster.cli.router_bench import router
 from cluster.cli.speculation_bench import speculation
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
 bench.callback(invoke_without_command=True)(load.load)
@@ -66,7 +66,7 @@ def engine(
     --host has a forward pass that takes no time. What it says is how long a step's rows take to be chosen, laid out and
     booked: all of it, then what of that lies on the way where steps run ahead, as on a GPU.
     """
-    from cluster.model.source import resolve
+    from core.model.source import resolve
     from engine.config import device_for
     from engine.tools.bench import bench_engine
 
@@ -126,7 +126,7 @@ def kv(
     connection and copies in memory, best of five. Then prompts of a model: how long their transfer takes alone, and how
     much of it the computation hides.
     """
-    from cluster.model.source import resolve
+    from core.model.source import resolve
     from kvtransfer.bench.run import bench_kv
 
     if encrypt and host_link != "tcp":
@@ -145,7 +145,7 @@ def kv(
 
 
 def _host(model_dir: Path, *, batches: list[int], contexts: list[int], threads: int | None) -> dict[str, Any]:
-    from cluster.model import config as model_config
+    from core.model import config as model_config
     from engine.tools.bench_host import bench_host
 
     vocabulary = model_config.load(model_dir).vocab_size

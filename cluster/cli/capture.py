@@ -12,7 +12,7 @@ import typer
 
 from cluster.cli.connection import ask_deployed, find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 capture = typer.Typer(no_args_is_help=True, help="Record live traffic: hashes, lengths and times, never text.")
 
@@ -40,7 +40,7 @@ def stop(
     Requests that are still being answered are left out.
     """
     controller = join_controller(find_state(name))
-    from cluster.host.driver import ask
+    from cluster.launch.driver import ask
 
     if ask(controller, "capture") is None:
         raise SpecError("no capture is under way; begin one by `cluster capture start`")

@@ -11,8 +11,8 @@ import typer
 from cluster.chaos.tally import Mismatch, Tally
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.cli.door_options import ApiKeyOption, access_to
-from cluster.words.errors import SpecError
+from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from core.types.errors import SpecError
 
 _SINGLE_ROUTER = "router"  # with one router, its clients can only ask again: left out of --all
 

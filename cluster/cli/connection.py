@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from cluster.host import local_ray
-from cluster.host import state as states
-from cluster.host.person_file import CERTIFICATE, PersonFile
-from cluster.host.state import State
-from cluster.words.errors import DeployError, SpecError
+from cluster.launch import local_ray
+from cluster.launch import state as states
+from cluster.launch.person_file import CERTIFICATE, PersonFile
+from cluster.launch.state import State
+from core.types.errors import DeployError, SpecError
 
 ADDRESS = "CLUSTER_ADDRESS"  # in the environment: of the Ray to be asked, in place of what is remembered here
 
@@ -35,33 +35,33 @@ def find_state(name: str | None, *, by_certificate: bool = False, to_remove: boo
     address = os.environ.get(ADDRESS)
     if not address:
         return states.find(name)
-    from cluster.host import remote
+    from cluster.launch import remote
 
     return remote.find_any(address, name) if to_remove else remote.find(address, name)
 
 
 def ask_deployed(name: str | None, method: str, *args: Any, by_certificate: bool = False, **kwargs: Any) -> Any:
     """What the controller of the deployment called `name` answers. Raises as find_state, join_controller and
-    cluster.host.driver.ask do."""
+    cluster.launch.driver.ask do."""
     controller = join_controller(find_state(name, by_certificate=by_certificate))
-    from cluster.host import driver
+    from cluster.launch import driver
 
     return driver.ask(controller, method, *args, **kwargs)
 
 
 def join_controller(state: State) -> Any:
-    """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.host.driver.ask. Or, with a
-    certificate, what takes its place.
+    """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.launch.driver.ask. Or, with
+    a certificate, what takes its place.
 
     Raises DeployError when either does not answer.
     """
     if certificate := os.environ.get(CERTIFICATE):
-        from cluster.host.certified_controller import CertifiedController
+        from cluster.launch.certified_controller import CertifiedController
 
         return CertifiedController(PersonFile.load(certificate))
     if state.joined_ray is not None:
         local_ray.join(state.joined_ray)
-    from cluster.host import driver
+    from cluster.launch import driver
 
     driver.connect(state.ray_address, state.name)
     controller = driver.find_controller(state.name)

@@ -16,7 +16,7 @@ _BAR_WIDTH = 20
 
 
 class ConsoleReporter:
-    """Implements cluster.host.pool_watch.Reporter."""
+    """Implements cluster.launch.pool_watch.Reporter."""
 
     def __init__(self, live: Live | None, *, is_new: bool) -> None:
         self._live = live

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.connection import ADDRESS, find_state
-from cluster.host import state as states
-from cluster.words.errors import DeployError, NotDeployed
+from cluster.launch import state as states
+from core.types.errors import DeployError, NotDeployed
 
 TLS_IS_OFF = "security.tls is off: its processes speak in clear, and take orders from whoever reaches their ports"
 _INTERRUPT_S = 120.0
@@ -47,9 +47,9 @@ def deploy(
     If anything goes wrong, or on Ctrl-C, everything that was started is removed again.
     """
     from cluster.cli.console import reporter
-    from cluster.control.desired import Parts
-    from cluster.host import deployment
-    from cluster.words.spec_file import load_spec
+    from cluster.control.desired_state import Parts
+    from cluster.launch import deployment
+    from core.spec.loader import load_spec
 
     begin = time.monotonic()
     flags: dict[str, Any] = {
@@ -75,8 +75,8 @@ def deploy(
             )
     except BrokenPipeError:  # elsewhere that only ends the output
         raise DeployError("nobody reads this output any more; what was started is removed again") from None
-    from cluster.host.doors import openai_urls
-    from cluster.host.status import with_open_doors  # it imports Ray
+    from cluster.launch.endpoints import openai_urls
+    from cluster.launch.status import with_open_doors  # it imports Ray
 
     doors = with_open_doors(state)
     seconds = time.monotonic() - begin
@@ -97,7 +97,7 @@ def down(
     force: Annotated[bool, typer.Option(help="Forget it even when its Ray cluster does not answer.")] = False,
 ) -> None:
     """Take a deployment down: all that it started is gone afterwards. Requests under way are cut off."""
-    from cluster.host import deployment
+    from cluster.launch import deployment
 
     begin = time.monotonic()
     try:

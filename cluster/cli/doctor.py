@@ -36,18 +36,18 @@ def doctor(
     driver, NCCL, NIXL and RDMA. Nothing is changed. Exit code 1: there is a problem.
     """
     from cluster.doctor.finding import Severity
-    from cluster.words.spec_file import load_spec, parse_spec
+    from core.spec.loader import load_spec, parse_spec
 
     if topology is None:
         state = find_state(name)
         controller = join_controller(state)
-        from cluster.host import driver
+        from cluster.launch import driver
 
         spec, has_ray = parse_spec(driver.ask(controller, "status")["spec"], origin="the stored spec"), True
     else:
         spec, has_ray = load_spec(topology), address is not None
         if address is not None:
-            from cluster.host import driver
+            from cluster.launch import driver
 
             driver.connect(address, spec.name)
     from cluster.control.placement import live_nodes

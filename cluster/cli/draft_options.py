@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 if TYPE_CHECKING:
-    from router.simulator.profile import Profile
+    from planner.simulator.profile import Profile
 
 _MAX_TOKENS = 64
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -30,7 +30,7 @@ DraftPass = Annotated[
 
 def with_drafts(profile: Profile, drafts: str | None, pass_ms: float) -> Profile:
     """The profile, with what the options say. Raises SpecError."""
-    from router.simulator.profile import Drafts
+    from planner.simulator.profile import Drafts
 
     if drafts is None:
         if pass_ms:
@@ -44,7 +44,7 @@ def with_drafts(profile: Profile, drafts: str | None, pass_ms: float) -> Profile
 def draft_lines(profile: Profile, *, context: int) -> list[dict[str, Any]]:
     """Of steps with more and more rows: without drafts, with those of the best length, and with the longest. Raises
     SpecError."""
-    from router.simulator.draft_table import best_of, draft_table
+    from planner.simulator.draft_table import best_of, draft_table
 
     if (rates := profile.draft_rates) is None:
         raise SpecError("say with --drafts how often drafted tokens are right, or name a --profile that knows")

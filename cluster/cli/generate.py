@@ -10,12 +10,12 @@ import typer
 
 from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
-from cluster.cli.door_options import ApiKeyOption, access_to
-from cluster.words.errors import RequestFailed, SpecError
+from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from core.types.errors import RequestFailed, SpecError
 
 if TYPE_CHECKING:
     from cluster.cli.inference_client import InferenceClient
-    from cluster.rpc import inference_pb2 as pb
+    from core.rpc import inference_pb2 as pb
 
 Endpoint = Annotated[
     str | None, typer.Option(help="HOST:PORT of a router, grpcs://HOST:PORT with TLS; default: the deployment's own.")
@@ -50,7 +50,7 @@ def generate(
 ) -> None:
     """Ask the model once, and print its answer as it comes."""
     from cluster.cli.inference_client import InferenceClient
-    from cluster.rpc import inference_pb2 as pb
+    from core.rpc import inference_pb2 as pb
 
     text = _utf8("the prompt", _stdin() if prompt == "-" else prompt)
     sampling = pb.SamplingParams(
@@ -89,7 +89,7 @@ def chat(
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, /new begins anew, /quit or Ctrl-D ends."""
     from cluster.cli.inference_client import InferenceClient
-    from cluster.rpc import inference_pb2 as pb
+    from core.rpc import inference_pb2 as pb
 
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     messages = _system(system)
@@ -188,7 +188,7 @@ def _utf8(what: str, text: str) -> str:
 
 
 def _system(text: str | None) -> list[pb.ChatMessage]:
-    from cluster.rpc import inference_pb2 as pb
+    from core.rpc import inference_pb2 as pb
 
     return [pb.ChatMessage(role="system", content=_utf8("--system", text))] if text else []
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import grpc
 
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as pb_grpc
-from cluster.wire.door_access import DoorAccess, is_from_router
-from cluster.words.errors import RequestFailed
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as pb_grpc
+from core.types.errors import RequestFailed
+from core.wire.client_access import DoorAccess, is_from_router
 
 _USERS_FAULT = (
     grpc.StatusCode.INVALID_ARGUMENT,

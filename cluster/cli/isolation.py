@@ -13,9 +13,9 @@ import typer
 
 from cluster.bench.isolation import Workload, measure
 from cluster.cli.connection import find_state
-from cluster.cli.door_options import ApiKeyOption, access_to
+from cluster.cli.endpoint_options import ApiKeyOption, access_to
 from cluster.cli.model_options import DEFAULT_MODEL, Model
-from cluster.host.state import State
+from cluster.launch.state import State
 
 _OF_ITS_OWN = "bench-isolation"
 _ANSWER_S = 300.0
@@ -51,7 +51,7 @@ def isolation(
 
 
 def _measure(workload: Workload, state: State, api_key: str | None) -> dict[str, Any]:
-    from cluster.bench.doors import open_door
+    from cluster.bench.endpoints import open_door
 
     async def run() -> dict[str, Any]:
         async with open_door(state.grpc, access_to(state, api_key)) as door:
@@ -71,10 +71,10 @@ def _measure(workload: Workload, state: State, api_key: str | None) -> dict[str,
 def _deployment(model: str) -> Iterator[State]:
     """1P1D on a Ray of its own, on ports that nobody uses."""
     from cluster.cli.console import reporter
-    from cluster.control.desired import Parts
-    from cluster.host import deployment
-    from cluster.process.ports import free_port
-    from cluster.words.spec_file import load_spec
+    from cluster.control.desired_state import Parts
+    from cluster.launch import deployment
+    from core.process.ports import free_port
+    from core.spec.loader import load_spec
 
     ports = [f"router.grpc_port={free_port()}", f"router.http_port={free_port()}"]
     spec = load_spec("1P1D", overrides=[f"name={_OF_ITS_OWN}", f"model.source={model}", *ports])

@@ -10,10 +10,10 @@ import typer
 
 from cluster.cli.connection import ask_deployed
 from cluster.cli.deploy import Name
-from cluster.words.errors import DeployError
+from core.types.errors import DeployError
 
 if TYPE_CHECKING:
-    from cluster.words.api_key import ApiKey, KeyBook, KeyChange
+    from core.types.api_key import ApiKey, KeyBook, KeyChange
 
 keys = typer.Typer(help="The API keys of clients: who may ask, as whom, and how much.", no_args_is_help=True)
 
@@ -35,7 +35,7 @@ def create(
     name: Name = None,
 ) -> None:
     """Make a key, and print its secret: this once, and nowhere else. Every router takes it within a second."""
-    from cluster.words.api_key import new_key, new_secret, parse_priorities
+    from core.types.api_key import new_key, new_secret, parse_priorities
 
     secret = new_secret()
     made = new_key(

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.bench.trace import TraceRequest, read_trace
-from cluster.bench.trace import poisson as make_poisson
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.cli.door_options import ApiKeyOption, access_to
+from cluster.cli.endpoint_options import ApiKeyOption, access_to
 from cluster.cli.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
-from cluster.words.errors import SpecError
+from core.trace.trace import TraceRequest, read_trace
+from core.trace.trace import poisson as make_poisson
+from core.types.errors import SpecError
 
 if TYPE_CHECKING:
-    from cluster.host.state import State
-    from cluster.wire.door_access import DoorAccess
+    from cluster.launch.state import State
+    from core.wire.client_access import DoorAccess
 
 
 def load(
@@ -97,7 +97,7 @@ def _measure(
 ) -> dict[str, Any]:
     import asyncio
 
-    from cluster.bench.doors import open_door
+    from cluster.bench.endpoints import open_door
     from cluster.bench.measured import summary
     from cluster.bench.replay import Answered, replay
 
@@ -117,14 +117,14 @@ def _predict(
     included; None: there is none, and no_prediction says why."""
     if state is None:
         return {"predicted": None, "no_prediction": "by --endpoint nothing is known of replicas; name the deployment"}
-    from cluster.words.errors import ClusterError
+    from core.types.errors import ClusterError
 
     try:
         controller = join_controller(state)
-        from cluster.host.driver import ask
-        from cluster.words.spec import Spec
-        from cluster.words.traffic import ReplicaNews
-        from router.autoscale.live_prediction import predict_load
+        from cluster.launch.driver import ask
+        from core.spec.schema import Spec
+        from core.trace.traffic import ReplicaNews
+        from planner.autoscaler.live_prediction import predict_load
 
         spec = Spec.model_validate(ask(controller, "status")["spec"])
         replicas = [ReplicaNews.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 
 def monitoring(
@@ -18,7 +18,7 @@ def monitoring(
     ] = None,
 ) -> None:
     """Write Grafana boards, Prometheus alerts and a prometheus.yml for every metric of this version."""
-    from router.monitoring.files import monitoring_files
+    from router.telemetry.files import monitoring_files
 
     for address in admin or ():
         if not address.rpartition(":")[2].isdigit():

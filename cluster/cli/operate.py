@@ -14,8 +14,8 @@ from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
 from cluster.control.replica import number_of
 from cluster.control.report import Pools
-from cluster.process.log import LogPart
-from cluster.words.errors import SpecError
+from core.process.log import LogPart
+from core.types.errors import SpecError
 
 _FOLLOW_S = 0.5
 _SIZE = re.compile(r"(prefill|decode)=([0-9]+)")
@@ -87,7 +87,7 @@ def logs(
     if state.doors and replica == "router":
         raise SpecError(f"its routers are those of {state.doors}: `cluster logs router --name {state.doors}`")
     controller = join_controller(state)
-    from cluster.host.driver import ask
+    from cluster.launch.driver import ask
 
     parts: dict[int, LogPart] = ask(controller, "logs", replica, lines=lines)
     ends: dict[int, int] = {}  # also of those that cannot be read at present
@@ -127,9 +127,9 @@ def _change(
     state = find_state(name, by_certificate=True)
     controller = join_controller(state)
     from cluster.cli.console import reporter
-    from cluster.host.driver import ask
-    from cluster.host.pool_watch import await_ready, failures_so_far
-    from cluster.host.router_admin import await_seen
+    from cluster.launch.driver import ask
+    from cluster.launch.pool_watch import await_ready, failures_so_far
+    from cluster.launch.router_admin import await_seen
 
     known_failures = failures_so_far(controller)
     known = {replica["id"] for pool in ask(controller, "status")["pools"].values() for replica in pool["replicas"]}

@@ -13,10 +13,10 @@ import typer
 
 from cluster.cli.connection import ask_deployed, find_state
 from cluster.cli.deploy import Name
-from cluster.words.person import PersonRole
+from core.identity.operator_account import PersonRole
 
 if TYPE_CHECKING:
-    from cluster.words.person import People
+    from core.identity.operator_account import People
 
 operators = typer.Typer(
     help="People who operate by certificates of their own, without Ray: who may look, and who may change things.",
@@ -33,10 +33,10 @@ def create(
     name: Name = None,
 ) -> None:
     """Make a certificate, and a file with it and its key, for `cluster --as FILE`. Nobody else has the key."""
-    from cluster.host.person_file import PersonFile
-    from cluster.identity.key_pair import KeyPair
-    from cluster.words.papers import Identity
-    from cluster.words.process_name import ProcessName
+    from cluster.launch.person_file import PersonFile
+    from core.identity.credentials import Identity
+    from core.identity.key_pair import KeyPair
+    from core.identity.process_name import ProcessName
 
     state = find_state(name)
     who = ProcessName.of_person(state.name, role, person)

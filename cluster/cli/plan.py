@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.bench.trace import read_trace
 from cluster.cli.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
-from cluster.words.errors import SpecError
+from core.trace.trace import read_trace
+from core.types.errors import SpecError
 
 if TYPE_CHECKING:
-    from cluster.words.spec import Spec
-    from router.simulator.candidate import Candidate
-    from router.simulator.plan import CapacityPlan
+    from core.spec.schema import Spec
+    from planner.simulator.candidate import Candidate
+    from planner.simulator.plan import CapacityPlan
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _4_BITS = 4.5 / 8  # bytes of a weight in 4 bits, with a scale of 16 bits for every 32
@@ -62,9 +62,9 @@ def plan(
         return
     if trace is None:
         raise SpecError("name a --trace to plan for, or --memory, or --speculation")
-    from cluster.words.spec_file import load_spec
-    from router.simulator.fleet_setup import FleetSetup
-    from router.simulator.plan import make_plan
+    from core.spec.loader import load_spec
+    from planner.simulator.fleet_setup import FleetSetup
+    from planner.simulator.plan import make_plan
 
     simulator = Simulator(profile, drafts, draft_pass_ms)
     overrides = [f"kv.block_size={block_size}"] if block_size is not None else []
@@ -90,7 +90,7 @@ def plan(
         tried=lambda c: print(f"{_name(c)}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),
     )
     if plot:
-        from router.simulator.plot import plot as draw
+        from planner.simulator.plot import plot as draw
 
         draw(found, plot, good_share=good)
     if output and found.best:
@@ -103,7 +103,7 @@ def _as_spec(source: str, overrides: list[str], given: Spec, best: Candidate, *,
     """`source` with the plan's pools, as YAML that `cluster deploy` takes. threads: of the profile's replica."""
     import yaml
 
-    from cluster.words.spec_file import load_spec
+    from core.spec.loader import load_spec
 
     sizes = [*overrides, f"prefill.replicas={best.num_prefill}", f"decode.replicas={best.num_decode}"]
     if best.decode_batch_tokens != given.decode.max_batch_tokens:
@@ -175,15 +175,15 @@ def _name(c: Candidate) -> str:
 
 
 def _memory(source: str) -> dict[str, Any]:
-    from cluster.host.preflight import check_ranks
-    from cluster.model import config as model_config
-    from cluster.model import source as model_source
-    from cluster.model.draft_heads import load_heads
-    from cluster.model.draft_source import heads_source
-    from cluster.model.kv_arithmetic import KVArithmetic
-    from cluster.words.request import Role
-    from cluster.words.role_switch import largest_step
-    from cluster.words.spec_file import load_spec
+    from cluster.launch.preflight import check_ranks
+    from core.model import config as model_config
+    from core.model import source as model_source
+    from core.model.draft_heads import load_heads
+    from core.model.draft_source import heads_source
+    from core.model.kv_memory import KVArithmetic
+    from core.spec.loader import load_spec
+    from core.types.request import Role
+    from core.types.role_switch import largest_step
 
     spec = load_spec(source)
     config = model_config.load(model_source.resolve(spec.model.source))

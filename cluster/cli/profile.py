@@ -18,12 +18,12 @@ import typer
 from cluster.cli import model_options as options
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.cli.door_options import ApiKeyOption, access_to
-from cluster.words.errors import ClusterError, SpecError
+from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from core.types.errors import ClusterError, SpecError
 
 if TYPE_CHECKING:
-    from cluster.wire.door_access import DoorAccess
-    from cluster.words.timing import StepTiming
+    from core.types.step_timing import StepTiming
+    from core.wire.client_access import DoorAccess
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
 _LATENCY_S = 0.003  # of a link, where it is not measured
@@ -58,8 +58,8 @@ def profile(
     Starts processes that each hold the model and do what replicas do: prompts and decoding of several sizes, alone
     and side by side, and KV from one to another. Takes a minute or two; nothing else should run meanwhile.
     """
-    from cluster.model.source import resolve
-    from router.simulator.profile import Profile
+    from core.model.source import resolve
+    from planner.simulator.profile import Profile
 
     model_dir = resolve(model)
     of = {"dtype": dtype, "weights": weights, "pool_dtype": pool_dtype, "threads": threads}
@@ -121,9 +121,9 @@ def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
 
 
 def _learnt(http: str, access: DoorAccess, metrics: str) -> dict[str, Any]:
-    from cluster.bench.learnt import parse_learnt
-    from cluster.words.request import Role
-    from router.simulator.learnt_drafts import by_place
+    from cluster.bench.learned_rates import parse_learnt
+    from core.types.request import Role
+    from planner.simulator.learnt_drafts import by_place
 
     learnt = parse_learnt(metrics)
     drafts = by_place(learnt.drafted, learnt.accepted, num_steps=learnt.num_row_steps)
@@ -149,7 +149,7 @@ def _router(
     name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
 ) -> tuple[str, DoorAccess, str]:
     """A router's HTTP door, how to enter it, and its metrics: of any one, for they all hear of every replica."""
-    from cluster.host.router_admin import ask_at, ask_routers
+    from cluster.launch.router_admin import ask_at, ask_routers
 
     if (endpoint is None) != (admin is None):
         raise SpecError("--endpoint and --admin: name both, of the same router")
@@ -167,9 +167,9 @@ def _router(
 
 async def _first_token_s(http: str, access: DoorAccess) -> float:
     """Of short prompts, one after the other, while nothing else is asked for."""
-    from cluster.bench.doors import open_door
+    from cluster.bench.endpoints import open_door
     from cluster.bench.replay import replay
-    from cluster.bench.trace import TraceRequest
+    from core.trace.trace import TraceRequest
 
     seed = secrets.randbits(32)  # nothing of these prompts is cached
     async with open_door(http, access) as door:
@@ -181,8 +181,8 @@ async def _first_token_s(http: str, access: DoorAccess) -> float:
 
 
 def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:
-    from cluster.model import config as model_config
-    from cluster.model.kv_arithmetic import KVArithmetic
+    from core.model import config as model_config
+    from core.model.kv_memory import KVArithmetic
 
     config = model_config.load(model_dir)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
 
@@ -30,7 +30,7 @@ def quantize(
     ] = None,
 ) -> None:
     """Write a checkpoint whose matrices have 8 bits, which this cluster and other engines can serve."""
-    from cluster.model.source import resolve
+    from core.model.source import resolve
     from engine.quantization.calibration import inputs_of_text
     from engine.quantization.write import quantize_checkpoint
 
@@ -58,7 +58,7 @@ def perplexity(
     """
     from pydoc_data.topics import topics
 
-    from cluster.model.source import resolve
+    from core.model.source import resolve
     from engine.quantization.calibration import inputs_of_text
     from engine.quantization.write import quantize_checkpoint
     from engine.tools.perplexity import compare, settings_for

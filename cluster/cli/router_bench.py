@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.model_options import DEFAULT_MODEL, Model
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 _MOST_OF_IT = 0.9  # of what was to come
 
@@ -41,7 +41,7 @@ def router(
     A token is late by what lies between it and the one before, beyond a replica's step; what the replica itself was
     late with stands beside it, and is not the router's.
     """
-    from cluster.model.source import resolve
+    from core.model.source import resolve
     from router.bench.run import RouterLoad, bench_router
 
     load = RouterLoad(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.words.errors import ClusterError
+from core.types.errors import ClusterError
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
-    from cluster.host.router_admin import AdminAnswer
+    from cluster.launch.router_admin import AdminAnswer
 
 Admin: TypeAlias = Annotated[
     str | None,
@@ -25,7 +25,7 @@ RequestId: TypeAlias = Annotated[
 
 def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[AdminAnswer]:
     """What each of them answers to GET `path`, at least one. Raises ClusterError when nobody does."""
-    from cluster.host.router_admin import ask_at, ask_routers
+    from cluster.launch.router_admin import ask_at, ask_routers
 
     if admin:
         answers = ask_at(admin, path)

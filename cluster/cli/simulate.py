@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.bench.trace import TraceRequest, read_trace
 from cluster.cli.draft_options import DraftPass, DraftsOption, with_drafts
-from cluster.words.errors import SpecError
+from core.trace.trace import TraceRequest, read_trace
+from core.types.errors import SpecError
 
 if TYPE_CHECKING:
-    from cluster.words.spec import Spec
-    from router.simulator.fleet_setup import FleetSetup
+    from core.spec.schema import Spec
+    from planner.simulator.fleet_setup import FleetSetup
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file, or the name of a shipped profile.")]
@@ -64,7 +64,7 @@ def simulate(
 
     The policy, the schedulers, the block manager and the eviction are the ones that serve; only time is simulated.
     """
-    from router.simulator.fleet_setup import FleetSetup
+    from planner.simulator.fleet_setup import FleetSetup
 
     simulator = Simulator(profile, drafts, draft_pass_ms)
     kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
@@ -91,7 +91,7 @@ class Simulator:
 
     def __init__(self, profile: str | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> None:
         """Raises SpecError when there is no such profile."""
-        from router.simulator.profile import DEFAULT, load_profile
+        from planner.simulator.profile import DEFAULT, load_profile
 
         self.profile = with_drafts(load_profile(profile or DEFAULT), drafts, draft_pass_ms)
 
@@ -111,7 +111,7 @@ class Simulator:
         slo_ttft_ms: float | None,
         slo_itl_ms: float | None,
     ) -> dict[str, Any]:
-        from router.simulator.run import simulate
+        from planner.simulator.run import simulate
 
         report = simulate(
             setup,
@@ -125,7 +125,7 @@ class Simulator:
 
 def _pools(topology: str | None, colocated: int | None) -> dict[str, Any]:
     """Those of `pools_of`, for what is deployed."""
-    from cluster.words.spec_file import load_spec
+    from core.spec.loader import load_spec
 
     if (topology is None) == (colocated is None):
         raise SpecError("name either --topology, such as 8P8D, or --colocated N")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from cluster.cli import model_options as options
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 if TYPE_CHECKING:
-    from cluster.model.draft_source import DraftSource
+    from core.model.draft_source import DraftSource
 
 _WITHOUT_MODEL = ("ngram", "suffix", "self", "mtp")
 _DEFAULT = "ngram,suffix,auto"
@@ -62,8 +62,8 @@ def speculation(
     the batch was full: tokens in steps; and by place in a draft, the first four, how often the token there was right
     if all before it were.
     """
-    from cluster.model.source import resolve
-    from cluster.words.spec import SpeculationSpec
+    from core.model.source import resolve
+    from core.spec.schema import SpeculationSpec
     from engine.tools.bench_speculation import bench_speculation, prompt_texts
     from engine.tools.methods_in_turn import LINEAR
 
@@ -119,8 +119,8 @@ def _words(listed: str) -> list[str]:
 
 def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path) -> DraftSource | None:
     """What these draft by that need something. Raises SpecError, as a spec with them would."""
-    from cluster.model.draft_source import check_same_tokens, draft_source
-    from cluster.words.spec_file import parse_spec
+    from core.model.draft_source import check_same_tokens, draft_source
+    from core.spec.loader import parse_spec
 
     found: DraftSource | None = None
     named: set[str] = set()

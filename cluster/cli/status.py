@@ -9,11 +9,11 @@ import typer
 
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import TLS_IS_OFF, Name
-from cluster.words.errors import DeployError, NotDeployed
+from core.types.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
     from cluster.control.report import RevisionReport
-    from cluster.host.status import DeploymentReport
+    from cluster.launch.status import DeploymentReport
 
 _NOT_READY, _NOTHING_DEPLOYED = 1, 3
 
@@ -28,7 +28,7 @@ def status(
         if state.joined_ray is not None and not state.joined_ray.is_running:
             raise NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
         controller = join_controller(state)
-        from cluster.host.status import read_status
+        from cluster.launch.status import read_status
 
         report = read_status(state, controller)
     except NotDeployed as nothing:
@@ -56,7 +56,7 @@ def update_lines(revision: RevisionReport | None) -> list[str]:
 def as_text(report: DeploymentReport) -> str:
     """As people read it."""
     from cluster.cli.console import columns
-    from cluster.host.doors import openai_urls
+    from cluster.launch.endpoints import openai_urls
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]
     notes = []

@@ -12,7 +12,7 @@ import typer
 
 from cluster.cli.deploy import Name
 from cluster.cli.routers import Admin, ask_routers_of
-from cluster.words.errors import ClusterError
+from core.types.errors import ClusterError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

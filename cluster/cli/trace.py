@@ -9,7 +9,7 @@ import typer
 
 from cluster.cli.deploy import Name
 from cluster.cli.routers import Admin, RequestId, remembered
-from cluster.words.life import Span, critical_path, spans_of
+from core.types.timeline import Span, critical_path, spans_of
 
 _WIDTH = 60  # of the picture
 _SHOWN = 0.01  # of all the time: what is less is left out of the path

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cluster.cli import model_options as options
-from cluster.words.errors import Interrupted
+from core.types.errors import Interrupted
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from router.text.chat_template import ChatTemplate
-    from router.text.tokenizer import Tokenizer
+    from frontend.chat.chat_template import ChatTemplate
+    from frontend.text.tokenizer import Tokenizer
 
 _MAX_ANSWER = 256  # tokens
 _SELF = "self"
@@ -46,8 +46,8 @@ def train_draft(
     """
     import torch
 
-    from cluster.model import config as model_config
-    from cluster.model.source import resolve
+    from core.model import config as model_config
+    from core.model.source import resolve
     from engine.training.answers import FileAsker, SelfAsker
     from engine.training.prompts import read_conversations
     from engine.training.run import Run, RunWords, digest_of
@@ -94,8 +94,8 @@ class ModelWords:
     """Implements engine.training.prompts.Words."""
 
     def __init__(self, directory: Path) -> None:
-        from router.text.chat_template import ChatTemplate, find_chat_template
-        from router.text.tokenizer import Tokenizer
+        from frontend.chat.chat_template import ChatTemplate, find_chat_template
+        from frontend.text.tokenizer import Tokenizer
 
         self.tokenizer: Tokenizer = Tokenizer(directory)
         source = find_chat_template(directory)

@@ -11,14 +11,14 @@ import typer
 
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.words.errors import DeployError, SpecError
+from core.types.errors import DeployError, SpecError
 
 if TYPE_CHECKING:
     from cluster.control.report import ControllerReport
-    from cluster.control.spec_diff import SpecChange
-    from cluster.host.reporter import Reporter
-    from cluster.words.request import Role
-    from cluster.words.spec import Spec
+    from cluster.launch.reporter import Reporter
+    from cluster.rollout.spec_diff import SpecChange
+    from core.spec.schema import Spec
+    from core.types.request import Role
 
 _POLL_S = 0.5
 
@@ -62,7 +62,7 @@ def update(
     state = find_state(name)
     controller = join_controller(state)
     from cluster.cli.console import reporter
-    from cluster.host.driver import ask
+    from cluster.launch.driver import ask
 
     deadline = None if timeout is None else begin + timeout
     if abort:
@@ -71,12 +71,12 @@ def update(
             _await_end(controller, report, deadline=deadline)
         print(f"back at revision {revision} after {time.monotonic() - begin:.1f} s")
         return
-    from cluster.control.spec_diff import changes_of, check_possible
-    from cluster.control.update import UpdateOptions
-    from cluster.host.preflight import check_model
-    from cluster.words.revisions import Slo
-    from cluster.words.spec import is_fetched
-    from cluster.words.spec_file import parse_spec
+    from cluster.launch.preflight import check_model
+    from cluster.rollout.spec_diff import changes_of, check_possible
+    from cluster.rollout.update import UpdateOptions
+    from core.spec.loader import parse_spec
+    from core.spec.schema import is_fetched
+    from core.types.revisions import Slo
 
     now: ControllerReport = ask(controller, "status")
     old = parse_spec(now["spec"], origin="the spec of now")
@@ -109,8 +109,8 @@ def update(
 
 def _wanted(old: Spec, topology: str | None, overrides: list[str]) -> Spec:
     """What the deployment is to become. Raises SpecError."""
-    from cluster.control.spec_diff import updated
-    from cluster.words.spec_file import named_keys
+    from cluster.rollout.spec_diff import updated
+    from core.spec.loader import named_keys
 
     named = named_keys(topology, overrides)
     given = named.pop("name", None)
@@ -126,8 +126,8 @@ def _sources(spec: Spec) -> set[str]:
 def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_all: bool) -> str:
     """What an update would do, for people."""
     from cluster.cli.console import columns
-    from cluster.control.spec_diff import Needs
-    from cluster.control.updater import roles_of
+    from cluster.rollout.spec_diff import Needs
+    from cluster.rollout.updater import roles_of
 
     lines = [columns([["CHANGE", "NEEDS"], *([str(one), str(one.needs)] for one in changes)])] if changes else []
     if any(one.needs is Needs.DEPLOYMENT for one in changes):
@@ -146,7 +146,7 @@ def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_a
 
 def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> str:
     """Until the update is over; what became of it. Raises DeployError where it was taken back, or at the deadline."""
-    from cluster.host.driver import ask
+    from cluster.launch.driver import ask
 
     said, was_returning = "", False
     while True:
@@ -174,9 +174,9 @@ def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> 
 
 def _await_live(controller: Any, state: Any, report: Reporter, *, deadline: float) -> str:
     """Where nothing is replaced, but pools may have another size."""
-    from cluster.host.pool_watch import await_ready
-    from cluster.host.router_admin import await_seen
-    from cluster.words.request import Role
+    from cluster.launch.pool_watch import await_ready
+    from cluster.launch.router_admin import await_seen
+    from core.types.request import Role
 
     roles: list[Role] = list(Role)
     pools = await_ready(controller, roles, deadline=deadline, reporter=report)

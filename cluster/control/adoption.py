@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from cluster.control.desired import Desired
+from cluster.control.desired_state import Desired
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.replica import number_of, role_of
 from cluster.control.replica_life import ReplicaLife
-from cluster.words.errors import RankUnreachable, ReplicaFailed
+from core.types.errors import RankUnreachable, ReplicaFailed
 
 logger = logging.getLogger(__name__)
 

@@ -13,21 +13,21 @@ from typing import Any, Protocol, TypedDict
 from ray.exceptions import RayError
 
 from cluster.control import scaling_history
-from cluster.control.desired import Desired
-from cluster.control.node_task import run_on
+from cluster.control.desired_state import Desired
 from cluster.control.placement import live_nodes
-from cluster.control.role_pools import RolePools
 from cluster.control.scaling_history import ScalingHistory
-from cluster.control.traffic_book import TrafficBook
-from cluster.words.errors import ClusterError
-from cluster.words.request import Role
-from cluster.words.role_switch import hindrance
-from cluster.words.traffic import ShownDecision
-from router.autoscale.decide import AutoscaleState
-from router.autoscale.live_sight import LiveSight
-from router.autoscale.observation import ChangePrice
-from router.autoscale.pool_sizes import PoolSizes
-from router.autoscale.scaling_decision import ScalingDecision
+from cluster.control.traffic_log import TrafficBook
+from cluster.ray.node_task import run_on
+from cluster.rollout.role_pools import RolePools
+from core.trace.traffic import ShownDecision
+from core.types.errors import ClusterError
+from core.types.request import Role
+from core.types.role_switch import hindrance
+from planner.autoscaler.decide import AutoscaleState
+from planner.autoscaler.live_observation import LiveSight
+from planner.autoscaler.observation import ChangePrice
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.scaling_decision import ScalingDecision
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class AutoscaleReport(TypedDict):
 
 async def _decide_beside(state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState, ScalingDecision]:
     """In a process of Ray's on the head: the controller answers meanwhile."""
-    from router.autoscale.decide_live import decide_live  # with the simulator, of which this process has no use
+    from planner.autoscaler.decide_live import decide_live  # with the simulator, of which this process has no use
 
     [head] = [node for node in live_nodes() if node.is_head]
     async with asyncio.timeout(_DECIDE_S):

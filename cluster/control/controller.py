@@ -14,39 +14,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.control import authority_store, current_capture
-from cluster.control import desired as desired_store
+from cluster.control import current_capture
+from cluster.control import desired_state as desired_store
 from cluster.control.adoption import adopt_all
 from cluster.control.autoscaling import AutoscaleReport, Autoscaling
+from cluster.control.capacity import check_room
 from cluster.control.current_capture import CurrentCapture
-from cluster.control.desired import CONTROLLER, Desired, Parts
-from cluster.control.key_keeper import KeyKeeper
-from cluster.control.node_logs import RouterLogs
-from cluster.control.people_door import PeopleDoor
-from cluster.control.person_book import PersonBook
-from cluster.control.rank_logs import read_rank
-from cluster.control.remains import remove_remains
+from cluster.control.desired_state import CONTROLLER, Desired, Parts
+from cluster.control.key_registry import KeyKeeper
+from cluster.control.operator_endpoint import PeopleDoor
+from cluster.control.operator_registry import PersonBook
 from cluster.control.replica import replica_id, role_of
 from cluster.control.report import ControllerReport
-from cluster.control.revision_teller import RevisionTeller
-from cluster.control.role_pools import RolePools, pool_of
 from cluster.control.role_switches import RoleSwitches
-from cluster.control.room import check_room
-from cluster.control.traffic_book import TrafficBook
 from cluster.control.traffic_capture import CaptureReport
-from cluster.control.update import UpdateOptions
-from cluster.control.updater import Updater
-from cluster.process.log import LogPart, read_log, redirect_output
-from cluster.words.api_key import ApiKey, KeyBook, KeyChange
-from cluster.words.errors import DeployError, SpecError
-from cluster.words.launch import Launch
-from cluster.words.papers import Certificate
-from cluster.words.person import People, PersonRole
-from cluster.words.process_name import ProcessName
-from cluster.words.request import Role
-from cluster.words.spec import MAX_REPLICAS, AutoscaleSpec, Spec
-from cluster.words.spec_file import parse_spec
-from cluster.words.traffic import TrafficAnswer, TrafficNews
+from cluster.control.traffic_log import TrafficBook
+from cluster.ray import authority_store
+from cluster.ray.cleanup import remove_remains
+from cluster.ray.node_logs import RouterLogs
+from cluster.ray.rank_logs import read_rank
+from cluster.rollout.revision_reporter import RevisionTeller
+from cluster.rollout.role_pools import RolePools, pool_of
+from cluster.rollout.update import UpdateOptions
+from cluster.rollout.updater import Updater
+from core.identity.credentials import Certificate
+from core.identity.operator_account import People, PersonRole
+from core.identity.process_name import ProcessName
+from core.process.log import LogPart, read_log, redirect_output
+from core.spec.loader import parse_spec
+from core.spec.schema import MAX_REPLICAS, AutoscaleSpec, Spec
+from core.trace.traffic import TrafficAnswer, TrafficNews
+from core.types.api_key import ApiKey, KeyBook, KeyChange
+from core.types.errors import DeployError, SpecError
+from core.types.launch import Launch
+from core.types.request import Role
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Controller:
         """Change the size of the pools named; the others are not touched. Returns (before, after) of each.
 
         Where one shrinks and the other grows, replicas change their role in place, as by `switch`, as far as the spec
-        lets them (cluster.words.role_switch): `status` says of each what it `was`. Raises SpecError while an update is
+        lets them (core.types.role_switch): `status` says of each what it `was`. Raises SpecError while an update is
         under way, and DeployError when the nodes of today have no room, unless `wait_for_nodes`; then nothing has
         changed.
         """

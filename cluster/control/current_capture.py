@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic
 
-from cluster.control.traffic_book import TrafficBook
 from cluster.control.traffic_capture import CaptureReport, TrafficCapture
-from cluster.words.errors import SpecError
+from cluster.control.traffic_log import TrafficBook
+from core.types.errors import SpecError
 
 
 class CurrentCapture:

@@ -24,13 +24,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.control.desired import Desired, namespace
+from cluster.control.desired_state import Desired, namespace
 from cluster.control.placement import NO_FAILURES, Node, bundle, live_nodes, preferred_node, why_pending
-from cluster.control.rank_actor import CONCURRENCY_GROUPS, RankActor
 from cluster.control.replica import parse_rank_name, rank_name, role_of
-from cluster.words.errors import RankUnreachable, ReplicaFailed
-from cluster.words.process_name import ProcessName
-from cluster.words.rank import Binding
+from cluster.ray.rank_actor import CONCURRENCY_GROUPS, RankActor
+from core.identity.process_name import ProcessName
+from core.types.errors import RankUnreachable, ReplicaFailed
+from core.types.rank_api import Binding
 
 _ANSWER_S = 10.0  # a call that only looks takes milliseconds; a machine that swaps takes longer
 _PLACE_POLL_S = 1.0

@@ -1,6 +1,6 @@
 """The controller, for people who have a certificate and no part in Ray.
 
-    mutual TLS -> the table of cluster.identity.rules -> the book of people -> the controller's own method
+    mutual TLS -> the table of core.identity.rules -> the book of people -> the controller's own method
 
 What a certificate protects here, it protects because whoever has only that cannot reach Ray: see docs/SECURITY.md.
 """
@@ -21,18 +21,18 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from grpc import aio
 
-from cluster.control.person_book import PersonBook
+from cluster.control.operator_registry import PersonBook
 from cluster.control.report import ControllerReport
-from cluster.process.json_lines import append_line
-from cluster.process.log import LogPart
-from cluster.rpc import operate_pb2 as pb
-from cluster.rpc import operate_pb2_grpc as rpc
-from cluster.wire.call_errors import abort_with
-from cluster.wire.channel import listen, make_server
-from cluster.words.api_key import ApiKey, KeyBook, KeyChange, read_key
-from cluster.words.errors import ClusterError, DeployError, SpecError
-from cluster.words.papers import Identity
-from cluster.words.request import Role
+from core.identity.credentials import Identity
+from core.process.json_lines import append_line
+from core.process.log import LogPart
+from core.rpc import operate_pb2 as pb
+from core.rpc import operate_pb2_grpc as rpc
+from core.types.api_key import ApiKey, KeyBook, KeyChange, read_key
+from core.types.errors import ClusterError, DeployError, SpecError
+from core.types.request import Role
+from core.wire.call_errors import abort_with
+from core.wire.channel import listen, make_server
 
 logger = logging.getLogger(__name__)
 

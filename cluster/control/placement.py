@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from cluster.words.errors import DeployError
-from cluster.words.request import Role
-from cluster.words.spec import PoolSpec
+from core.spec.schema import PoolSpec
+from core.types.errors import DeployError
+from core.types.request import Role
 
 Amounts = Mapping[str, float]  # by Ray's resource name
 NO_FAILURES: Mapping[str, int] = MappingProxyType({})
@@ -125,9 +125,9 @@ def live_nodes() -> list[Node]:
     """The nodes of the Ray cluster to which this process is connected."""
     import ray
 
-    from cluster.control import ray_internals
+    from cluster.ray import internals
 
-    available = ray_internals.available_resources()
+    available = internals.available_resources()
     return [
         Node(
             id=node["NodeID"],

@@ -9,14 +9,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.control.desired import Desired
+from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
 from cluster.control.replica import Failure, ReplicaState, ReplicaStatus
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import PoolReport
-from cluster.words.errors import ReplicaFailed
-from cluster.words.request import Role
+from core.types.errors import ReplicaFailed
+from core.types.request import Role
 
 logger = logging.getLogger(__name__)
 

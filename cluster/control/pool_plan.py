@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.control.replica import ReplicaState, ReplicaStatus, number_of
-from cluster.words.request import Role
+from core.types.request import Role
 
 # Least useful first: what serves nobody yet is the cheapest to lose.
 _RETIRE_ORDER = (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY)

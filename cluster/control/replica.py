@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import cast
 
 from cluster.control.report import FailureReport, RankReport, ReplicaReport
-from cluster.words.rank import Blocks
-from cluster.words.request import Role
+from core.types.rank_api import Blocks
+from core.types.request import Role
 
 _RANK_NAME = re.compile(r"(?P<replica>(prefill|decode)-[0-9]+)-r(?P<rank>[0-9]+)")
 

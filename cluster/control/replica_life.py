@@ -9,13 +9,13 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from cluster.control.desired import Desired
+from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang, Home
 from cluster.control.placement import NO_FAILURES
 from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
-from cluster.process.log import LogPart
-from cluster.words.errors import RankUnreachable, ReplicaFailed
-from cluster.words.rank import Binding, Progress, RankStatus
+from core.process.log import LogPart
+from core.types.errors import RankUnreachable, ReplicaFailed
+from core.types.rank_api import Binding, Progress, RankStatus
 
 logger = logging.getLogger(__name__)
 

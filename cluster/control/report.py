@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
-from cluster.words.rank import Blocks
+from core.types.rank_api import Blocks
 
 
 class RankReport(TypedDict):
@@ -54,7 +54,7 @@ class UpdateReport(TypedDict):
     """An update under way."""
 
     revision: int  # to which it leads
-    phase: str  # a cluster.control.update.Phase
+    phase: str  # a cluster.rollout.update.Phase
     reason: str  # why it returns; "" while it does not
     roles: list[str]  # whose replicas are replaced
     share: float  # of the requests that go to that revision now

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.control.desired import Desired
+from cluster.control.desired_state import Desired
 from cluster.control.pool_plan import plan_switches
 from cluster.control.replica import ReplicaState, replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
-from cluster.control.role_pools import RolePools
-from cluster.words.errors import SpecError
-from cluster.words.request import Role
-from cluster.words.role_switch import hindrance, other
+from cluster.rollout.role_pools import RolePools
+from core.types.errors import SpecError
+from core.types.request import Role
+from core.types.role_switch import hindrance, other
 
 
 class RoleSwitches:

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.control.desired import namespace
-from cluster.control.ray_store import StoreEntry
-from cluster.words.errors import DeployError
-from cluster.words.records import known_fields
-from router.autoscale.decide import AutoscaleState
-from router.autoscale.pool_sizes import PoolSizes
-from router.autoscale.scaling_decision import Prediction, ScalingDecision
-from router.autoscale.trust import Trust
+from cluster.control.desired_state import namespace
+from cluster.ray.store import StoreEntry
+from core.types.errors import DeployError
+from core.types.json_records import known_fields
+from planner.autoscaler.decide import AutoscaleState
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
+from planner.autoscaler.simulator_accuracy import Trust
 
 _STORED = 50  # decisions
 

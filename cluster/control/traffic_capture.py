@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TypedDict
 
-from cluster.words.traffic import SeenRequest
+from core.trace.traffic import SeenRequest
 
 logger = logging.getLogger(__name__)
 

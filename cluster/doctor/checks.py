@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cluster.doctor.finding import Finding, Severity
 from cluster.doctor.host_facts import HostFacts
-from cluster.words.request import Role
-from cluster.words.spec import PoolSpec, Spec
+from core.spec.schema import PoolSpec, Spec
+from core.types.request import Role
 
 _GIB = 1 << 30
 _SKEW_S = 2.0  # leases, certificates and budgets of keys go by clocks

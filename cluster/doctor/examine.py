@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.control.node_task import run_on
 from cluster.control.placement import Node, router_nodes
 from cluster.doctor.checks import disk_paths, findings_of
 from cluster.doctor.finding import Finding, Severity
 from cluster.doctor.host_facts import HostFacts, HostQuestion, look
-from cluster.host.preflight import check_nodes, this_node
-from cluster.words.errors import DeployError
-from cluster.words.request import Role
-from cluster.words.spec import Spec
+from cluster.launch.preflight import check_nodes, this_node
+from cluster.ray.node_task import run_on
+from core.spec.schema import Spec
+from core.types.errors import DeployError
+from core.types.request import Role
 
 _LOOK_S = 60.0  # also where a process of Ray's must start for it first
 _LOOPBACK = "127.0.0.1"

@@ -17,8 +17,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from cluster.model.source import cache_root
-from cluster.words.errors import DeployError
+from core.model.source import cache_root
+from core.types.errors import DeployError
 
 # What two hosts must have in common: these speak with each other, or compute what must be equal.
 PACKAGES = ("xpyd", "ray", "torch", "triton", "grpcio", "protobuf", "numpy", "tokenizers", "llguidance")
@@ -181,7 +181,7 @@ def _name_is_loopback() -> bool:
 
 
 def _is_free(host: str, port: int) -> bool:
-    from cluster.process.ports import is_free
+    from core.process.ports import is_free
 
     try:
         return is_free(host, port)
@@ -220,7 +220,7 @@ def _redis(url: str | None) -> tuple[str, float | None, str]:
     """What is wrong, milliseconds to it and back, and what it throws out when it is full."""
     if url is None:
         return "", None, ""
-    from cluster.index.redis_server import asked_once
+    from core.index.redis_server import asked_once
 
     try:
         with asked_once(url, within_s=_ASK_S) as redis:

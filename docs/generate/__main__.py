@@ -9,10 +9,17 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from docs.generate import clients, floors, metrics, modules, source, spec
+from docs.generate import clients, metrics, modules, source, spec
 from docs.generate.prose import wrap
+from tests.support.import_graph import picture
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+def _packages() -> str:
+    return f"```\n{picture()}\n```"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "spec": spec.sections,
     "errors": clients.errors,
@@ -24,7 +31,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "anthropic-fields": clients.anthropic_fields,
     "limits": clients.limits,
     "metrics": metrics.table_text,
-    "floors": floors.drawing,
+    "packages": _packages,
     "loop": source.loop,
     "modules": modules.index,
 }

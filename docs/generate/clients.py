@@ -9,19 +9,19 @@ from typing import Any
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from cluster.words import errors as tree
-from cluster.words import token_rules
-from cluster.words.errors import ClusterError, outcome_of
+from core.types import errors as tree
+from core.types import token_rules
+from core.types.errors import ClusterError, outcome_of
 from docs.generate.table import table
-from router.doors.anthropic_types import MessagesBody
-from router.doors.batch_types import BatchBody
-from router.doors.openai_fields import EMPTY, Only
-from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
-from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
-from router.doors.responses_items import MAX_ID_CHARS, InputItem
-from router.doors.responses_types import ResponsesBody
-from router.text import completion_request as rules
-from router.text.bad_words import MAX_BAD_WORD_CHARS
+from frontend.anthropic.types import MessagesBody
+from frontend.http.batch_types import BatchBody
+from frontend.openai.fields import EMPTY, Only
+from frontend.openai.messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
+from frontend.openai.types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
+from frontend.responses.items import MAX_ID_CHARS, InputItem
+from frontend.responses.types import ResponsesBody
+from frontend.text import completion_request as rules
+from frontend.text.bad_words import MAX_BAD_WORD_CHARS
 
 _NOT_FOR_CLIENTS = (
     tree.SpecError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.generate.table import table
-from router.metrics import declared
+from router.telemetry.metrics import declared
 
 
 def table_text() -> str:

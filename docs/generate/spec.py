@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.words.spec import Spec
+from core.spec.schema import Spec
 from docs.generate.table import table
 
 _HEADING = ("key", "default", "type", "unit", "meaning")

@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.attention.attention import AttentionPlan, paged_attention
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints, Row
+from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.structs import AttentionCall, Coding, Kind, PoolView, RotaryCall, Step
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool

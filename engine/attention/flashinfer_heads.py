@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import streams
 from engine.attention.heads import Heads
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
@@ -27,6 +26,7 @@ from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Row
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
+from engine.runner import streams
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.attention import AttentionPlan, paged_attention
 from engine.batch.batch import Batch
-from engine.kernels.rotary import rotate
+from engine.kernels.attention.rotary import rotate
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 

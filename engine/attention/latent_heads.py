@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.attention.attention import AttentionPlan, PromptQueries, Singles, attend_prompt
 from engine.batch.batch import Batch
-from engine.kernels.rotary import rotate
+from engine.kernels.attention.rotary import rotate
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from cluster.model.shape import ModelConfig, RopeScaling
+from core.model.shape import ModelConfig, RopeScaling
 
 # T tokens, D rotated dimensions of a head, F = D / 2 frequencies, L positions of a table
 

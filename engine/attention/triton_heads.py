@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.gathered import GatheredRows
+from engine.attention.gathered_kv import GatheredRows
 from engine.batch.device_batch import DeviceBatch, PromptRows
-from engine.kernels.decode_attention import decode_attention, resident_programs, window_of_strips
-from engine.kernels.dense_prefill import dense_prefill_attention
-from engine.kernels.gather_rows import gather_rows
-from engine.kernels.prefill_attention import prefill_attention
-from engine.kernels.splits import Splits
-from engine.kernels.store_heads import HeadNorms, store_heads
+from engine.kernels.attention.decode_attention import decode_attention, resident_programs, window_of_strips
+from engine.kernels.attention.dense_prefill import dense_prefill_attention
+from engine.kernels.attention.gather_rows import gather_rows
+from engine.kernels.attention.kv_splits import Splits
+from engine.kernels.attention.prefill_attention import prefill_attention
+from engine.kernels.attention.store_heads import HeadNorms, store_heads
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 
@@ -30,7 +30,7 @@ class KernelHeads:
     Rows of few queries go to the decode kernel, which reads the pool's blocks in place. So does the prefill kernel, for
     the others, unless so many queries see each key that the keys are better gathered first.
     What is launched for rows of few queries depends on the shapes of the batch's tensors and on `longest`, never on a
-    number in them: so it can be recorded, and launched again over other numbers (engine/decode_graphs.py).
+    number in them: so it can be recorded, and launched again over other numbers (engine/runner/decode_graphs.py).
     """
 
     def __init__(self, batch: DeviceBatch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.gathered import GatheredRows
+from engine.attention.gathered_kv import GatheredRows
 from engine.attention.latent_heads import Expansion, Rotation
 from engine.batch.device_batch import DeviceBatch, PromptRows
-from engine.kernels.absorb_queries import absorb_queries
-from engine.kernels.dense_prefill import Carry, Slice, dense_prefill_attention
+from engine.kernels.attention.absorb_queries import absorb_queries
+from engine.kernels.attention.dense_prefill import Carry, Slice, dense_prefill_attention
+from engine.kernels.attention.kv_splits import Splits
+from engine.kernels.attention.latent_attention import latent_decode_attention, splits_of_latents
+from engine.kernels.attention.store_latents import store_latents
 from engine.kernels.language import cdiv
-from engine.kernels.latent_attention import latent_decode_attention, splits_of_latents
-from engine.kernels.splits import Splits
-from engine.kernels.store_latents import store_latents
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 

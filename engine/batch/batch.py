@@ -48,7 +48,7 @@ class Batch:
     adapters: Ints  # (R,)
     num_logits: Ints  # (R,) of so many last positions of each the logits are wanted
     logits_rows: Ints  # indices into T of these positions, row by row
-    scored_rows: Ints  # and of those whose logits are wanted in slices: see engine.scoring
+    scored_rows: Ints  # and of those whose logits are wanted in slices: see engine.scheduler.prompt_scoring
     number: int  # of the step
     fed: FedTokens | None = None
     new_cells: tuple[Ints, Ints] | None  # of block_tables, since the step before; None: its rows lay elsewhere

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine import streams
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
-from engine.kernels.strips import QueryStrips, cut_strips
-from engine.kernels.tiles import QueryTiles, cut_tiles
+from engine.kernels.attention.query_groups import QueryStrips, cut_strips
+from engine.kernels.attention.query_tiles import QueryTiles, cut_tiles
+from engine.runner import streams
 
 # T tokens of the step, R rows, B blocks of the longest table
 

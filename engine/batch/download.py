@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine import streams
-from engine.streams import Lane
+from engine.runner import streams
+from engine.runner.streams import Lane
 
 
 def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:

@@ -46,7 +46,8 @@ class RowChanges:
     adapters: Ints  # (N,)
     token_ids: Ints  # (T,)
     blocks: Ints  # (B,) row by row
-    # (S, 2) rows of whose first so many positions the logits are wanted, too: see engine.scoring. Mostly none.
+    # (S, 2) rows of whose first so many positions the logits are wanted, too: see engine.scheduler.prompt_scoring.
+    # Mostly none.
     scored: Ints = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     @classmethod

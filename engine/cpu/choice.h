@@ -1,4 +1,4 @@
-// The penalties of a step's rows, and each row's greatest logit: see engine/likeliest.py. A row is in the cache for both.
+// The penalties of a step's rows, and each row's greatest logit: see engine/sampling/greedy.py. A row is in the cache for both.
 #pragma once
 #include <algorithm>
 #include <limits>

@@ -1,5 +1,5 @@
 // Of each row of a draft's logits the token that is drafted, and the one that may be there instead: what
-// engine/draft_draws.py says with torch, whose calls take longer than a small head's products.
+// engine/spec_decode/draft_sampling.py says with torch, whose calls take longer than a small head's products.
 #pragma once
 #include <algorithm>
 #include <cmath>

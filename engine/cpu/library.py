@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from cluster.model.source import cache_root
-from cluster.process.whole_file import move_whole
+from core.model.source import cache_root
+from core.process.atomic_file import move_whole
 from engine.cpu.huge_pages import HugePages
 from engine.cpu.processor import description
 from engine.cpu.structs import Call, DraftDraws, Payload, Step, StoredRows, TokenChoices, Wire

@@ -58,7 +58,7 @@ template <class F> inline auto with_coding(Coding coding, F f) {
     return coding == Coding::INT8 ? f(Int8Codes{}) : f(E4m3Codes{});
 }
 
-// The codes of a row, and their scale, as in engine/kernels/eight_bits.py.
+// The codes of a row, and their scale, as in engine/kernels/quant/row_quantization.py.
 template <class Codes> inline bf16 quantize_row(const bf16* x, int64_t dim, uint8_t* codes) {
     uint16_t most = 0;  // the bits of sizes are in the order of the sizes, and NaN comes last
     for (int64_t i = 0; i < dim; i++) {

@@ -19,7 +19,7 @@ def can_carry(pool_B2PSD: Tensor, *, is_quantized: bool) -> bool:
 
 
 def wire_of(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Wire:
-    """What `Kernels.pack_wire` and `unpack_wire` take: as engine.kernels.wire.pack_kv."""
+    """What `Kernels.pack_wire` and `unpack_wire` take: as engine.kernels.kv_wire.pack_kv."""
     num_tokens, _, num_heads, dim = codes_T2KD.shape
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous() and slots_T.is_contiguous()
     assert len(slots_T) == num_tokens and slots_T.dtype == torch.int64

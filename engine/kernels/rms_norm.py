@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.expert_sum import ExpertSum, sum_of_experts
 from engine.kernels.language import jit, power_of_2, tl
+from engine.kernels.moe.expert_sum import ExpertSum, sum_of_experts
 
 # E features; the dimensions before it are rows
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cpu.library import open_copies
 from engine.cpu.wire import sum_words
-from engine.kernels.word_sum import launch_word_sum
+from engine.kernels.checksum import launch_word_sum
 
 
 def checksum(payload: Tensor) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
-from cluster.words.plugin import find, made
+from core.spec.plugin import find, made
 from engine.kv.reuse_history import ReuseHistory
 
 

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import torch
 
-from engine.kernels.eight_bits import MOST
+from engine.kernels.quant.row_quantization import MOST
 
 # B blocks, K kv heads of this rank, S block_size, D head_dim
 #
@@ -52,7 +52,7 @@ class KVLayout:
     exact_dim: int = 0  # numbers at the end of a row that stay in bf16 where others have 8 bits
     draft: str = ""  # fingerprint of the heads that draft beside the model; empty: none that keep anything
     num_draft_layers: int = 0  # of num_layers, the last: theirs
-    feature_bytes: int = 0  # per block: what heads know of its last position, see engine.heads.features
+    feature_bytes: int = 0  # per block: what heads know of its last position, see engine.spec_decode.heads.features
 
     @property
     def fingerprint(self) -> str:

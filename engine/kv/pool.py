@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import streams
 from engine.batch.rows import Ints
-from engine.kernels.eight_bits import as_bytes, dequantize_rows
-from engine.kernels.kv_write import write_kv, write_rows
+from engine.kernels.attention.kv_write import write_kv, write_rows
+from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows
 from engine.kv.layout import KVLayout
+from engine.runner import streams
 
 # T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim;
 # 2: keys, then values, or the one side of a latent layout

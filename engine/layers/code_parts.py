@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.code_panels import RUN, CodePanels, in_panels, pack_words
-from engine.kernels.code_words import E4M3, INT8
+from engine.kernels.quant.code_panels import RUN, CodePanels, in_panels, pack_words
+from engine.kernels.quant.code_words import E4M3, INT8
 from engine.layers.codes import codes_of, format_of
 from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
 

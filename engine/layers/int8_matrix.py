@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.code_panels import CodePanels
-from engine.kernels.code_words import INT8
-from engine.kernels.coded_product import new_counters
-from engine.kernels.int8_product import int8_product, quantize_to_int8
+from engine.kernels.quant.code_panels import CodePanels
+from engine.kernels.quant.code_words import INT8
+from engine.kernels.quant.int8_matmul import int8_product, quantize_to_int8
+from engine.kernels.quant.quantized_matmul import new_counters
 from engine.layers.code_parts import CodeRows, panels_of
 from engine.layers.layers import Before
 

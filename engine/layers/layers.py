@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.expert_sum import ExpertSum
+from engine.kernels.moe.expert_sum import ExpertSum
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.silu_mul import silu_mul
-from engine.parallel import TensorParallel
+from engine.runner.parallel import TensorParallel
 
 # T tokens, I input features, O output features, V vocabulary rows of this rank
 

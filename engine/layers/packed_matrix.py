@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.structs import FormatName, Kind, ProductCall, Step, StoredRows
 from engine.layers.codes import format_of
-from engine.layers.few_bits import pack
 from engine.layers.layers import Before, RMSNorm, linear
+from engine.layers.low_bit_panels import pack
 from engine.weights.quantized_weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.kernels.expert_sum import ExpertSum
+from engine.kernels.moe.expert_sum import ExpertSum
 from engine.layers.layers import Before, Linear, RMSNorm, RowParallelLinear
 
 # T tokens, E hidden_size, I input features, O output features

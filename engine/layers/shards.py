@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
+from engine.cpu.autotune import MeasuredWays
 from engine.cpu.library import Kernels
-from engine.cpu.measured_ways import MeasuredWays
-from engine.layers.coded_matrix import CodedMatrix
 from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, Table, TorchMatrix
+from engine.layers.low_bit_matrix import CodedMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.quantized_matrix import QuantizedMatrix
-from engine.parallel import TensorParallel
+from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Checkpoint, Span
 from engine.weights.quantized_weight import QuantizedWeight
 

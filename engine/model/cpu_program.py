@@ -17,9 +17,9 @@ from engine.cpu.structs import Call, ProductCall, RotaryCall, Step
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
+from engine.model.aux_hidden_states import Taps
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.gated_mlp import GatedMLP
-from engine.model.taps import Taps
 
 _WORTH_LEAVING_OUT = 32  # positions of which only keys and values are needed
 

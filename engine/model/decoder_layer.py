@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.model.shape import ModelConfig
+from core.model.shape import ModelConfig
 from engine.attention.heads import Heads
 from engine.kv.layout import KVLayout
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain

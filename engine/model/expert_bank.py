@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.code_panels import CodePanels
-from engine.kernels.coded_experts import coded_experts
-from engine.kernels.expert_tiles import Tiles
-from engine.kernels.fused_experts import fused_experts
-from engine.layers.coded_matrix import CodedMatrix
+from engine.kernels.moe.expert_tiles import Tiles
+from engine.kernels.moe.fused_experts import fused_experts
+from engine.kernels.moe.quantized_experts import coded_experts
+from engine.kernels.quant.code_panels import CodePanels
 from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import GatedSiLU, Linear, Matrix, TorchMatrix
+from engine.layers.low_bit_matrix import CodedMatrix
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts chosen for each token, N = T * C choices
 

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.shape import ExpertsConfig, ModelConfig
-from engine.kernels.expert_sum import ExpertSum
-from engine.kernels.router import RoutedTokens
+from core.model.shape import ExpertsConfig, ModelConfig
+from engine.kernels.moe.expert_router import RoutedTokens
+from engine.kernels.moe.expert_sum import ExpertSum
 from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertList, Shelf
+from engine.model.expert_parallel import Experts, SpreadExperts
 from engine.model.routing import Routing
-from engine.model.spread_experts import Experts, SpreadExperts
-from engine.parallel import TensorParallel
+from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Shape, Span
 
 # T tokens, E hidden_size, I features of the shared expert, C experts chosen for each token

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.shape import ModelConfig
+from core.model.shape import ModelConfig
 from engine.attention.latent_heads import Expansion, LatentHeads, Rotation
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain

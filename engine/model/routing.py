@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.shape import ExpertsConfig
-from engine.kernels.expert_choice import ChoiceRule, choose_experts
-from engine.kernels.router import MOST_TOKENS, RoutedTokens, new_counters, route
+from core.model.shape import ExpertsConfig
+from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, new_counters, route
+from engine.kernels.moe.top_k import ChoiceRule, choose_experts
 from engine.layers.shards import ShardReader
 
 # T tokens, E hidden_size, X experts to choose from, L logits: X, and one more where experts of all tokens are weighed

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cluster.model.shape import ModelConfig
+from core.model.shape import ModelConfig
 from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows, quickest_way
 from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
 from engine.attention.heads import Heads, TorchHeads
@@ -25,8 +25,8 @@ from engine.attention.triton_heads import KernelHeads
 from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
-from engine.cpu.measured_ways import KERNELS, TILES, TORCH
-from engine.kernels.strips import most_queries
+from engine.cpu.autotune import KERNELS, TILES, TORCH
+from engine.kernels.attention.query_groups import most_queries
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, is_plain
@@ -34,10 +34,10 @@ from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model import decoder_layer, experts, gated_mlp, latent_layer
+from engine.model.aux_hidden_states import Taps
 from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
-from engine.model.taps import Taps
 from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of the step, R rows whose logits are wanted, E hidden_size, H query heads of this rank, D head_dim,
@@ -101,7 +101,7 @@ class Transformer:
         if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        # Of a strip (engine/kernels/strips.py). Queries of latents fill a tile each.
+        # Of a strip (engine/kernels/attention/query_groups.py). Queries of latents fill a tile each.
         self.most_queries = 1 if config.latent else most_queries(q_end - q_first, layout.heads_per_rank)
         self._flashinfer: FlashInfer | None = None
         self._way = KERNELS  # in which long rows are attended to

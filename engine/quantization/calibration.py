@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cluster.model import config as model_config
-from cluster.words.errors import SpecError
+from core.model import config as model_config
+from core.types.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
@@ -19,7 +19,7 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import Before, Matrix
 from engine.layers.shards import ShardReader
 from engine.model.transformer import Transformer
-from engine.parallel import TensorParallel
+from engine.runner.parallel import TensorParallel
 from engine.weights.open_checkpoint import open_checkpoint
 
 # T tokens, I input features, O output features

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cluster.model.gguf_table import TABLE
-from cluster.words.errors import SpecError
-from engine.kernels.eight_bits import MOST
+from core.model.gguf_table import TABLE
+from core.types.errors import SpecError
+from engine.kernels.quant.row_quantization import MOST
 from engine.quantization.rounding import round_with_compensation
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint

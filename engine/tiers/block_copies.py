@@ -15,9 +15,9 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from engine import streams
 from engine.kv.pool import KVPool
-from engine.streams import Event
+from engine.runner import streams
+from engine.runner.streams import Event
 
 BATCH = 16  # blocks at a time
 

@@ -11,8 +11,8 @@
     116     payload, as KVPool.copy_out makes it
 
 All numbers little-endian. A file that is not exactly that is none of ours. Nor is one that was sealed with another key:
-who can write files here, but not read the key beside them (engine/tiers/claim.py), can make us miss a block and no
-more.
+who can write files here, but not read the key beside them (engine/tiers/directory_lock.py), can make us miss a block
+and no more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.words.seal import SEAL_BYTES, is_sealed, seal
+from core.identity.signing import SEAL_BYTES, is_sealed, seal
 from engine.kv.layout import KVLayout
 
 VERSION = 2

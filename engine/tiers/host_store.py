@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine import streams
 from engine.kv.pool import lazy_zeros
-from engine.streams import Event
+from engine.runner import streams
+from engine.runner.streams import Event
 
 
 class HostStore:

@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from cluster.process.background import BackgroundThread
-from cluster.words.tier import Tier
-from engine import streams
+from core.process.background import BackgroundThread
+from core.types.tier import Tier
 from engine.kv.pool import KVPool
-from engine.streams import Event
+from engine.runner import streams
+from engine.runner.streams import Event
 from engine.tiers.block_copies import BATCH, BlockCopies
+from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.store import BlockStore
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cluster.words.tier import Tier
+from core.types.tier import Tier
 from engine.kv.block_manager import BlockManager
-from engine.rate import Rate
-from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
+from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
+from engine.timing.rate import Rate
 
 T = TypeVar("T")
 

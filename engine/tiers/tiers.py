@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from cluster.words.tier import Tier
+from core.types.tier import Tier
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import LeastRecentlyUsed, make_eviction
 from engine.kv.layout import KVLayout
-from engine.sequence import Sequence as TokenSequence
-from engine.tiers.orders import LoadResult
+from engine.scheduler.sequence import Sequence as TokenSequence
+from engine.tiers.commands import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.table import Load, TierTable
 

@@ -7,10 +7,11 @@ in pages of 2 MiB; the share is the middle one of the tries'.
 Random token ids, greedy, no end of sequence, no prefix cache, the best of three. What a decode step costs beyond the
 model counts too: making the batch, sampling, the sequences' own bookkeeping.
 
-On a GPU decode steps are replayed (engine/decode_graphs.py); `plain_step_ms` is that step launched kernel by kernel.
+On a GPU decode steps are replayed (engine/runner/decode_graphs.py); `plain_step_ms` is that step launched kernel by
+kernel.
 
 On a CPU, `ways` says what each way to compute a product or attention took where they were measured, one thread, in ms,
-and which is taken: see engine/cpu/measured_ways.py.
+and which is taken: see engine/cpu/autotune.py.
 
     cluster bench engine --json
     python -m engine.tools.bench DIRECTORY      where the command line's packages are not installed
@@ -32,20 +33,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.words.errors import SpecError
-from cluster.words.request import Sampling, SequenceRequest
+from core.types.errors import SpecError
+from core.types.request import Sampling, SequenceRequest
 from engine.config import EngineConfig, device_for
 from engine.cpu.huge_pages import advise
 from engine.cpu.library import open_kernels
 from engine.cpu.processor import instruction_sets
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.orders import Orders
-from engine.prompts import Prompt
-from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.sequence import Sequence
-from engine.step import Runner, ScheduledStep
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.step import Runner, ScheduledStep
+from engine.scheduler.step_commands import Orders
 
 _NUM_STEPS = 128  # of one decode measurement
 _NUM_TRIES = 3  # the best counts

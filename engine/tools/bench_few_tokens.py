@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from engine.kernels.absorb_queries import absorb_queries
-from engine.kernels.expert_choice import ChoiceRule
-from engine.kernels.router import new_counters, route
+from engine.kernels.attention.absorb_queries import absorb_queries
+from engine.kernels.moe.expert_router import new_counters, route
+from engine.kernels.moe.top_k import ChoiceRule
 
 Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from cluster.model.shape import ModelConfig
+from core.model.shape import ModelConfig
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.tools.bench_kernels import copy_rate, device_seconds
 from engine.tools.gpu_command import asked_shapes
 from engine.tools.random_models import SHAPES, random_runner

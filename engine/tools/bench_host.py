@@ -34,16 +34,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.words.request import Sampling, SequenceRequest
+from core.types.request import Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.orders import Orders
-from engine.pace import Pace
-from engine.prompts import Prompt
-from engine.sampler import sample
-from engine.sampling import Chosen, Sampled, SamplingRow
-from engine.sequence import Sequence
-from engine.step import ScheduledStep
+from engine.sampling.params import Chosen, Sampled, SamplingRow
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.timing.pace import Pace
 
 _BLOCK_SIZE = 16
 _NUM_STEPS = 32  # of one try: each sequence gets two blocks

@@ -17,22 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.words.errors import SpecError
-from engine.kernels.decode_attention import decode_attention, resident_programs
-from engine.kernels.dense_prefill import dense_prefill_attention
-from engine.kernels.eight_bits import quantize_rows
-from engine.kernels.fused_experts import fused_experts
-from engine.kernels.gather_rows import gather_rows
-from engine.kernels.kv_write import write_kv
-from engine.kernels.latent_attention import latent_decode_attention, splits_of_latents
-from engine.kernels.prefill_attention import prefill_attention
+from core.types.errors import SpecError
+from engine.kernels.attention.decode_attention import decode_attention, resident_programs
+from engine.kernels.attention.dense_prefill import dense_prefill_attention
+from engine.kernels.attention.gather_rows import gather_rows
+from engine.kernels.attention.kv_splits import Splits
+from engine.kernels.attention.kv_write import write_kv
+from engine.kernels.attention.latent_attention import latent_decode_attention, splits_of_latents
+from engine.kernels.attention.prefill_attention import prefill_attention
+from engine.kernels.attention.query_groups import QueryStrips, most_queries
+from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.rotary import rotate
+from engine.kernels.kv_wire import pack_kv, unpack_kv
+from engine.kernels.moe.fused_experts import fused_experts
+from engine.kernels.quant.row_quantization import quantize_rows
 from engine.kernels.rms_norm import add_rms_norm
-from engine.kernels.rotary import rotate
 from engine.kernels.silu_mul import silu_mul
-from engine.kernels.splits import Splits
-from engine.kernels.strips import QueryStrips, most_queries
-from engine.kernels.tiles import QueryTiles
-from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
 from engine.tools.bench_few_tokens import Case, few_tokens
 from engine.tools.bench_products import bench_products

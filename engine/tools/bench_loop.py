@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.words.request import Sampling, SequenceRequest
+from core.types.request import Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
-from engine.kernels.choice import TILING, Tiling
+from engine.kernels.sample import TILING, Tiling
 from engine.kv.block_manager import BlockManager
-from engine.pace import Pace
-from engine.runner import ModelRunner
-from engine.sampler import choose_by_kernel, choose_by_torch, sample
-from engine.sampling import SamplingRow
-from engine.sequence import Sequence
-from engine.speculation.speculation import Speculation
+from engine.runner.runner import ModelRunner
+from engine.sampling.params import SamplingRow
+from engine.sampling.sampler import choose_by_kernel, choose_by_torch, sample
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.speculation import Speculation
+from engine.timing.pace import Pace
 from engine.tools.gpu_command import asked_shapes
 from engine.tools.random_models import SHAPES, random_runner
 

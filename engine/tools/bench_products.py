@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.code_panels import CodePanels
-from engine.kernels.code_words import E4M3, NIBBLES
-from engine.kernels.coded_experts import coded_experts
-from engine.kernels.fused_experts import fused_experts
+from engine.kernels.moe.fused_experts import fused_experts
+from engine.kernels.moe.quantized_experts import coded_experts
+from engine.kernels.quant.code_panels import CodePanels
+from engine.kernels.quant.code_words import E4M3, NIBBLES
 from engine.layers.code_parts import CodeRows, panels_of
-from engine.layers.coded_matrix import CodedMatrix
 from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Matrix
+from engine.layers.low_bit_matrix import CodedMatrix
 
 # T tokens, I input features, O output features, G groups of inputs
 

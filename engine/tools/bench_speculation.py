@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from cluster.model.draft_source import DraftSource
-from cluster.words.request import Sampling
+from core.model.draft_source import DraftSource
+from core.types.request import Sampling
 from engine.config import EngineConfig
 from engine.tools.methods_in_turn import (
     BLOCK_SIZE,

@@ -14,23 +14,23 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cluster.model.draft_heads import HeadsPlace
-from cluster.model.draft_source import DraftSource
-from cluster.words.request import BRANCHES, Sampling, SequenceRequest
+from core.model.draft_heads import HeadsPlace
+from core.model.draft_source import DraftSource
+from core.types.request import BRANCHES, Sampling, SequenceRequest
 from engine.config import EngineConfig
-from engine.draft_models.draft_model import DraftModel
-from engine.draft_models.head_proposer import HeadProposer
-from engine.draft_models.own_layers import OwnLayers
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.pace import HostMark, Pace
-from engine.prompts import Prompt
-from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.sequence import Sequence
-from engine.speculation.corpus import Answer, Corpus, Scope
-from engine.speculation.proposer import Computing
-from engine.speculation.speculation import Speculation
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.corpus import Answer, Corpus, Scope
+from engine.spec_decode.draft_models.draft_model import DraftModel
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.own_layers import OwnLayers
+from engine.spec_decode.proposer import Computing
+from engine.spec_decode.speculation import Speculation
+from engine.timing.pace import HostMark, Pace
 
 BLOCK_SIZE = 16
 MOST_DRAFTED = 16  # tokens of a row

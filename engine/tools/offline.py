@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from cluster.words.errors import ContextLengthExceeded
-from cluster.words.request import SampledToken, Sampling, SequenceRequest
+from core.types.errors import ContextLengthExceeded
+from core.types.request import SampledToken, Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.prompts import Prompt
-from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.sequence import Sequence
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence
 
 
 def generate(

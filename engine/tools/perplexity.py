@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
-from engine.kernels.wire import pack_kv, unpack_kv
+from engine.kernels.kv_wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
 from engine.kv.pool import KVPool
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.weights.open_checkpoint import is_quantized
 
 # W windows, T scored tokens of one, K kv heads, D head_dim, V vocabulary

@@ -16,13 +16,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from cluster.model import config as model_config
-from cluster.model.draft_heads import HeadsPlace
-from cluster.words.errors import SpecError
+from core.model import config as model_config
+from core.model.draft_heads import HeadsPlace
+from core.types.errors import SpecError
 from engine.config import EngineConfig
 from engine.model.transformer import expected_tensors
-from engine.parallel import TensorParallel
-from engine.runner import ModelRunner
+from engine.runner.parallel import TensorParallel
+from engine.runner.runner import ModelRunner
 from engine.weights.checkpoint import Shape, Span
 from engine.weights.quantized_weight import QuantizedWeight
 

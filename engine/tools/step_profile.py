@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from cluster.process.ordered_process import OrderedProcess
-from cluster.words.timing import StepTiming, pairs
-from engine.learnt_timing import LearntTiming
+from core.process.child_process import OrderedProcess
+from core.types.step_timing import StepTiming, pairs
+from engine.timing.step_time_model import LearntTiming
 
 _PROMPTS = (32, 128, 512, 1024)  # tokens
 _BATCHES, _CONTEXTS = (1, 4), (64, 512)

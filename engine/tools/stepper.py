@@ -1,6 +1,6 @@
 """One process that takes a model's steps on order, so that several can be timed at the same moment.
 
-python -m engine.tools.stepper PORT OPTIONS     see cluster.process.ordered_process
+python -m engine.tools.stepper PORT OPTIONS     see core.process.child_process
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from cluster.process.ordered_process import obey
+from core.process.child_process import obey
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.tools.bench import decoding_engine, prefilling_engine
 
 _BLOCK_SIZE = 16

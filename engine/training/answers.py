@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster.process.whole_file import write_whole
-from cluster.words.request import Sampling
-from engine.runner import ModelRunner
+from core.process.atomic_file import write_whole
+from core.types.request import Sampling
+from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
 from engine.training.prompts import Conversation, Words, chat_prompt, opening
 

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cluster.model.shape import ModelConfig
+from core.model.shape import ModelConfig
 
 # B texts, T tokens of the longest, E hidden_size, H query heads, K kv heads, G = H / K, D head_dim, R rotated pairs,
 # V draft vocabulary, S slots

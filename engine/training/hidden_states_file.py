@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.process.whole_file import move_whole
+from core.process.atomic_file import move_whole
 from engine.training.answers import OwnAnswer
 from engine.training.teacher import HiddenStates, Teacher
 

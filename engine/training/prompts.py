@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.words.errors import ClusterError, SpecError
+from core.types.errors import ClusterError, SpecError
 
 _MARK = "PROMPT-GOES-HERE-91c3"
 _NO_OPENING = "--data self: the model has no chat template that opens a user's turn; give a file"

@@ -24,8 +24,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cluster.process.whole_file import move_whole, write_whole
-from cluster.words.errors import SpecError
+from core.process.atomic_file import move_whole, write_whole
+from core.types.errors import SpecError
 
 Kind = Literal["eagle3", "medusa"]
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.model import config as model_config
-from cluster.words.errors import SpecError
+from core.model import config as model_config
+from core.types.errors import SpecError
 from engine.attention.rotary import Rotary
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
-from engine.model.taps import Taps
+from engine.model.aux_hidden_states import Taps
 from engine.model.transformer import Transformer
-from engine.parallel import TensorParallel
+from engine.runner.parallel import TensorParallel
 from engine.weights.open_checkpoint import open_checkpoint
 
 # T tokens, E hidden_size, V vocabulary, I input features, O output features, F half of a head's rotated part

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.training.answers import AnswerParts, Asker, OwnAnswer
 from engine.training.batches import batch_of, batches
 from engine.training.eagle import EagleLearner

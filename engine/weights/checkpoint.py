@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 from engine.weights.quantized_weight import QuantizedWeight
 
 Span = tuple[int, int]  # [start, end) of a dimension

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.model.gguf_table import GGML_TYPES, read_table
-from cluster.words.errors import SpecError
+from core.model.gguf_table import GGML_TYPES, read_table
+from core.types.errors import SpecError
 from engine.weights.checkpoint import Span
 from engine.weights.quantized_weight import GGMLWeight
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.model.config import quantization_config
-from cluster.model.gguf_table import TABLE
+from core.model.config import quantization_config
+from core.model.gguf_table import TABLE
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.gguf_checkpoint import GGUFCheckpoint
 from engine.weights.quantized_checkpoint import QuantizedCheckpoint

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 from engine.weights.checkpoint import Checkpoint, Shape, Span
 from engine.weights.quantized_weight import GroupedWeight
 

@@ -8,8 +8,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cluster.model.config import weight_files
-from cluster.words.errors import SpecError
+from core.model.config import weight_files
+from core.types.errors import SpecError
 from engine.weights.checkpoint import Shape, Span
 
 

@@ -14,13 +14,13 @@ import torch
 from grpc.aio import Channel
 from torch.distributed import Store
 
-from cluster.rpc.transfer_pb2_grpc import RankStub
-from cluster.wire.channel import open_channel
+from core.rpc.transfer_pb2_grpc import RankStub
+from core.wire.channel import open_channel
 from kvtransfer.bench.near_side import FAR, HOST, NEAR, TIMEOUT_S, NearSide
 from kvtransfer.links.backends import make_link
 from kvtransfer.links.link import LinkEnd, LinkGuard
-from kvtransfer.movers.meeting import Meeting, local_store, remote_store
-from kvtransfer.movers.staging import StagingRing
+from kvtransfer.transfer.rendezvous import Meeting, local_store, remote_store
+from kvtransfer.transfer.staging import StagingRing
 
 _CPU = torch.device("cpu")
 _NUM_FIRST = 4

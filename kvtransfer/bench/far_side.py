@@ -1,4 +1,4 @@
-"""The receiving process of a measurement: it does what the near side says. See cluster.process.ordered_process."""
+"""The receiving process of a measurement: it does what the near side says. See core.process.child_process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from cluster.process.ordered_process import obey
-from cluster.rpc.transfer_pb2_grpc import add_RankServicer_to_server
-from cluster.wire.rank_host import RankHost
-from cluster.words.papers import Identity
+from core.identity.credentials import Identity
+from core.process.child_process import obey
+from core.rpc.transfer_pb2_grpc import add_RankServicer_to_server
+from core.wire.rank_server import RankHost
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.bench.carried import receive_over_link, receive_over_tcp
 from kvtransfer.bench.near_side import FAR, HOST, TIMEOUT_S
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.movers.link_config import LinkConfig
-from kvtransfer.movers.rank_servicer import RankServicer
-from kvtransfer.movers.receiver import Receiver
 from kvtransfer.protocol.frames import Opening
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.rank_servicer import RankServicer
+from kvtransfer.transfer.receiver import Receiver
 
 
 class FarSide:

@@ -8,17 +8,17 @@ from dataclasses import asdict
 from types import TracebackType
 from uuid import uuid4
 
-from cluster.process.ordered_process import OrderedProcess
-from cluster.wire.rank_host import RankHost
-from cluster.words.errors import TransferError
-from cluster.words.handoff import Handoff
-from cluster.words.papers import Identity
-from cluster.words.process_name import ProcessName
+from core.identity.credentials import Identity
+from core.identity.process_name import ProcessName
+from core.process.child_process import OrderedProcess
+from core.types.errors import TransferError
+from core.types.handoff import Handoff
+from core.wire.rank_server import RankHost
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.movers.link_config import LinkConfig
-from kvtransfer.movers.sender import Sender
-from kvtransfer.protocol.passage import Passage, Shipment
+from kvtransfer.protocol.rank_transfer import Passage, Shipment
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.sender import Sender
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0

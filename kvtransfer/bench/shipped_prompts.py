@@ -14,7 +14,7 @@ import numpy as np
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from kvtransfer.bench.near_side import NearSide
 
 _BLOCK_SIZE = 16

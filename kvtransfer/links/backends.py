@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.words.plugin import find
+from core.spec.plugin import find
 from kvtransfer.links.gloo import GlooLink
 from kvtransfer.links.link import Link, LinkEnd
 from kvtransfer.links.nccl import NCCL_BYTES, NcclLink

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore
 
-from cluster.words.errors import LinkClosed
-from kvtransfer.links.doorway import Doorway
+from core.types.errors import LinkClosed
+from kvtransfer.links.acceptor import Doorway
 from kvtransfer.links.handshake import NONCE_BYTES, PROOF_BYTES, Handshake, new_nonce
 from kvtransfer.links.link import LinkEnd
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 
-from cluster.words.errors import LinkClosed
+from core.types.errors import LinkClosed
 from kvtransfer.links.link import LinkEnd, Operation
 
 _Gloo: Any = ProcessGroupGloo  # torch's stubs know neither its options nor send and recv

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from cluster.words.errors import LinkClosed
-from kvtransfer.links.lane import Mark, own_lane
+from core.types.errors import LinkClosed
+from kvtransfer.links.device_stream import Mark, own_lane
 from kvtransfer.links.link import LinkEnd, Operation
 from kvtransfer.links.nccl_library import Nccl, NcclError, loaded_nccl
 
@@ -35,8 +35,9 @@ class NcclLink:
 
     One thread makes it, calls NCCL and ends it; so no call of NCCL's can hold up whoever uses the link, who waits for
     this thread, with a deadline. An operation comes behind what its thread has started on its current stream, and works
-    on a stream of the link's own (kvtransfer/links/lane.py). Where a deadline has passed, or `close` was called, the
-    communicator is aborted, which ends what is on the device as well; a payload is held until that has let go of it.
+    on a stream of the link's own (kvtransfer/links/device_stream.py). Where a deadline has passed, or `close` was
+    called, the communicator is aborted, which ends what is on the device as well; a payload is held until that has let
+    go of it.
     """
 
     backend = "nccl"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Protocol
 
-from cluster.words.errors import LinkClosed
+from core.types.errors import LinkClosed
 
 _IN_PROGRESS = 7
 _UINT8 = 1

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from cluster.words.errors import LinkClosed, SpecError
-from kvtransfer.links.lane import Mark
+from core.types.errors import LinkClosed, SpecError
+from kvtransfer.links.device_stream import Mark
 from kvtransfer.links.link import LinkEnd, Operation
 
 _POLL_S = 5e-5

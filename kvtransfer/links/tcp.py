@@ -10,10 +10,10 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from cluster.words.errors import LinkClosed
+from core.types.errors import LinkClosed
 from kvtransfer.links.connection import Connection, meet
+from kvtransfer.links.encryption import Cipher, pieces, sealed_size
 from kvtransfer.links.link import LinkEnd, Operation
-from kvtransfer.links.sealing import Cipher, pieces, sealed_size
 
 
 class TcpLink:

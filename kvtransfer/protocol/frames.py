@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.words.handoff import Handoff
+from core.types.handoff import Handoff
 from kvtransfer.protocol.segment import Segment
 
 
@@ -55,4 +55,4 @@ class CommitFrame:
     checksum: int  # over the segments' checksums, in order
     num_tokens: int  # positions of the handoff that have been sent, those before first_token included
     next_tokens: tuple[int, ...] = ()  # from rank 0 to rank 0
-    features: bytes = b""  # see engine.heads.features: of the last of these positions; empty: not known
+    features: bytes = b""  # see engine.spec_decode.heads.features: of the last of these positions; empty: not known

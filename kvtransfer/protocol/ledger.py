@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.words.errors import ChecksumMismatch, HandoffExpired, TransferError
+from core.types.errors import ChecksumMismatch, HandoffExpired, TransferError
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.segment import combine_checksums
 
@@ -34,7 +34,7 @@ class Landing:
     epoch: int
     num_tokens: int  # positions that are here now, those before the handoff included
     next_tokens: tuple[int, ...] = ()  # after a prompt: one per choice; of a moved sequence: those we do not know yet
-    features: bytes = b""  # of the last of these positions, see engine.heads.features; empty: not known
+    features: bytes = b""  # of the last of these positions, see engine.spec_decode.heads.features; empty: not known
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from cluster.words.errors import HandoffExpired
+from core.types.errors import HandoffExpired
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.access.client import Client
+from frontend.access.identity import Client
 from router.batches.lines import AskedLine
 
 # JSON may have these as they are; to Python's splitlines, by which clients read such a file, each ends a line.

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cluster.index.redis_client import connect_redis
-from cluster.process.supervisor import Supervisor
-from cluster.words.errors import RequestError, StoreUnavailable, UnknownObject
-from router.access.client import Client
+from core.index.redis_client import connect_redis
+from core.process.supervisor import Supervisor
+from core.types.errors import RequestError, StoreUnavailable, UnknownObject
+from frontend.access.identity import Client
 from router.batches.answering import LineDoor
 from router.batches.bounds import BatchBounds
 from router.batches.job import Workplace

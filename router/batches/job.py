@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
-from cluster.index.redis_client import RedisReach
-from cluster.words.errors import KeysUnknown, Unauthenticated
-from router.access.client import Client
+from core.index.redis_client import RedisReach
+from core.types.errors import KeysUnknown, Unauthenticated
+from frontend.access.identity import Client
 from router.batches.answering import LineDoor, answer_line, error_line
 from router.batches.bounds import BatchBounds
 from router.batches.lines import AskedLine, LineCheck, lines_of, read_line

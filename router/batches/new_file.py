@@ -7,7 +7,7 @@ import time
 
 from redis.exceptions import RedisError
 
-from cluster.words.errors import RequestError, RequestTooLarge
+from core.types.errors import RequestError, RequestTooLarge
 from router.batches.bounds import BatchBounds
 from router.batches.records import INPUT, FileRecord
 from router.batches.redis_batches import RedisBatches

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from cluster.index.redis_client import RedisReach
+from core.index.redis_client import RedisReach
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@
     <name>:offline:bytes                 hash: what each tenant has, and `all`
 
 Tenants and ids are keyed hashes here, as those of stored responses are. Nothing of this expires by itself: a server
-that evicts what expires (cluster/index/key_channel.py) passes it over, and the routers take out what has ended.
+that evicts what expires (core/index/key_channel.py) passes it over, and the routers take out what has ended.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
-from cluster.words.keyed_hash import keyed_hash
-from cluster.words.seal import opened, sealed
+from core.identity.keyed_hash import keyed_hash
+from core.identity.signing import opened, sealed
 from router.batches import scripts
 from router.batches.bounds import ENTRY_BYTES, PART_BYTES, BatchBounds
 from router.batches.records import BatchMade, BatchRecord, BatchState, FileRecord

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from cluster.words.errors import CapacityError, RequestError, StoreUnavailable
+from core.types.errors import CapacityError, RequestError, StoreUnavailable
 from router.batches.bounds import BatchBounds
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import time
 
 from redis.exceptions import RedisError
 
-from cluster.index.redis_client import RedisReach
-from cluster.process.supervisor import Supervisor
+from core.index.redis_client import RedisReach
+from core.process.supervisor import Supervisor
 from router.batches.job import BatchJob, Workplace
 from router.batches.patience import is_cancelled
 from router.batches.redis_batches import HashedPlace

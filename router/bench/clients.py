@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from cluster.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2 as pb
 
 _PATH = "/cluster.v1.Inference/Generate"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -9,32 +9,32 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.index.membership import Member
-from cluster.process.garbage import spare_the_old
-from cluster.process.ordered_process import obey
-from cluster.wire.rank_host import RankHost
-from cluster.words.papers import Identity
-from cluster.words.process_name import ProcessName
-from cluster.words.request import Role
-from cluster.words.spec import TracingSpec
-from router.access.access import Access
+from core.identity.credentials import Identity
+from core.identity.process_name import ProcessName
+from core.index.membership import Member
+from core.process.child_process import obey
+from core.process.gc_tuning import spare_the_old
+from core.spec.schema import TracingSpec
+from core.types.request import Role
+from core.wire.rank_server import RankHost
+from frontend.access.access import Access
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
+from frontend.http.connections import HTTP_DOOR
+from frontend.http.http_listener import HttpListener
+from frontend.text.completion import Completions
+from frontend.text.completion_request import ModelCard
+from frontend.text.tokenizer import Tokenizer
 from router.bench.worker_side import NUM_BLOCKS, ROUTER
-from router.doors.connections import HTTP_DOOR
-from router.doors.grpc_api import open_grpc_api
-from router.doors.http_app import create_app
-from router.doors.http_listener import HttpListener
-from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.serving.core import RouterCore
 from router.serving.dispatch import Dispatch
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
-from router.text.chat_template import ChatTemplate, find_chat_template
-from router.text.completion import Completions
-from router.text.completion_request import ModelCard
-from router.text.tokenizer import Tokenizer
-from router.tracing import Tracing
+from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import Tracing
 
 MAX_RUNNING = 256  # of each replica
 _CONTEXT = 131_072

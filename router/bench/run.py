@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.doors import Door, open_door
-from cluster.process.garbage import spare_the_old
-from cluster.process.ordered_process import OrderedProcess
-from cluster.wire.door_access import DoorAccess
+from cluster.bench.endpoints import Door, open_door
+from core.process.child_process import OrderedProcess
+from core.process.gc_tuning import spare_the_old
+from core.wire.client_access import DoorAccess
 from router.bench.clients import TimedStream, open_grpc, open_http
 from router.bench.router_side import MAX_RUNNING
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from grpc import aio
 
-from cluster.process.ordered_process import obey
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.frames import STATUS_S, FrameHub, StreamToken, WorkerServicer
-from cluster.wire.rank_host import RankHost
-from cluster.words.papers import Identity
-from cluster.words.process_name import ProcessName
-from cluster.words.request import FinishReason, SampledToken
+from core.identity.credentials import Identity
+from core.identity.process_name import ProcessName
+from core.process.child_process import obey
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.types.request import FinishReason, SampledToken
+from core.wire.frames import STATUS_S, FrameHub, StreamToken, WorkerServicer
+from core.wire.rank_server import RankHost
 
 ROUTER = "router-0"
 NUM_BLOCKS = 1 << 20

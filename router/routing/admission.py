@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from cluster.words.errors import CapacityError
+from core.types.errors import CapacityError
 from router.routing.fair_shares import Line, Place, QueuedRequest, Shares
 
 _MIN_RETRY_S = 0.5  # sooner, a client would only find the same queue

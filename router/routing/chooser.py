@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from cluster.index.prefix_index import Depths
-from cluster.words.handoff import Holder
-from router.routing import guests
+from core.index.prefix_index import Depths
+from core.types.handoff import Holder
+from router.routing import local_decode
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
 
@@ -111,13 +111,13 @@ class Chooser:
         if not alone:
             return None
         ways = {load.replica for load in decodes}
-        wait_s = guests.wait_s(
+        wait_s = local_decode.wait_s(
             [view for view in full if view.replica in ways],
             num_tokens=need.num_tokens,
             answer_tokens=answer_tokens,
             num_ends=num_waiting + need.num_streams,
         )
-        options = guests.cheapest(alone, pairs, wait_s=wait_s)
+        options = local_decode.cheapest(alone, pairs, wait_s=wait_s)
         if options[0].decode not in names:
             return None
         known = {view.replica: view for view in (*full, *views)}

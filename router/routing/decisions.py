@@ -10,8 +10,8 @@ from itertools import islice
 from time import monotonic
 from typing import Any
 
-from cluster.words.life import Life
-from cluster.words.request import DraftTally
+from core.types.request import DraftTally
+from core.types.timeline import Life
 from router.routing.policy import CandidateReplica, Option
 
 _MAX_REQUESTS = 1000

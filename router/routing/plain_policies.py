@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cluster.words.plugin import find, made
+from core.spec.plugin import find, made
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.words.timing import StepTiming
+from core.types.step_timing import StepTiming
 
 # Not frozen: a decision makes hundreds of these, and a frozen dataclass sets each field by a call.
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from cluster.index.membership import Member
-from cluster.index.prefix_index import Depths
-from cluster.words.timing import StepTiming
+from core.index.membership import Member
+from core.index.prefix_index import Depths
+from core.types.step_timing import StepTiming
 from router.routing.policy import CandidateReplica
 
 _MAX_BACKLOG_S = 1.0  # so much work in hand keeps a prefill replica busy until it has told us of its progress

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from hashlib import blake2b
 from typing import TypeVar
 
-from cluster.words.request import SequenceRequest
-from cluster.words.revisions import Revision, RevisionCounts, RevisionTable, Slo
+from core.types.request import SequenceRequest
+from core.types.revisions import Revision, RevisionCounts, RevisionTable, Slo
 
 T = TypeVar("T")
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.messages import handoff_from_proto, tokens_from_proto
-from cluster.words.errors import ClusterError, ReplicaLost
-from cluster.words.handoff import Handoff, Holder
-from cluster.words.request import SequenceRequest
+from core.rpc import worker_pb2 as pb
+from core.types.errors import ClusterError, ReplicaLost
+from core.types.handoff import Handoff, Holder
+from core.types.request import SequenceRequest
+from core.wire.messages import handoff_from_proto, tokens_from_proto
 from router.serving.attempt_tasks import AttemptTasks
 from router.serving.call_steps import LeaseSteps, PromptSteps
 from router.serving.choices import Choices

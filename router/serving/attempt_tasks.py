@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from cluster.words.errors import ClusterError
+from core.types.errors import ClusterError
 from router.serving.choices import Choices
 
 logger = logging.getLogger(__name__)

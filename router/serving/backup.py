@@ -17,9 +17,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from cluster.words.errors import ClusterError
-from cluster.words.handoff import Holder
-from cluster.words.request import OFFLINE, Role, Sampling, SequenceRequest
+from core.types.errors import ClusterError
+from core.types.handoff import Holder
+from core.types.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams, Running
 from router.serving.replica import Replica

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from time import monotonic
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.words.life import Life, LifeState
+from core.rpc import worker_pb2 as pb
+from core.types.timeline import Life, LifeState
 
 
 class LeaseSteps:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from cluster.words.errors import ClientTooSlow, ClusterError, ReplicaLost, TransferError
-from cluster.words.request import SampledToken
+from core.types.errors import ClientTooSlow, ClusterError, ReplicaLost, TransferError
+from core.types.request import SampledToken
 from router.serving.request_state import RequestState
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.words.request import SequenceRequest
+from core.types.request import SequenceRequest
 from router.generation import Generation
 from router.serving.backup import Backup
 from router.serving.decode_streams import DecodeStreams

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
-from cluster.words.errors import ClusterError, ReplicaLost
-from cluster.words.life import LifeState
-from cluster.words.request import SequenceRequest
+from core.types.errors import ClusterError, ReplicaLost
+from core.types.request import SequenceRequest
+from core.types.timeline import LifeState
 from router.serving.attempt_tasks import AttemptTasks
 from router.serving.choices import Choices
 from router.serving.dispatch import Dispatch

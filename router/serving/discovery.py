@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cluster.index.membership import Membership, RefusalReason
-from cluster.index.redis_client import RedisReach
-from cluster.index.store import IndexReader
-from cluster.process.supervisor import Supervisor
+from core.index.membership import Membership, RefusalReason
+from core.index.redis_client import RedisReach
+from core.index.store import IndexReader
+from core.process.supervisor import Supervisor
 from router.serving.replicas import Replicas
 
 _REFRESH_S = 0.25  # how often membership is read

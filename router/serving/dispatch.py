@@ -9,35 +9,28 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from cluster.index.prefix_index import Depths
-from cluster.words.errors import (
-    CapacityError,
-    ClusterError,
-    DeadlineExceeded,
-    LayoutMismatch,
-    ReplicaLost,
-    TransferError,
-)
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import OFFLINE, Role, SequenceRequest
-from cluster.words.revisions import Revision
-from router.metrics import Metrics
+from core.index.prefix_index import Depths
+from core.types.errors import CapacityError, ClusterError, DeadlineExceeded, LayoutMismatch, ReplicaLost, TransferError
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import OFFLINE, Role, SequenceRequest
+from core.types.revisions import Revision
 from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room, with_room_for_guest
 from router.routing.decisions import Decisions
 from router.routing.fair_shares import QueuedRequest
 from router.routing.replica_load import ReplicaLoad
 from router.routing.revisions import Revisions
 from router.routing.tenant_share import NO_PLACES, Places
-from router.serving.absence import Absence
+from router.serving.admission_queue import AdmissionGate
+from router.serving.availability import Absence
 from router.serving.fit import check_fit
 from router.serving.flows import Flows
-from router.serving.gate import AdmissionGate
 from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair, PromptBooking
 from router.serving.prompt_parts import PromptParts
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 from router.serving.tenant_shares import Held, TenantShares
+from router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.index.membership import Member
-from cluster.words.errors import ContextLengthExceeded, RequestError
-from cluster.words.request import SequenceRequest
+from core.index.membership import Member
+from core.types.errors import ContextLengthExceeded, RequestError
+from core.types.request import SequenceRequest
 from router.routing.tenant_share import most_choices
 
 

@@ -9,16 +9,16 @@ from weakref import WeakSet
 import grpc
 from grpc import aio
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.call_errors import error_of
-from cluster.wire.channel import open_lasting_channel
-from cluster.wire.frame_call import FrameCall
-from cluster.wire.messages import handoff_to_proto, holder_to_proto, sequence_to_proto
-from cluster.words.errors import ClusterError, DeadlineExceeded
-from cluster.words.handoff import Handoff, Holder
-from cluster.words.papers import Identity
-from cluster.words.request import SequenceRequest
+from core.identity.credentials import Identity
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.types.errors import ClusterError, DeadlineExceeded
+from core.types.handoff import Handoff, Holder
+from core.types.request import SequenceRequest
+from core.wire.call_errors import error_of
+from core.wire.channel import open_lasting_channel
+from core.wire.frame_call import FrameCall
+from core.wire.messages import handoff_to_proto, holder_to_proto, sequence_to_proto
 
 Event = TypeVar("Event")
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.messages import handoff_from_proto
-from cluster.words.errors import ClusterError, ReplicaLost
-from cluster.words.request import SampledToken, SequenceRequest
+from core.rpc import worker_pb2 as pb
+from core.types.errors import ClusterError, ReplicaLost
+from core.types.request import SampledToken, SequenceRequest
+from core.wire.messages import handoff_from_proto
 from router.serving.replica import Replica, TokenSink
 from router.serving.worker import WorkerCall
 

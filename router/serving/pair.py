@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.index.prefix_index import PrefixIndex
-from cluster.words.handoff import Holder
+from core.index.prefix_index import PrefixIndex
+from core.types.handoff import Holder
 from router.serving.replica import Replica
 
 _TOLD_S = 1.0  # by then the index has heard of a computed prompt's blocks from their replica itself

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.prompt_logprobs import prompt_logprobs_from_proto
-from cluster.words.errors import TransferError
-from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import SequenceRequest
+from core.rpc import worker_pb2 as pb
+from core.types.errors import TransferError
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import SequenceRequest
+from core.wire.prompt_logprob_messages import prompt_logprobs_from_proto
 
 
 class PromptParts:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.words.request import Role
+from core.types.request import Role
 from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams
 from router.serving.move import DecodeStream

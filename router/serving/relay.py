@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from time import monotonic
 
-from cluster.words.errors import (
+from core.types.errors import (
     CapacityError,
     ClientTooSlow,
     ClusterError,
@@ -21,9 +21,9 @@ from cluster.words.errors import (
     NoTokenAllowed,
     RequestError,
 )
-from cluster.words.life import LifeState
-from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import SequenceRequest
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import SequenceRequest
+from core.types.timeline import LifeState
 from router.generation import Arrived, Generation, Taker
 from router.serving.attempt import Attempt
 from router.serving.decode_streams import DecodeStreams

@@ -11,8 +11,8 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from cluster.words.errors import ClusterError
-from cluster.words.request import OFFLINE, SequenceRequest
+from core.types.errors import ClusterError
+from core.types.request import OFFLINE, SequenceRequest
 from router.serving.attempt import Attempt
 from router.serving.dispatch import Dispatch
 from router.serving.request_state import RequestState

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cluster.index.membership import Member
-from cluster.process.supervisor import Supervisor
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.messages import timing_from_proto, tokens_from_proto
-from cluster.wire.status import make_plausible
-from cluster.words.errors import ClusterError, ReplicaLost
-from cluster.words.request import SampledToken
+from core.index.membership import Member
+from core.process.supervisor import Supervisor
+from core.rpc import worker_pb2 as pb
+from core.types.errors import ClusterError, ReplicaLost
+from core.types.request import SampledToken
+from core.wire.messages import timing_from_proto, tokens_from_proto
+from core.wire.status_check import make_plausible
 from router.routing.replica_load import ReplicaLoad
 from router.serving.worker import Worker
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 
-from cluster.index.membership import Member
-from cluster.index.prefix_index import PrefixIndex
-from cluster.process.supervisor import Supervisor
-from cluster.words.request import Role
+from core.index.membership import Member
+from core.index.prefix_index import PrefixIndex
+from core.process.supervisor import Supervisor
+from core.types.request import Role
 from router.serving.replica import Replica
 from router.serving.worker import Worker
 

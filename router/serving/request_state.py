@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.words.errors import DeadlineExceeded
-from cluster.words.life import Life
-from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import SampledToken, SequenceRequest
+from core.types.errors import DeadlineExceeded
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import SampledToken, SequenceRequest
+from core.types.timeline import Life
 from router.generation import RequestRoute
-from router.serving.outbox import Outbox
+from router.serving.response_queue import Outbox
 
 logger = logging.getLogger(__name__)
 

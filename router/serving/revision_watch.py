@@ -8,9 +8,9 @@ import logging
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cluster.index.redis_client import RedisReach
-from cluster.index.revision_channel import RevisionChannel
-from cluster.words.revisions import RevisionTable
+from core.index.redis_client import RedisReach
+from core.index.revision_channel import RevisionChannel
+from core.types.revisions import RevisionTable
 from router.routing.revisions import Revisions
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from functools import partial
 
 from router.routing.fair_shares import QueuedRequest
 from router.routing.tenant_share import NO_PLACES, Places, is_within_share
-from router.serving.gate import AdmissionGate
+from router.serving.admission_queue import AdmissionGate
 
 _FRESH_S = 1.0
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.words.handoff import Handoff, Holder
-from cluster.words.request import SequenceRequest
+from core.rpc import worker_pb2 as pb
+from core.types.handoff import Handoff, Holder
+from core.types.request import SequenceRequest
 
 Event_co = TypeVar("Event_co", covariant=True)
 

@@ -21,18 +21,18 @@ from shutil import copy
 
 import httpx
 
-from cluster.model.source import resolve
-from cluster.process.ports import free_port
-from router.service import RouterService
+from core.model.source import resolve
+from core.process.ports import free_port
+from frontend.service import RouterService
 from tests.benchmarks.beside_vllm import export
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.redis_at import redis_at
-from tests.waiting import becomes, until
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.redis_at import redis_at
+from tests.support.waiting import becomes, until
 
 MODEL = "smollm2"
 _ROOT = Path(__file__).parents[2]
-_TEMPLATE = _ROOT / "tests" / "router" / "text" / "templates" / "hermes_tools.jinja"
+_TEMPLATE = _ROOT / "tests" / "frontend" / "chat" / "templates" / "hermes_tools.jinja"
 _MAX_MODEL_LEN, _MAX_RUNNING = 4096, 64
 _START_S, _STOP_S = 900.0, 30.0  # vLLM compiles the model for minutes where it has not yet
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -19,8 +19,8 @@ from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.benchmarks.agents_doors import MODEL, AgentsDoor
-from tests.generated_schemas import schemas
-from tests.hostile_schemas import hostile_schemas
+from tests.support.generated_schemas import schemas
+from tests.support.hostile_schemas import hostile_schemas
 
 _NUM_DRAWN, _AT_ONCE, _MAX_TOKENS = 100, 16, 160
 _PATIENCE_S, _HOSTILE_S = 120.0, 15.0

@@ -1,9 +1,9 @@
 """The autoscaler beside every fixed split of as many replicas, on traffic whose shape turns:
 `python -m tests.benchmarks.autoscaler --traces DIR`.
 
-Both public traces are mixed (cluster/bench/mix.py: requests of both that have at least twenty tokens of prompt for each
+Both public traces are mixed (core/trace/mix.py: requests of both that have at least twenty tokens of prompt for each
 of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what 16
-replicas carry by arithmetic (router/autoscale/arithmetic.py) if they are split for each moment. See
+replicas carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split for each moment. See
 docs/benchmarks/autoscaler.md.
 """
 
@@ -20,20 +20,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import mix as mixes
-from cluster.bench.mix import MixRates, Wave
-from cluster.bench.trace import TraceRequest, read_trace, write_trace
 from cluster.cli.autoscale import compare_table
-from cluster.words.spec import AutoscaleSpec, PoolBounds
-from router.autoscale.arithmetic import demand_of
-from router.autoscale.decide import Autoscaler
-from router.autoscale.pool_sizes import PoolSizes, ScaleLimits
-from router.autoscale.replay import ReplayPrice, ScaledReplay
-from router.autoscale.scaling_decision import ScalingDecision
-from router.autoscale.simulated_outlook import Fleets
-from router.simulator.fleet_setup import FleetSetup
-from router.simulator.profile import load_profile
-from router.simulator.run import simulate
+from core.spec.schema import AutoscaleSpec, PoolBounds
+from core.trace import mix as mixes
+from core.trace.mix import MixRates, Wave
+from core.trace.trace import TraceRequest, read_trace, write_trace
+from planner.autoscaler.arithmetic import demand_of
+from planner.autoscaler.decide import Autoscaler
+from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
+from planner.autoscaler.replay import ReplayPrice, ScaledReplay
+from planner.autoscaler.scaling_decision import ScalingDecision
+from planner.autoscaler.simulated_outlook import Fleets
+from planner.simulator.fleet_setup import FleetSetup
+from planner.simulator.profile import load_profile
+from planner.simulator.run import simulate
 
 _FILES = {"mooncake": "mooncake_conversation.jsonl", "azure": "azure_llm_2023_conv.csv"}
 _REUSE = 0.2  # of prompt tokens, for the arithmetic of the load

@@ -22,22 +22,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cluster.bench.trace import TraceRequest
-from cluster.words.request import Role
-from cluster.words.spec import AutoscaleSpec, PoolBounds
-from cluster.words.timing import pairs
-from engine.orders import Orders
-from engine.step import ScheduledStep
-from router.autoscale.decide import Autoscaler
-from router.autoscale.pool_sizes import PoolSizes, ScaleLimits, ScaleMoves
-from router.autoscale.replay import ReplayPrice, ScaledReplay
-from router.autoscale.scaling_decision import ScalingDecision
-from router.autoscale.simulated_outlook import Fleets
-from router.simulator.decode_replica import DecodeReplica
-from router.simulator.fleet import Fleet
-from router.simulator.flight import Flight
-from router.simulator.prefill_replica import PrefillReplica
-from router.simulator.prefix_hashes import PrefixHashes
+from core.spec.schema import AutoscaleSpec, PoolBounds
+from core.trace.trace import TraceRequest
+from core.types.request import Role
+from core.types.step_timing import pairs
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
+from planner.autoscaler.decide import Autoscaler
+from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits, ScaleMoves
+from planner.autoscaler.replay import ReplayPrice, ScaledReplay
+from planner.autoscaler.scaling_decision import ScalingDecision
+from planner.autoscaler.simulated_outlook import Fleets
+from planner.simulator.decode_replica import DecodeReplica
+from planner.simulator.fleet import Fleet
+from planner.simulator.flight import Flight
+from planner.simulator.prefill_replica import PrefillReplica
+from planner.simulator.prefix_hashes import PrefixHashes
 from tests.benchmarks import autoscaler
 
 _CONTEXT = 131_072  # of the profiles' models

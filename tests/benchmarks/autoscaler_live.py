@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.console import columns
-from cluster.process.ports import free_port
+from core.process.ports import free_port
 
 _NAME = "autoscaler-live"
 _PERIOD_US = 20_000  # of the kernel's account of a share: short beside a step

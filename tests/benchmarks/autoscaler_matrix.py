@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.trace import TraceRequest
 from cluster.cli.console import columns
-from router.autoscale.simulated_outlook import Fleets
+from core.trace.trace import TraceRequest
+from planner.autoscaler.simulated_outlook import Fleets
 from tests.benchmarks.autoscaler import make_fleets, make_trace, parse, run_fixed, run_scaled
 
 _ALL = "--eviction lru --slo-ttft-ms 30000 --replicas 4 --period 600 --duration 600 --load 0.7"

@@ -28,8 +28,8 @@ import gguf
 import typer
 from gguf import GGMLQuantizationType
 
-from cluster.model.gguf_table import read_table
-from cluster.model.source import resolve
+from core.model.gguf_table import read_table
+from core.model.source import resolve
 
 _SIDE_S = 600.0
 _LLAMA = """

@@ -30,7 +30,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from cluster.model.source import resolve
+from core.model.source import resolve
 from engine.weights.open_checkpoint import open_checkpoint
 
 _SIDE_S = 1200.0

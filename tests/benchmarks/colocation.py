@@ -15,16 +15,16 @@ import subprocess
 import sys
 import tempfile
 
-from cluster.bench.doors import open_door
+from cluster.bench.endpoints import open_door
 from cluster.bench.measured import summary
 from cluster.bench.replay import Answered, replay
-from cluster.bench.trace import TraceRequest, poisson
 from cluster.cli.console import columns
-from cluster.process.ports import free_port
-from cluster.wire.door_access import DoorAccess
-from router.simulator.fleet_setup import FleetSetup
-from router.simulator.profile import Profile, load_profile
-from router.simulator.run import simulate
+from core.process.ports import free_port
+from core.trace.trace import TraceRequest, poisson
+from core.wire.client_access import DoorAccess
+from planner.simulator.fleet_setup import FleetSetup
+from planner.simulator.profile import Profile, load_profile
+from planner.simulator.run import simulate
 
 _SHAPES = {"1P1D": ("prefill", "decode"), "0P1D": ("decode",)}
 _METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("itl_ms", "p50"), ("itl_ms", "p99"))

@@ -20,12 +20,12 @@ from unittest import mock
 
 import torch
 
-from cluster.model.source import resolve
-from engine import runner as runner_module
+from core.model.source import resolve
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner import runner as runner_module
+from engine.runner.runner import ModelRunner
 
 _BLOCK_SIZE = 16
 _TRIES = 4

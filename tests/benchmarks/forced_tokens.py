@@ -21,19 +21,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cluster.grammar.compiler import GrammarCompiler
-from cluster.grammar.mask import GrammarMask
-from cluster.model.source import resolve
-from cluster.words.grammar import Grammar, GrammarKind
-from cluster.words.request import Sampling, SequenceRequest
+from core.grammar.compiler import GrammarCompiler
+from core.grammar.mask import GrammarMask
+from core.model.source import resolve
+from core.types.constraints import Grammar, GrammarKind
+from core.types.request import Sampling, SequenceRequest
 from engine.config import EngineConfig
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.prompts import Prompt
-from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.sequence import Sequence as TokenSequence
-from router.text.tokenizer import Tokenizer
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence as TokenSequence
+from frontend.text.tokenizer import Tokenizer
 
 _BLOCK_SIZE, _NUM_BLOCKS = 16, 640
 _MAX_TOKENS = 200

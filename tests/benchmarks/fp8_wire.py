@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import torch
 import typer
 
-from cluster.model.source import resolve
+from core.model.source import resolve
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
-from kvtransfer.movers.codec import codec_for
+from engine.runner.runner import ModelRunner
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.text.tokenizer import Tokenizer
 from kvtransfer.protocol.segment import Segment
-from router.text.chat_template import ChatTemplate, find_chat_template
-from router.text.tokenizer import Tokenizer
+from kvtransfer.transfer.codec import codec_for
 
 _SUBJECTS = (
     "France", "photosynthesis", "the moon", "bread", "jazz", "a compiler", "the Roman empire", "earthquakes",

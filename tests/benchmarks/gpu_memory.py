@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore
 
-from cluster.words.request import Sampling
-from cluster.words.tier import Tier
-from engine import sampler
+from core.types.request import Sampling
+from core.types.tier import Tier
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig
 from engine.kv.pool import KVPool
-from engine.memory_trial import SAMPLING_BYTES, largest_batch
-from engine.runner import ModelRunner
-from engine.sampling import SamplingRow
+from engine.runner.memory_profiling import SAMPLING_BYTES, largest_batch
+from engine.runner.runner import ModelRunner
+from engine.sampling import sampler
+from engine.sampling.params import SamplingRow
+from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.rank_tiers import RankTiers
 from engine.tools.random_models import SHAPES, RandomCheckpoint
 

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.fused_experts import launch_fused_experts
+from engine.kernels.moe.fused_experts import launch_fused_experts
 # ruff: isort: on
 
 _CAPABILITY = (9, 0)

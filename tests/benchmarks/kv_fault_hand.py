@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.wire.messages import handoff_from_proto
-from cluster.words.errors import ClusterError
-from cluster.words.handoff import Handoff
-from cluster.words.process_name import ProcessName
-from cluster.words.request import Sampling, SequenceRequest
+from core.identity.process_name import ProcessName
+from core.types.errors import ClusterError
+from core.types.handoff import Handoff
+from core.types.request import Sampling, SequenceRequest
+from core.wire.messages import handoff_from_proto
 from router.serving.grpc_worker import GrpcWorker
-from tests.local_cluster import LocalCluster, LocalReplica
-from tests.waiting import becomes
+from tests.support.local_cluster import LocalCluster, LocalReplica
+from tests.support.waiting import becomes
 
 
 @dataclass

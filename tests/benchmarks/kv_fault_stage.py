@@ -12,20 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.model import config as model_config
-from cluster.words.errors import ClusterError
-from cluster.words.handoff import Handoff
-from cluster.words.request import Role, Sampling
+from core.model import config as model_config
+from core.types.errors import ClusterError
+from core.types.handoff import Handoff
+from core.types.request import Role, Sampling
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.benchmarks.kv_fault_hand import Fill, HandRouter, HeldRequest
 from tests.benchmarks.kv_fault_link import DAMAGING_LINK
 from tests.benchmarks.kv_fault_names import CaseOutcome
 from tests.benchmarks.kv_fault_stranger import Stranger
-from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
-from tests.rank_in_process import Fault
+from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.support.rank_in_process import Fault
 
 PROMPT = 70  # tokens of a prompt that is struck
 _ANSWER = 24

@@ -8,23 +8,23 @@ from collections.abc import AsyncIterator
 import torch
 from grpc import aio
 
-from cluster.rpc import transfer_pb2 as pb
-from cluster.rpc import transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from cluster.wire.channel import open_channel
-from cluster.wire.messages import handoff_to_proto
-from cluster.words.credentials import Purpose
-from cluster.words.errors import TransferError
-from cluster.words.handoff import Handoff
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.process_name import ProcessName
-from cluster.words.wire_version import WIRE_VERSION
+from core.identity.deployment_secrets import Purpose
+from core.identity.process_name import ProcessName
+from core.rpc import transfer_pb2 as pb
+from core.rpc import transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from core.types.errors import TransferError
+from core.types.handoff import Handoff
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.wire_version import WIRE_VERSION
+from core.wire.channel import open_channel
+from core.wire.messages import handoff_to_proto
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.movers.link_config import LinkConfig
-from kvtransfer.movers.sender import Sender
-from kvtransfer.protocol.passage import Shipment
-from tests.local_cluster import LocalCluster, LocalReplica
+from kvtransfer.protocol.rank_transfer import Shipment
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.sender import Sender
+from tests.support.local_cluster import LocalCluster, LocalReplica
 
 _CALL_S = 20.0
 _BLOCKS = 64

@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
-from cluster.rpc import transfer_pb2 as pb
-from cluster.words.probe import Milestone
-from cluster.words.request import Role
+from core.rpc import transfer_pb2 as pb
+from core.types.failpoint import Milestone
+from core.types.request import Role
 from tests.benchmarks.kv_fault_link import mark_of
 from tests.benchmarks.kv_fault_stage import PROMPT, Stage, goes_on
-from tests.local_cluster import LocalReplica
-from tests.rank_in_process import Fault
-from tests.waiting import becomes
+from tests.support.local_cluster import LocalReplica
+from tests.support.rank_in_process import Fault
+from tests.support.waiting import becomes
 
 _FAR = 1 << 20  # positions that no pool here has
 _SALT = "5a" * 16

@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
-from cluster.process.ports import free_port
+from core.process.ports import free_port
 from tests.benchmarks.kv_fault_names import CaseOutcome
-from tests.waiting import until
+from tests.support.waiting import until
 
 ANSWER = 12
 NUM_BLOCKS = 16  # of which one is nobody's

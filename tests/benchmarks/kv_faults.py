@@ -22,14 +22,14 @@ import httpx
 import typer
 
 from cluster.cli.console import columns
-from cluster.model.source import resolve
+from core.model.source import resolve
 from tests.benchmarks.agents_doors import export_whole
 from tests.benchmarks.kv_fault_names import CASES, CaseOutcome, table
 from tests.benchmarks.kv_fault_stage import stage
 from tests.benchmarks.kv_fault_strikes import STRIKES
 from tests.benchmarks.kv_fault_vllm import VllmPair
 from tests.benchmarks.kv_fault_vllm_strikes import VLLM_STRIKES
-from tests.redis_at import redis_at
+from tests.support.redis_at import redis_at
 
 _CASE_S = 180.0
 

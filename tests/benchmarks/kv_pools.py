@@ -13,11 +13,11 @@ import time
 
 import torch
 
-from cluster.model.source import resolve
+from core.model.source import resolve
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 
 _BLOCK_SIZE = 16
 _POOLS = {"bf16": "auto", "fp8": "fp8_e4m3", "int8": "int8"}

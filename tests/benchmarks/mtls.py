@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.process.ordered_process import OrderedProcess
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import open_channel
-from cluster.words.papers import Certificate, Identity, Papers
-from tests.identities import rank, router
+from core.identity.credentials import Certificate, Identity, Papers
+from core.process.child_process import OrderedProcess
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.wire.channel import open_channel
+from tests.support.identities import rank, router
 
 WORKER, ROUTER = rank("decode-0"), router()
 _WAYS = ("clear", "mTLS")

@@ -1,4 +1,4 @@
-"""The worker's process of tests.benchmarks.mtls. See cluster.process.ordered_process."""
+"""The worker's process of tests.benchmarks.mtls. See core.process.child_process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from grpc import aio
 
-from cluster.identity.authority import Authority
-from cluster.process.ordered_process import obey
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.rank_host import RankHost
-from cluster.words.papers import Identity
+from core.identity.authority import Authority
+from core.identity.credentials import Identity
+from core.process.child_process import obey
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.wire.rank_server import RankHost
 from tests.benchmarks.mtls import ROUTER, WORKER
-from tests.identities import DEPLOYMENT, papers, proven
+from tests.support.identities import DEPLOYMENT, papers, proven
 
 
 class _EagerWorker(rpc.WorkerServicer, rpc.DecodeWorkerServicer):

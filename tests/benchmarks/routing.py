@@ -16,9 +16,9 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 
-from cluster.index.prefix_index import PrefixIndex
-from cluster.words.hashing import HASH_BYTES, block_hashes, root_hash
-from cluster.words.timing import StepTiming
+from core.index.prefix_index import PrefixIndex
+from core.types.prefix_hash import HASH_BYTES, block_hashes, root_hash
+from core.types.step_timing import StepTiming
 from router.routing.plain_policies import make_policy
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 

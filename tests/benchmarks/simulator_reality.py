@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.console import columns
-from cluster.process.ports import free_port
+from core.process.ports import free_port
 
 _WARM_REQUESTS = 4  # links, memory and rates before the measurement
 _METRICS = (("ttft_ms", "mean"), ("ttft_ms", "p50"), ("ttft_ms", "p90"), ("itl_ms", "mean"), ("itl_ms", "p50"))

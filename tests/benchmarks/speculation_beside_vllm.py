@@ -42,10 +42,10 @@ import torch
 import typer
 
 from cluster.cli.speculation_bench import encode_prompts
-from cluster.model.draft_source import DraftSource, draft_source
-from cluster.model.source import resolve
-from cluster.words.request import Sampling
-from cluster.words.spec_file import parse_spec
+from core.model.draft_source import DraftSource, draft_source
+from core.model.source import resolve
+from core.spec.loader import parse_spec
+from core.types.request import Sampling
 from engine.config import EngineConfig
 from engine.tools.bench_speculation import prompt_texts
 from engine.tools.methods_in_turn import AskedPrompt, MethodParts, MethodReplica, answer

@@ -17,17 +17,17 @@ from pathlib import Path
 import torch
 from redis.asyncio import Redis
 
-from cluster.index.prefix_index import PrefixIndex
-from cluster.index.redis_server import RedisAddress, RedisServer
-from cluster.index.store import IndexReader, IndexWriter
-from cluster.process.ports import free_port
-from cluster.words.tier import Tier
+from core.index.prefix_index import PrefixIndex
+from core.index.redis_server import RedisAddress, RedisServer
+from core.index.store import IndexReader, IndexWriter
+from core.process.ports import free_port
+from core.types.tier import Tier
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.tiers.block_file import Stamp
+from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
 from engine.tiers.rank_tiers import RankTiers
 
 _LAYOUT = KVLayout(model="m", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")

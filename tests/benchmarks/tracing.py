@@ -17,15 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.process.ordered_process import OrderedProcess
-from cluster.words.spec import TracingSpec
-from router.access.access import Access
-from router.doors.http_app import create_app
-from router.text.tokenizer import Tokenizer
-from router.tracing import Tracing
-from tests.router.fake_token_service import FakeTokenService
-from tests.router.tiny_service import MakeCompletions
-from tests.router.tiny_tokenizers import make_byte_level
+from core.process.child_process import OrderedProcess
+from core.spec.schema import TracingSpec
+from frontend.access.access import Access
+from frontend.http.app import create_app
+from frontend.text.tokenizer import Tokenizer
+from router.telemetry.tracing import Tracing
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.tiny_service import MakeCompletions
+from tests.support.tiny_tokenizers import make_byte_level
 
 _NUM, _PAIRS, _TOKENS = 25, 120, 32
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.kernels.wire import pack_kv, reference_pack_kv, reference_unpack_kv, unpack_kv
+from engine.kernels.kv_wire import pack_kv, reference_pack_kv, reference_unpack_kv, unpack_kv
 from engine.kv.checksum import checksum
 
 _HEADS, _HEAD_DIM, _BLOCK_SIZE = 3, 64, 16

@@ -15,16 +15,16 @@ import pytest_asyncio
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from cluster.model.config import weight_files
-from cluster.process.ports import free_port
-from router.service import RouterService
+from core.model.config import weight_files
+from core.process.ports import free_port
+from frontend.service import RouterService
 from tests.engine.gguf_files import read_model
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.waiting import becomes
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import becomes
 
 _HERE = Path(__file__).parent
-_TEMPLATE = _HERE.parent / "router" / "text" / "templates" / "hermes_tools.jinja"
+_TEMPLATE = _HERE.parent / "frontend" / "chat" / "templates" / "hermes_tools.jinja"
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from cluster.words.errors import ContextLengthExceeded, HandoffExpired, LogitsNotFinite, TransferError
-from cluster.worker import moves
+from core.types.errors import ContextLengthExceeded, HandoffExpired, LogitsNotFinite, TransferError
 from decode_worker.worker import DecodeWorker
-from engine import known_tokens
 from engine.batch.batch import Batch
-from engine.prompts import KVSource
-from tests.cluster.worker.answer_listeners import FakeAnswerListener, FakeMoveListener
-from tests.cluster.worker.rank_of_one import FakePassage, RankOfOne, shipment
+from engine.scheduler import jump_forward
+from engine.scheduler.prompts import KVSource
 from tests.engine.steps import prompts
+from tests.worker.answer_listeners import FakeAnswerListener, FakeMoveListener
+from tests.worker.rank_of_one import FakePassage, RankOfOne, shipment
+from worker import migrations
 
 _PROMPT = prompts(20)[0]
 
@@ -229,9 +229,9 @@ def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
     rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """A grammar may force more of them in one step than are on their way. Where the move fails, they go on."""
-    monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
+    monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     monkeypatch.setattr(FakePassage, "is_idle", False)  # there is always more to send
-    monkeypatch.setattr(known_tokens, "MAX_KNOWN", 3)
+    monkeypatch.setattr(jump_forward, "MAX_KNOWN", 3)
     worker, listener, moving = _worker(rank), FakeAnswerListener(), FakeMoveListener()
     prompt = rank.prompt(_PROMPT, max_tokens=40)
     prompt.sequence.sampling_row.mask = AlwaysSeven()

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from cluster.bench.doors import open_door
+from cluster.bench.endpoints import open_door
 from cluster.cli.inference_client import InferenceClient
-from cluster.rpc import inference_pb2 as pb
-from cluster.wire.door_access import DoorAccess
-from cluster.words.errors import RequestFailed
+from core.rpc import inference_pb2 as pb
+from core.types.errors import RequestFailed
+from core.wire.client_access import DoorAccess
 
 _STREAMS = 8
 _BEGUN_S = 120.0

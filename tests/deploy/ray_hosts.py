@@ -14,8 +14,8 @@ from pathlib import Path
 
 import yaml
 
-from tests import hosts as network
-from tests.slow_cable import Slowness, slow_cable
+from tests.support import hosts as network
+from tests.support.slow_cable import Slowness, slow_cable
 
 ROOT = Path(__file__).parents[2]
 _SCRIPT = Path(__file__).with_name("hosts.sh")

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.model.source import resolve
-from cluster.wire.door_access import DoorAccess
+from core.model.source import resolve
+from core.wire.client_access import DoorAccess
 from tests.deploy.caller import Caller
 from tests.deploy.ray_hosts import GATEWAY, Hosts, why_not
-from tests.redis_at import redis_at
-from tests.slow_cable import Slowness
-from tests.waiting import until
+from tests.support.redis_at import redis_at
+from tests.support.slow_cable import Slowness
+from tests.support.waiting import until
 
 _ADDRESSES = {"head": 10, "r1": 13, "p1": 11, "p2": 12, "d1": 21, "d2": 22}
 _POOLS = {"r1": "router", "p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}

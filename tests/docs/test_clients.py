@@ -11,28 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from cluster.process.ports import free_port
+from core.process.ports import free_port
 from docs.generate.__main__ import ROOT
-from router.access.access import Access
-from router.doors.certificates import Certificates
-from router.doors.grpc_api import open_grpc_api
-from router.doors.http_app import create_app
-from router.service import RouterService
-from router.text.completion import Completions
-from router.text.tokenizer import Tokenizer
+from frontend.access.access import Access
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
+from frontend.http.certificates import Certificates
+from frontend.service import RouterService
+from frontend.text.completion import Completions
+from frontend.text.tokenizer import Tokenizer
 from tests.docs.test_extending import FILES
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.router.access.keys import access_with, issue
+from tests.frontend.access.keys import access_with, issue
+from tests.frontend.http.certificate_files import write_certificate
 from tests.router.batches.batch_doors import batch_router
-from tests.router.doors.certificate_files import write_certificate
-from tests.router.fake_token_service import FakeTokenService
-from tests.router.http_server import serve_http
-from tests.router.tiny_service import MakeCompletions
-from tests.router.tiny_tokenizers import make_byte_level
-from tests.waiting import becomes
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.tiny_service import MakeCompletions
+from tests.support.tiny_tokenizers import make_byte_level
+from tests.support.waiting import becomes
 
-_HERMES = (ROOT / "tests" / "router" / "text" / "templates" / "hermes_tools.jinja").read_text()
+_HERMES = (ROOT / "tests" / "frontend" / "chat" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
 _EXAMPLES = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
 _SECURE, _OPENAI, _TOOLS, _RESPONSES, _BATCHES, _PARSED, _ANTHROPIC, _GRPC = _EXAMPLES

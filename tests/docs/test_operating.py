@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from cluster.words.spec import Spec
+from core.spec.schema import Spec
 from docs.generate.__main__ import ROOT
 from engine.kv.eviction import EVICTIONS
 from kvtransfer.links.backends import LINKS
-from router.metrics import declared
 from router.routing.plain_policies import POLICIES
+from router.telemetry.metrics import declared
 
 _PAGE = (ROOT / "docs" / "OPERATING.md").read_text()
 _WORDS = {"by", "le", "and", "up", "job", "role", "outcome", "absent", "count", "sum", "rate", "histogram_quantile"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.words.spec import Spec
+from core.spec.schema import Spec
 from docs.generate.__main__ import ROOT, documents
 
 _PACKAGES = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker")

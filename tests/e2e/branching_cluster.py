@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.cli.app import run
-from cluster.control import desired
-from cluster.words.launch import Launch
+from cluster.control import desired_state
+from core.types.launch import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ def make_rank(launch: Launch, **arguments: Any) -> Any:
     """Of a decode replica, in a process that does this and nothing else."""
     import decode_worker.actor
     from engine.engine import Engine
-    from engine.pace import Pace
-    from engine.speculation.corpus import Corpus
-    from engine.speculation.histories import Histories
-    from engine.speculation.proposer import Computing
-    from engine.speculation.speculation import Speculation
-    from engine.speculation.suffix import Suffix
-    from tests.engine.speculation.proposers import Diverted
+    from engine.spec_decode.corpus import Corpus
+    from engine.spec_decode.histories import Histories
+    from engine.spec_decode.proposer import Computing
+    from engine.spec_decode.speculation import Speculation
+    from engine.spec_decode.suffix import Suffix
+    from engine.timing.pace import Pace
+    from tests.engine.spec_decode.proposers import Diverted
 
     def of(
         method: str,
@@ -71,5 +71,5 @@ def torn_blocks(running: Sequence[Any]) -> list[int]:
 
 
 if __name__ == "__main__":
-    desired.Parts = functools.partial(desired.Parts, decode="tests.e2e.branching_cluster:make_rank")  # type: ignore
+    desired_state.Parts = functools.partial(desired_state.Parts, decode="tests.e2e.branching_cluster:make_rank")  # type: ignore
     sys.exit(run(sys.argv[1:]))

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
-from cluster.words.request import SampledToken, Sampling
+from core.types.request import SampledToken, Sampling
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.steps import VOCAB_SIZE
 from tests.engine.tiny_models import random_model, tiny_config

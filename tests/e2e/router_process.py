@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cluster.process.ports import free_port
-from cluster.words.credentials import Credentials
-from cluster.words.process_name import ProcessName
-from cluster.words.spec import Spec
-from cluster.words.spec_file import parse_spec
-from router.service import RouterService
-from tests.identities import in_clear
+from core.identity.deployment_secrets import Credentials
+from core.identity.process_name import ProcessName
+from core.process.ports import free_port
+from core.spec.loader import parse_spec
+from core.spec.schema import Spec
+from frontend.service import RouterService
+from tests.support.identities import in_clear
 
 
 @contextmanager

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from cluster.index.prefix_index import Depths
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, Sampling
+from core.index.prefix_index import Depths
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import Role, Sampling
 from router.routing.cost_policy import CostPolicy
-from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, beside, local_cluster
-from tests.rank_in_process import shared_ceiling
-from tests.waiting import becomes
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import LocalCluster, beside, local_cluster
+from tests.support.rank_in_process import shared_ceiling
+from tests.support.waiting import becomes
 
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},

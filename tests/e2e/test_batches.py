@@ -11,14 +11,14 @@ import pytest
 from openai import APIError, AsyncOpenAI
 from openai.types import Batch
 
-from cluster.process.ports import free_port
-from cluster.words.credentials import Credentials
-from router.service import RouterService
+from core.identity.deployment_secrets import Credentials
+from core.process.ports import free_port
+from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint
 from tests.e2e.router_process import router_process
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.waiting import becomes, told
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import becomes, told
 
 _ENDPOINT: Any = "/v1/completions"
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from cluster.words.request import BRANCHES, Role, Sampling
-from cluster.worker.moves import Moves
+from core.types.request import BRANCHES, Role, Sampling
 from engine.config import EngineConfig
-from engine.pace import Pace
-from engine.runner import ModelRunner
-from engine.sequence import Sequence
-from engine.speculation.speculation import Speculation
-from tests.ceiling import Ceiling
+from engine.runner.runner import ModelRunner
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.speculation import Speculation
+from engine.timing.pace import Pace
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.asked import Asked, Branching, Said, answers
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, local_cluster, moved
-from tests.waiting import WITHIN_S
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import LocalCluster, local_cluster, moved
+from tests.support.waiting import WITHIN_S
+from worker.migrations import Moves
 
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3)
 _SAMPLINGS = (

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster.words.request import Sampling, SequenceRequest
-from cluster.worker.gang_runner import GangRunner
-from tests.ceiling import Ceiling
+from core.types.request import Sampling, SequenceRequest
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, local_cluster
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import LocalCluster, local_cluster
+from worker.gang_runner import GangRunner
 
 _AT_ONCE = 25
 

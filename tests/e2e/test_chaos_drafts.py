@@ -15,12 +15,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from cluster.model import source
-from cluster.process.ports import free_port
-from cluster.words.request import BRANCHES
+from core.model import source
+from core.process.ports import free_port
+from core.types.request import BRANCHES
 from tests.cluster.cli.command import ClusterCommand
 from tests.e2e.branching_cluster import TORN
-from tests.engine.heads.head_files import write_eagle_beside
+from tests.engine.spec_decode.heads.head_files import write_eagle_beside
 
 _EXACT = ("model.dtype=float32", "kv.wire_dtype=raw", "prefill.kv_memory_gib=0.1", "decode.kv_memory_gib=0.1")
 _KINDS = {f"speculation_{kind}_tokens_total": kind for kind in ("drafted", "accepted")}

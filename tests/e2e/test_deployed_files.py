@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.process.ports import free_port
+from core.process.ports import free_port
 from tests.cluster.cli.command import ClusterCommand
-from tests.cluster.identity.authorities import issue_authority
+from tests.core.identity.authorities import issue_authority
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from cluster.process.ports import free_port
+from core.process.ports import free_port
 from tests.cluster.cli.command import ClusterCommand
-from tests.router.doors.certificate_files import CertificateFiles, write_certificate
-from tests.waiting import until
+from tests.frontend.http.certificate_files import CertificateFiles, write_certificate
+from tests.support.waiting import until
 
 
 @pytest.fixture

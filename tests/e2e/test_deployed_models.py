@@ -13,14 +13,14 @@ import grpc
 import openai
 import pytest
 
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc.inference_pb2_grpc import InferenceStub
-from cluster.words.request import Sampling
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from core.types.request import Sampling
 from tests.cluster.cli.command import ClusterCommand
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.waiting import until
+from tests.support.waiting import until
 
 _SMALL = ["prefill.kv_memory_gib=0.05", "decode.kv_memory_gib=0.05"]
 _EXACT = ["model.dtype=float32", "kv.wire_dtype=raw", "router.max_local_prefill=0", "timeouts.queue_s=1"]

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.words.request import Role, Sampling
-from cluster.words.token_rules import TokenRules
+from core.types.request import Role, Sampling
+from core.types.token_rules import TokenRules
 from engine.config import EngineConfig
 from engine.cpu.library import open_kernels
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
-from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster
 
 CPU = torch.device("cpu")
 NUM_REQUESTS, NUM_TOKENS = 64, 40

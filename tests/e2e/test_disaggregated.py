@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cluster.words.request import SampledToken, Sampling, choice_seed
-from cluster.words.token_rules import TokenRules
+from core.types.request import SampledToken, Sampling, choice_seed
+from core.types.token_rules import TokenRules
 from tests.e2e.conftest import Checkpoint, Reference, gib_of_blocks
 from tests.engine.steps import prompts
-from tests.local_cluster import local_cluster
+from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 

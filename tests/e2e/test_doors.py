@@ -13,15 +13,15 @@ import torch
 from openai import AsyncOpenAI
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cluster.model.config import weight_files
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from router.service import RouterService
+from core.model.config import weight_files
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from frontend.service import RouterService
 from tests.engine.gguf_files import read_model
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.waiting import becomes
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import becomes
 
 _QUESTION = "What is the capital of France?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
@@ -96,8 +96,8 @@ async def _check_openai(client: AsyncOpenAI) -> None:
 
 
 async def _check_lm_eval(url: str, smollm2_dir: Path) -> None:
-    """Log-likelihoods as lm-eval's local-completions asks for them (see tests/router/doors/test_prompt_logprobs.py) are
-    transformers', also of a prompt that is cached."""
+    """Log-likelihoods as lm-eval's local-completions asks for them (see tests/frontend/http/test_prompt_logprobs.py)
+    are transformers', also of a prompt that is cached."""
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
     read_model(weight_files(smollm2_dir)[0], model)
     prompts = [[504, 3575, 282, 4649, 314, 7042, 30], list(range(700, 760))]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from cluster.words.request import Role, Sampling
+from core.types.request import Role, Sampling
 from router.routing.plain_policies import RoundRobin
-from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
 
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from cluster.words.errors import LinkClosed, ReplicaLost
-from cluster.words.probe import Milestone
-from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
-from cluster.words.token_rules import TokenRules
+from core.types.errors import LinkClosed, ReplicaLost
+from core.types.failpoint import Milestone
+from core.types.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
+from core.types.token_rules import TokenRules
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, local_cluster
-from tests.rank_in_process import Fault
-from tests.waiting import WITHIN_S, becomes
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.rank_in_process import Fault
+from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _RULES = TokenRules(logit_bias=((5, 2.0),), bad_words=((5, 5), (7,)))

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc
-from cluster.wire.channel import open_channel
-from cluster.words.request import Role, SampledToken, Sampling
-from cluster.worker.gang_runner import GangRunner
-from tests.ceiling import Ceiling
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc
+from core.types.request import Role, SampledToken, Sampling
+from core.wire.channel import open_channel
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.identities import rank
-from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
-from tests.waiting import WITHIN_S
+from tests.support.ceiling import Ceiling
+from tests.support.identities import rank
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.support.waiting import WITHIN_S
+from worker.gang_runner import GangRunner
 
 _NUM_TOKENS = 400
 _SAMPLINGS = {

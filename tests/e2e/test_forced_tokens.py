@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from cluster.grammar.compiler import GrammarCompiler
-from cluster.words.grammar import Grammar, GrammarKind
-from cluster.words.probe import Milestone
-from cluster.words.request import FinishReason, Role, Sampling
+from core.grammar.compiler import GrammarCompiler
+from core.types.constraints import Grammar, GrammarKind
+from core.types.failpoint import Milestone
+from core.types.request import FinishReason, Role, Sampling
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
-from engine.sampling import SamplingRow
-from tests.ceiling import Ceiling
-from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
+from engine.runner.runner import ModelRunner
+from engine.sampling.params import SamplingRow
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.local_cluster import LocalCluster, local_cluster, moved
-from tests.rank_in_process import Fault
-from tests.waiting import WITHIN_S
+from tests.support.ceiling import Ceiling
+from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.local_cluster import LocalCluster, local_cluster, moved
+from tests.support.rank_in_process import Fault
+from tests.support.waiting import WITHIN_S
 
 _GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="(a|b)-is-forced-[1-9]{2}-and-so-is-this(x|y|z)-to-its-very-end[1-9]")
 _SAMPLED = Sampling(max_tokens=70, temperature=1.0, seed=3, stop_token_ids=(END,))
@@ -120,7 +120,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 async def test_a_choice_that_moves_within_them(
     model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    monkeypatch.setattr("engine.known_tokens.MAX_KNOWN", 4)
+    monkeypatch.setattr("engine.scheduler.jump_forward.MAX_KNOWN", 4)
     ceiling = Ceiling(num_tokens)
     ceiling.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:

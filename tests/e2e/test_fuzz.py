@@ -12,16 +12,16 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc.inference_pb2_grpc import InferenceStub
-from cluster.words.process_name import ProcessName
-from router.doors.openai_types import TextBody
-from router.service import RouterService
-from tests.local_cluster import LocalCluster, local_cluster
-from tests.router.doors.both_doors import BothDoors
-from tests.router.doors.fuzzed_requests import grpc_requests, json_bodies
-from tests.waiting import becomes
+from core.identity.process_name import ProcessName
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from frontend.openai.types import TextBody
+from frontend.service import RouterService
+from tests.frontend.http.both_doors import BothDoors
+from tests.frontend.http.fuzzed_requests import grpc_requests, json_bodies
+from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.waiting import becomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from cluster.words.probe import Milestone
-from cluster.words.request import Role, SampledToken, Sampling
+from core.types.failpoint import Milestone
+from core.types.request import Role, SampledToken, Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2
-from tests.local_cluster import Answer, LocalCluster, local_cluster
-from tests.rank_in_process import Fault
-from tests.waiting import WITHIN_S
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.rank_in_process import Fault
+from tests.support.waiting import WITHIN_S
 
 pytestmark = pytest.mark.gpu
 

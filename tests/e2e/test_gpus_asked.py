@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from cluster.grammar.compiler import GrammarCompiler
-from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import Role, Sampling
-from cluster.words.thinking_budget import ThinkingBudget
+from core.grammar.compiler import GrammarCompiler
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import Role, Sampling
+from core.types.thinking_budget import ThinkingBudget
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from router.routing.plain_policies import RoundRobin
-from tests.character_tokenizer import CHARACTERS
-from tests.draft_always import draft_always
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks, on_device
 from tests.engine.asked import LETTERS, Asked, Said, answers, compare, letters_grammar, one_of_each_kind
 from tests.engine.scored_prompts import ScoredPrompts
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
-from tests.waiting import WITHIN_S
+from tests.support.character_tokenizer import CHARACTERS
+from tests.support.draft_always import draft_always
+from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.support.waiting import WITHIN_S
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -16,20 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.words.request import Sampling
+from core.types.request import Sampling
 from engine.config import EngineConfig
-from engine.orders import Orders
-from engine.runner import ModelRunner
-from engine.step import ScheduledStep
+from engine.runner.runner import ModelRunner
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
 from engine.tools.offline import generate
-from kvtransfer.movers.codec import codec_for, slots_of
 from kvtransfer.protocol.segment import Segment
+from kvtransfer.transfer.codec import codec_for, slots_of
 from tests.e2e.conftest import Checkpoint, Reference, on_device
 from tests.engine.quantized_files import write_quantised
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, random_model, tiny_config
-from tests.local_cluster import local_cluster
-from tests.waiting import WITHIN_S
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import WITHIN_S
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.words.request import Role, Sampling
+from core.types.request import Role, Sampling
 from router.routing.policy import Option
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks, on_device
 from tests.e2e.test_tiers import FakePolicy
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, local_cluster
-from tests.waiting import WITHIN_S
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.waiting import WITHIN_S
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

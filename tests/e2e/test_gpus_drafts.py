@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.words.request import Role, Sampling
+from core.types.request import Role, Sampling
 from router.routing.plain_policies import RoundRobin
-from tests.draft_always import draft_always
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
-from tests.engine.draft_models.smaller_model import first_layers
-from tests.engine.heads.head_files import write_eagle, write_medusa
-from tests.engine.heads.mtp_files import write_mtp
+from tests.engine.spec_decode.draft_models.smaller_model import first_layers
+from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
+from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
-from tests.waiting import WITHIN_S
+from tests.support.draft_always import draft_always
+from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.support.waiting import WITHIN_S
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

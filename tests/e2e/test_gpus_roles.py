@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.words.request import Role, Sampling
-from router.routing import guests
+from core.types.request import Role, Sampling
+from router.routing import local_decode
 from router.routing.plain_policies import RoundRobin
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, local_cluster
-from tests.rank_in_process import shared_ceiling
-from tests.waiting import WITHIN_S
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.rank_in_process import shared_ceiling
+from tests.support.waiting import WITHIN_S
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -90,7 +90,9 @@ def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
     device: str,
 ) -> None:
     """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
-    monkeypatch.setattr(guests, "wait_s", lambda *_, **__: 3600.0)  # while answers stand still, no place comes free
+    monkeypatch.setattr(
+        local_decode, "wait_s", lambda *_, **__: 3600.0
+    )  # while answers stand still, no place comes free
     model_dir = checkpoint("llama")
     asked = Asked(model_dir, reference, device, 2 * _PLACES)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))

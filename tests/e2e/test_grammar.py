@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from cluster.words.errors import GrammarNotFollowed, NoTokenAllowed, RequestError
-from cluster.words.grammar import Grammar, GrammarKind
-from cluster.words.probe import Milestone
-from cluster.words.request import FinishReason, Role, Sampling
-from cluster.words.token_rules import TokenRules
-from tests.ceiling import Ceiling
-from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import GrammarNotFollowed, NoTokenAllowed, RequestError
+from core.types.failpoint import Milestone
+from core.types.request import FinishReason, Role, Sampling
+from core.types.token_rules import TokenRules
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, local_cluster, moved
-from tests.rank_in_process import Fault
-from tests.waiting import WITHIN_S
+from tests.support.ceiling import Ceiling
+from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster, moved
+from tests.support.rank_in_process import Fault
+from tests.support.waiting import WITHIN_S
 
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3, stop_token_ids=(END,))
 _PROMPTS = prompts(20, 33, 47, 18)

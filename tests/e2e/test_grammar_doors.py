@@ -15,13 +15,13 @@ from jsonschema import Draft202012Validator
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from router.service import RouterService
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.waiting import becomes
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from frontend.service import RouterService
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import becomes
 
 _ASKED: dict[str, Any] = {
     "model": "smollm2",

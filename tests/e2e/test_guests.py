@@ -9,25 +9,31 @@ from typing import Any
 
 import pytest
 
-from cluster.words.request import Role, Sampling
-from router.routing import guests
-from tests.ceiling import Ceiling
+from core.types.request import Role, Sampling
+from router.routing import local_decode
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
-from tests.rank_in_process import shared_ceiling
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.support.rank_in_process import shared_ceiling
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7)
 _PLACES = 2  # of a decode replica, and for guests of a prefill replica
 
 
-def _tree(*, tp: int = 1, guests: int = _PLACES) -> dict[str, Any]:
+def _tree(*, tp: int = 1, local_decode: int = _PLACES) -> dict[str, Any]:
     pool = {"kv_memory_gib": 0.01, "tensor_parallel": tp}
     return {
         "model": {"dtype": "float32"},
         "kv": {"wire_dtype": "raw"},
-        "prefill": {**pool, "replicas": 2, "max_batch_tokens": 32, "max_running": 2 * guests, "answer_share": 0.5},
+        "prefill": {
+            **pool,
+            "replicas": 2,
+            "max_batch_tokens": 32,
+            "max_running": 2 * local_decode,
+            "answer_share": 0.5,
+        },
         "decode": {**pool, "replicas": 1, "max_running": _PLACES},
         "router": {"max_local_prefill": 0},
     }
@@ -37,7 +43,7 @@ def _tree(*, tp: int = 1, guests: int = _PLACES) -> dict[str, Any]:
 def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guest is what costs less than to wait for a place, which how quick the machine is would decide: while answers
     stand still, no place comes free."""
-    monkeypatch.setattr(guests, "wait_s", lambda *_, **__: 3600.0)
+    monkeypatch.setattr(local_decode, "wait_s", lambda *_, **__: 3600.0)
 
 
 class Asked:

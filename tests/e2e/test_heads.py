@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from cluster.words.request import Role, Sampling
-from engine.sequence import Sequence
-from engine.speculation.proposer import Computing, Proposal
-from engine.speculation.speculation import Speculation
+from core.types.request import Role, Sampling
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.proposer import Computing, Proposal
+from engine.spec_decode.speculation import Speculation
 from router.routing.policy import Option
-from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.e2e.test_pull import FakePolicy
-from tests.engine.heads.eagle1_files import eagle1_reference, write_eagle1
-from tests.engine.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
-from tests.engine.heads.mtp_files import write_mtp
+from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
+from tests.engine.spec_decode.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
+from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import LATENT
-from tests.local_cluster import LocalCluster, local_cluster, moved
-from tests.waiting import WITHIN_S
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import LocalCluster, local_cluster, moved
+from tests.support.waiting import WITHIN_S
 
 _NUM_TOKENS = 3
 _GREEDY = Sampling(max_tokens=20, temperature=0.0)

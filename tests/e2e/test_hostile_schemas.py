@@ -15,14 +15,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.grammar.compiler import CompiledGrammar, GrammarCompiler
-from cluster.process.ports import free_port
-from cluster.words.grammar import Grammar
-from router.service import RouterService
-from tests.hostile_schemas import hostile_schemas
-from tests.identities import router
-from tests.local_cluster import beside, local_cluster
-from tests.waiting import WITHIN_S, becomes
+from core.grammar.compiler import CompiledGrammar, GrammarCompiler
+from core.process.ports import free_port
+from core.types.constraints import Grammar
+from frontend.service import RouterService
+from tests.support.hostile_schemas import hostile_schemas
+from tests.support.identities import router
+from tests.support.local_cluster import beside, local_cluster
+from tests.support.waiting import WITHIN_S, becomes
 
 _CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a tale."}], "temperature": 0}
 _FORM = '"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": '

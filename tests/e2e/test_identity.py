@@ -10,20 +10,20 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.control.authority_store import open_files
-from cluster.identity.authority import Authority
-from cluster.wire.channel import open_channel
-from cluster.words.errors import ReplicaLost
-from cluster.words.papers import Identity
-from cluster.words.request import Role, Sampling
+from cluster.ray.authority_store import open_files
+from core.identity.authority import Authority
+from core.identity.credentials import Identity
+from core.types.errors import ReplicaLost
+from core.types.request import Role, Sampling
+from core.wire.channel import open_channel
 from router.serving.grpc_worker import GrpcWorker
-from tests.ceiling import Ceiling
-from tests.cluster.identity.authorities import issue_authority
-from tests.cluster.wire.every_rpc import METHODS, call, truthful
+from tests.core.identity.authorities import issue_authority
+from tests.core.wire.every_rpc import METHODS, call, truthful
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.identities import in_clear, proven, rank, router
-from tests.local_cluster import local_cluster
+from tests.support.ceiling import Ceiling
+from tests.support.identities import in_clear, proven, rank, router
+from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _ROUTER = router()

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from cluster.words.request import Sampling
+from core.types.request import Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3
-from tests.local_cluster import local_cluster
+from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 

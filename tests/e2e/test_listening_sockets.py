@@ -17,12 +17,12 @@ import psutil
 import pytest
 from grpc import aio
 
-from cluster.identity.authority import Authority
-from cluster.process import processes
-from cluster.process.ports import free_port
+from core.identity.authority import Authority
+from core.process import processes
+from core.process.ports import free_port
 from tests.cluster.cli.command import ClusterCommand
-from tests.cluster.wire.every_rpc import METHODS, call, truthful
-from tests.identities import papers, rank, router
+from tests.core.wire.every_rpc import METHODS, call, truthful
+from tests.support.identities import papers, rank, router
 
 _NAME = "walked"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.app import run
-from cluster.process.ports import free_port
-from router.service import RouterService
-from router.simulator.profile import load_profile
+from core.process.ports import free_port
+from frontend.service import RouterService
+from planner.simulator.profile import load_profile
 from tests.e2e.conftest import Checkpoint
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.waiting import becomes
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import becomes
 
 
 @pytest.fixture

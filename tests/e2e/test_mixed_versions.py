@@ -13,24 +13,24 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.host.router_admin import ask_at, seen_by
-from cluster.index.membership import Membership
-from cluster.index.redis_client import connect_redis
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.words.credentials import Purpose
-from cluster.words.request import Role, Sampling
-from cluster.words.wire_version import WIRE_VERSION
+from cluster.launch.router_admin import ask_at, seen_by
+from core.identity.deployment_secrets import Purpose
+from core.index.membership import Membership
+from core.index.redis_client import connect_redis
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from core.types.request import Role, Sampling
+from core.types.wire_version import WIRE_VERSION
 from router.generation import RequestRoute
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.identities import rank, router
-from tests.local_cluster import LocalCluster, local_cluster
-from tests.oldest import OldestProcess, check_out
-from tests.waiting import WITHIN_S, becomes
+from tests.support.ceiling import Ceiling
+from tests.support.identities import rank, router
+from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.oldest import OldestProcess, check_out
+from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _STOOD = 8  # tokens at which answers stand still until the test lets them go on
@@ -163,7 +163,7 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
 
 
 def test_where_the_history_does_not_go_so_far_back_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.oldest.OLDEST", "0" * 40)
+    monkeypatch.setattr("tests.support.oldest.OLDEST", "0" * 40)
     with pytest.raises(pytest.skip.Exception, match="commit 0000000 is not in the history here"):
         check_out(tmp_path)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cluster.words.errors import CapacityError, DeadlineExceeded, ModelAway
-from cluster.words.request import Role, Sampling, SequenceRequest
-from tests.ceiling import Ceiling
+from core.types.errors import CapacityError, DeadlineExceeded, ModelAway
+from core.types.request import Role, Sampling, SequenceRequest
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, local_cluster
-from tests.waiting import becomes
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 

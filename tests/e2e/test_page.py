@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.process.ports import free_port
-from cluster.words.request import Role
-from router.service import RouterService
+from core.process.ports import free_port
+from core.types.request import Role
+from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint
-from tests.identities import router
-from tests.local_cluster import LocalCluster, beside, local_cluster
-from tests.waiting import becomes, told
+from tests.support.identities import router
+from tests.support.local_cluster import LocalCluster, beside, local_cluster
+from tests.support.waiting import becomes, told
 
 _CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright here: pip install playwright")

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from cluster.words.request import Role, Sampling
-from tests import hosts
+from core.types.request import Role, Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.hosts import Cable
-from tests.local_cluster import Answer, LocalCluster, local_cluster
-from tests.rank_in_process import shared_ceiling
-from tests.redis_at import redis_at
-from tests.waiting import WITHIN_S, becomes
+from tests.support import hosts
+from tests.support.hosts import Cable
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.rank_in_process import shared_ceiling
+from tests.support.redis_at import redis_at
+from tests.support.waiting import WITHIN_S, becomes
 
 pytestmark = pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, to make network namespaces")
 

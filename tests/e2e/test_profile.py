@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.app import run
-from router.simulator.profile import load_profile
+from planner.simulator.profile import load_profile
 from tests.e2e.conftest import Checkpoint
 
 

@@ -15,15 +15,15 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.process.ports import free_port
-from router.monitoring.boards import panels_of
-from router.monitoring.files import RULES, monitoring_files
-from router.monitoring.rules import ALERTS
-from router.service import RouterService
+from core.process.ports import free_port
+from frontend.service import RouterService
+from router.telemetry.boards import panels_of
+from router.telemetry.files import RULES, monitoring_files
+from router.telemetry.rules import ALERTS
 from tests.e2e.conftest import Checkpoint
-from tests.identities import router
-from tests.local_cluster import beside, local_cluster
-from tests.waiting import becomes, told
+from tests.support.identities import router
+from tests.support.local_cluster import beside, local_cluster
+from tests.support.waiting import becomes, told
 
 _PROMETHEUS, _PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.rpc.worker_pb2 import Totals
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.probe import Milestone
-from cluster.words.request import Role, SampledToken, Sampling
-from cluster.words.timing import StepTiming
+from core.rpc.worker_pb2 import Totals
+from core.types.failpoint import Milestone
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import Role, SampledToken, Sampling
+from core.types.step_timing import StepTiming
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replicas import Replicas
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, local_cluster
-from tests.rank_in_process import Fault
-from tests.waiting import WITHIN_S, becomes
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.rank_in_process import Fault
+from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.index.redis_server import RedisAddress, RedisServer
-from cluster.process.ports import free_port
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, Sampling
+from core.index.redis_server import RedisAddress, RedisServer
+from core.process.ports import free_port
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import Role, Sampling
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, local_cluster
-from tests.waiting import becomes, stays
+from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.waiting import becomes, stays
 
 _GREEDY = Sampling(max_tokens=16, temperature=0.0)
 _PROMPT = prompts(70)[0]

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.control.spec_diff import kind_of, tokens_of, updated
-from cluster.control.update_judge import problem_of
-from cluster.words.request import Role, Sampling
-from cluster.words.revisions import Revision, RevisionTable, Slo
-from cluster.words.spec import Spec
+from cluster.rollout.canary import problem_of
+from cluster.rollout.spec_diff import kind_of, tokens_of, updated
+from core.spec.schema import Spec
+from core.types.request import Role, Sampling
+from core.types.revisions import Revision, RevisionTable, Slo
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
-from tests.waiting import becomes
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _DETERMINISTIC: dict[str, Any] = {

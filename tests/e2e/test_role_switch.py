@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc
-from cluster.wire.call_errors import error_of
-from cluster.wire.channel import open_channel
-from cluster.words.errors import ReplicaFailed, ReplicaLost
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, Sampling
-from engine.runner import ModelRunner
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc
+from core.types.errors import ReplicaFailed, ReplicaLost
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import Role, Sampling
+from core.wire.call_errors import error_of
+from core.wire.channel import open_channel
+from engine.runner.runner import ModelRunner
 from router.routing.plain_policies import RoundRobin
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.identities import rank
-from tests.local_cluster import Answer, LocalCluster, local_cluster
-from tests.waiting import WITHIN_S, becomes
+from tests.support.ceiling import Ceiling
+from tests.support.identities import rank
+from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _STREAMS = 8

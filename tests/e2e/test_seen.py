@@ -9,14 +9,14 @@ import httpx
 
 from cluster.cli.top import plain
 from cluster.cli.trace import picture
-from cluster.process.ports import free_port
-from cluster.words.life import LifeState, critical_path, spans_of
-from cluster.words.traffic import ShownDecision, TrafficAnswer, TrafficNews
-from router.service import RouterService
+from core.process.ports import free_port
+from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficNews
+from core.types.timeline import LifeState, critical_path, spans_of
+from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint, exact_tree
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.waiting import becomes, told
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import becomes, told
 
 
 async def test_operators_see_requests_replicas_and_routers(checkpoint: Checkpoint, redis_url: str) -> None:

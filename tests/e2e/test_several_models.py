@@ -13,17 +13,17 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.words.request import Sampling
-from router.borrowers import Borrower, Pass
-from router.service import RouterService
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from core.types.request import Sampling
+from frontend.attached_deployments import Borrower, Pass
+from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
-from tests.identities import router
-from tests.local_cluster import LocalCluster, local_cluster
-from tests.waiting import becomes, told
+from tests.support.identities import router
+from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.waiting import becomes, told
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _ASKED = prompts(5, 47, 70)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.words.request import Role, Sampling
-from tests import hosts
+from core.types.request import Role, Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.hosts import Cable
-from tests.local_cluster import local_cluster
-from tests.redis_at import redis_at
-from tests.slow_cable import Slowness
-from tests.waiting import WITHIN_S
+from tests.support import hosts
+from tests.support.hosts import Cable
+from tests.support.local_cluster import local_cluster
+from tests.support.redis_at import redis_at
+from tests.support.slow_cable import Slowness
+from tests.support.waiting import WITHIN_S
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.model.config import load
-from cluster.words.errors import SpecError
-from cluster.words.request import Sampling
-from router.text.chat_template import ChatTemplate, find_chat_template
-from router.text.tokenizer import Tokenizer
+from core.model.config import load
+from core.types.errors import SpecError
+from core.types.request import Sampling
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Reference
-from tests.local_cluster import local_cluster
+from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=12, temperature=0.0)
 

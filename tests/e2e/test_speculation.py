@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from cluster.words.probe import Milestone
-from cluster.words.request import DraftTally, Role, Sampling
-from cluster.words.token_rules import TokenRules
+from core.types.failpoint import Milestone
+from core.types.request import DraftTally, Role, Sampling
+from core.types.token_rules import TokenRules
 from engine.config import EngineConfig
-from engine.pace import Pace
-from engine.runner import ModelRunner
-from router.metrics import Metrics
-from tests.ceiling import Ceiling
+from engine.runner.runner import ModelRunner
+from engine.timing.pace import Pace
+from router.telemetry.metrics import Metrics
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
-from tests.engine.draft_models.smaller_model import first_layers
+from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, LocalReplica, beside, local_cluster, moved
-from tests.rank_in_process import Fault
-from tests.waiting import WITHIN_S
+from tests.support.ceiling import Ceiling
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, beside, local_cluster, moved
+from tests.support.rank_in_process import Fault
+from tests.support.waiting import WITHIN_S
 
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3)
 _PROMPTS = prompts(20, 33, 47, 18, 25)

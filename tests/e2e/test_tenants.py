@@ -11,19 +11,19 @@ import grpc
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from cluster.index.key_channel import KeyPublisher
-from cluster.index.redis_client import connect_redis
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.words.credentials import Purpose
-from cluster.words.request import Role
-from router.service import RouterService
+from core.identity.deployment_secrets import Purpose
+from core.index.key_channel import KeyPublisher
+from core.index.redis_client import connect_redis
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from core.types.request import Role
+from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint
-from tests.identities import router
-from tests.local_cluster import LocalReplica, local_cluster
-from tests.router.access.keys import IssuedKey, book_of, issue
-from tests.waiting import becomes
+from tests.frontend.access.keys import IssuedKey, book_of, issue
+from tests.support.identities import router
+from tests.support.local_cluster import LocalReplica, local_cluster
+from tests.support.waiting import becomes
 
 _PROMPT = [5 + i % 20 for i in range(100)]  # six full blocks
 

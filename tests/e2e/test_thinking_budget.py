@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from cluster.words.grammar import Grammar, GrammarKind
-from cluster.words.probe import Milestone
-from cluster.words.request import Role, Sampling, choice_seed
-from cluster.words.thinking_budget import ThinkingBudget
-from tests.ceiling import Ceiling
-from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
+from core.types.constraints import Grammar, GrammarKind
+from core.types.failpoint import Milestone
+from core.types.request import Role, Sampling, choice_seed
+from core.types.thinking_budget import ThinkingBudget
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, local_cluster, moved
-from tests.rank_in_process import Fault
-from tests.waiting import WITHIN_S
+from tests.support.ceiling import Ceiling
+from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.local_cluster import LocalCluster, local_cluster, moved
+from tests.support.rank_in_process import Fault
+from tests.support.waiting import WITHIN_S
 
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3)
 _PROMPTS = prompts(20, 33, 47, 18, 25)
@@ -109,7 +109,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 async def test_a_choice_that_moves_before_within_and_behind_its_marker(
     model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    monkeypatch.setattr("engine.known_tokens.MAX_KNOWN", 2)
+    monkeypatch.setattr("engine.scheduler.jump_forward.MAX_KNOWN", 2)
     ceiling = Ceiling(num_tokens)
     ceiling.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:

@@ -15,15 +15,15 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from router.service import RouterService
-from tests.character_tokenizer import save_tokenizer
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.waiting import becomes
+from tests.support.character_tokenizer import save_tokenizer
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import becomes
 
 _TEMPLATE = "{{ messages[0]['content'] }}<think>{# </think> #}"
 _NUM_MARKER = len("</think>")  # of which each character is a token

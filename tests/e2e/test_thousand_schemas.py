@@ -21,17 +21,17 @@ import torch
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from cluster.grammar.compiler import GrammarCompiler
-from cluster.words.grammar import Grammar, GrammarKind
-from cluster.words.probe import Milestone
-from cluster.words.request import FinishReason, Role, Sampling
+from core.grammar.compiler import GrammarCompiler
+from core.types.constraints import Grammar, GrammarKind
+from core.types.failpoint import Milestone
+from core.types.request import FinishReason, Role, Sampling
 from engine.cpu.library import open_kernels
-from router.text.tokenizer import Tokenizer
+from frontend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import exact_tree
-from tests.generated_schemas import Schema, schemas
-from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
-from tests.public_schemas import public_schemas
-from tests.rank_in_process import Fault
+from tests.support.generated_schemas import Schema, schemas
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.support.public_schemas import public_schemas
+from tests.support.rank_in_process import Fault
 
 pytestmark = pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"

@@ -12,16 +12,16 @@ import pytest
 import redis
 from torch import Tensor
 
-from cluster.index.prefix_index import Depths
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, Sampling
+from core.index.prefix_index import Depths
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import Role, Sampling
 from engine.tiers.disk_store import DiskStore
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replica import Replica
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
-from tests.waiting import becomes
+from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=8, temperature=0.0)
 _BLOCK = 3 * 2 * 2 * 16 * 4 * 16 / 2**30  # GiB of the random model, one rank

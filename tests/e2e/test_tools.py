@@ -11,13 +11,13 @@ from typing import Any
 import openai
 import pytest
 
-from cluster.process.ports import free_port
-from router.service import RouterService
-from tests.identities import router
-from tests.local_cluster import local_cluster
-from tests.waiting import becomes
+from core.process.ports import free_port
+from frontend.service import RouterService
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.waiting import becomes
 
-_TEMPLATE = Path(__file__).parent.parent / "router" / "text" / "templates" / "hermes_tools.jinja"
+_TEMPLATE = Path(__file__).parent.parent / "frontend" / "chat" / "templates" / "hermes_tools.jinja"
 _TOOL: Any = {
     "type": "function",
     "function": {

@@ -11,36 +11,36 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import open_channel
-from cluster.wire.messages import sequence_to_proto
-from cluster.words.request import Role, Sampling, SequenceRequest
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.types.request import Role, Sampling, SequenceRequest
+from core.wire.channel import open_channel
+from core.wire.messages import sequence_to_proto
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.identities import rank, router
-from tests.local_cluster import local_cluster
+from tests.support.identities import rank, router
+from tests.support.local_cluster import local_cluster
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker")
 _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime"}
 # Shown to clients, written into a prompt or into a trail; compared with nothing.
 _SHOWN = {
-    ("router/doors/openai_answer.py", "time.time"),
-    ("router/doors/responses_answer.py", "time.time"),
-    ("router/doors/polled_call.py", "time.time"),  # by which gRPC's core says when a deadline is
-    ("router/text/completion_request.py", "time.time"),
-    ("router/text/template_sandbox.py", "datetime.now"),
-    ("router/text/trail.py", "time.time"),
-    ("router/tracing.py", "time.time_ns"),
-    ("router/monitoring/view.py", "time.time"),
+    ("frontend/openai/answer.py", "time.time"),
+    ("frontend/responses/answer.py", "time.time"),
+    ("frontend/http/polled_call.py", "time.time"),  # by which gRPC's core says when a deadline is
+    ("frontend/text/completion_request.py", "time.time"),
+    ("frontend/chat/template_sandbox.py", "datetime.now"),
+    ("frontend/text/audit_log.py", "time.time"),
+    ("router/telemetry/tracing.py", "time.time_ns"),
+    ("router/telemetry/view.py", "time.time"),
     ("cluster/doctor/host_facts.py", "time.time"),  # it is what is looked at
-    ("cluster/host/command_trail.py", "time.time"),
+    ("cluster/launch/audit_log.py", "time.time"),
     ("cluster/control/operations.py", "time.time"),
     ("cluster/control/autoscaling.py", "time.time"),
     ("cluster/cli/autoscale.py", "time.localtime"),
-    ("cluster/control/person_book.py", "time.time"),
-    ("router/doors/http_connection.py", "time.time"),
+    ("cluster/control/operator_registry.py", "time.time"),
+    ("frontend/http/http_connection.py", "time.time"),
     ("router/batches/batches.py", "time.time"),
     ("router/batches/new_file.py", "time.time"),
     ("router/batches/job.py", "time.time"),  # also when a batch's day is over: any router may be the one to see it

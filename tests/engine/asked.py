@@ -9,24 +9,24 @@ from pathlib import Path
 from numpy.testing import assert_allclose
 from torch import Tensor
 
-from cluster.grammar.compiler import CompiledGrammar, GrammarCompiler
-from cluster.grammar.thinking_mask import ThinkingMask
-from cluster.words.grammar import Grammar, GrammarKind
-from cluster.words.request import BRANCHES, SampledToken, Sampling, SequenceRequest
-from cluster.words.thinking_budget import ThinkingBudget
-from cluster.words.token_rules import TokenRules
+from core.grammar.compiler import CompiledGrammar, GrammarCompiler
+from core.grammar.thinking_mask import ThinkingMask
+from core.types.constraints import Grammar, GrammarKind
+from core.types.request import BRANCHES, SampledToken, Sampling, SequenceRequest
+from core.types.thinking_budget import ThinkingBudget
+from core.types.token_rules import TokenRules
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.orders import Orders
-from engine.prompts import Prompt
-from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.sequence import Sequence as TokenSequence
-from engine.speculation.proposer import Proposal, ProposedBranch
-from engine.speculation.speculation import Speculation
-from engine.step import ScheduledStep
-from tests.character_tokenizer import END, save_tokenizer
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence as TokenSequence
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.spec_decode.proposer import Proposal, ProposedBranch
+from engine.spec_decode.speculation import Speculation
 from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.support.character_tokenizer import END, save_tokenizer
 
 AMPLE = SchedulerConfig(max_batch_tokens=512, max_running=32, max_waiting=32)
 

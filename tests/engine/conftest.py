@@ -12,10 +12,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from tests.engine.gang import StartGang
 from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, tiny_config
-from tests.forks import forks
+from tests.support.forks import forks
 
 MAX_RANKS = 4
 

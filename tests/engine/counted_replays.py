@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.decode_graphs import Step
+from engine.runner.decode_graphs import Step
 
 
 class FakeReplays:

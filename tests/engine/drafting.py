@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from cluster.model.draft_heads import HeadsPlace
-from engine.draft_models.draft_model import DraftModel
-from engine.draft_models.head_proposer import HeadProposer
-from engine.draft_models.own_layers import OwnLayers
+from core.model.draft_heads import HeadsPlace
 from engine.kv.block_manager import BlockManager
-from engine.speculation.proposer import Computing
-from engine.speculation.speculation import Speculation
-from tests.engine.draft_models.smaller_model import first_layers
-from tests.engine.heads.eagle1_files import write_eagle1
-from tests.engine.heads.head_files import write_eagle, write_medusa
-from tests.engine.heads.mtp_files import write_mtp
+from engine.spec_decode.draft_models.draft_model import DraftModel
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.own_layers import OwnLayers
+from engine.spec_decode.proposer import Computing
+from engine.spec_decode.speculation import Speculation
+from tests.engine.spec_decode.draft_models.smaller_model import first_layers
+from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
+from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
+from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import VOCAB_SIZE
 from tests.engine.tiny_models import MakeRunner
 

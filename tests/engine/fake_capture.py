@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.decode_graphs import Step
-from tests.fake_streams import FakeStreams
+from engine.runner.decode_graphs import Step
+from tests.support.fake_streams import FakeStreams
 
 
 class FakeCapture:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.orders import Orders
-from engine.prompts import Prompt
-from engine.sampling import Sampled, SamplingRow
-from engine.step import ScheduledStep
+from engine.sampling.params import Sampled, SamplingRow
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
 
 
 class FakeModel:
-    """Implements engine.step.Runner."""
+    """Implements engine.scheduler.step.Runner."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, int]] = []
@@ -22,7 +22,7 @@ class FakeModel:
 
 
 class FakeConnector:
-    """Implements engine.step.KVConnector."""
+    """Implements engine.scheduler.step.KVConnector."""
 
     def __init__(self) -> None:
         self.admitted: list[Prompt] = []

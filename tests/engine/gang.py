@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch.distributed import FileStore
 
-from cluster.words.request import Sampling
+from core.types.request import Sampling
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
-from engine.decode_graphs import Step
-from engine.kernels.router import RoutedTokens
-from engine.model import spread_experts
+from engine.kernels.moe.expert_router import RoutedTokens
+from engine.model import expert_parallel
 from engine.model.expert_bank import Bank
-from engine.parallel import TensorParallel
-from engine.runner import ModelRunner
+from engine.runner.decode_graphs import Step
+from engine.runner.parallel import TensorParallel
+from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.steps import step
 
@@ -123,10 +123,10 @@ def tokens(
     prompts: list[list[int]],
     expert_parallel: bool,
     redundant_experts: int = 0,
-    steps_between_plans: int = spread_experts.STEPS_BETWEEN_PLANS,
+    steps_between_plans: int = expert_parallel.STEPS_BETWEEN_PLANS,
 ) -> list[list[int]]:
     """What the gang generates greedily."""
-    spread_experts.STEPS_BETWEEN_PLANS = steps_between_plans
+    expert_parallel.STEPS_BETWEEN_PLANS = steps_between_plans
     parallel = join(place, prefix, rank, size)
     config = EngineConfig(
         model_dir=directory,
@@ -156,14 +156,14 @@ def experts_that_move(
 
     Returns the banks that this rank has made, and what came of the tokens in each step.
     """
-    spread_experts.STEPS_BETWEEN_PLANS = steps_between_plans
+    expert_parallel.STEPS_BETWEEN_PLANS = steps_between_plans
     banks: list[list[int]] = []
 
     def read(experts: Sequence[int]) -> Bank:
         banks.append(list(experts))
         return lambda x_TE, chosen_TC: (x_TE * torch.tensor(experts)[chosen_TC]).unsqueeze(1)
 
-    experts = spread_experts.SpreadExperts(read, num_experts, join(place, prefix, rank, size), redundant=redundant)
+    experts = expert_parallel.SpreadExperts(read, num_experts, join(place, prefix, rank, size), redundant=redundant)
     chosen, weights = torch.full((5, 1), num_experts - 1), torch.ones(5, 1)
     outputs = [experts(torch.ones(5, 1), RoutedTokens(chosen, weights)).flatten().tolist() for _ in range(4)]
     return banks, outputs

@@ -13,24 +13,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.words.errors import ReplicaLost
-from cluster.words.request import Sampling
-from cluster.worker.gang_runner import GangRunner
-from engine import sampler
+from core.types.errors import ReplicaLost
+from core.types.request import Sampling
 from engine.batch.batch import FedTokens
 from engine.config import EngineConfig
-from engine.decode_graphs import Step
 from engine.engine import SchedulerConfig
-from engine.kernels.choice import NOT_FINITE
+from engine.kernels.sample import NOT_FINITE
 from engine.kv.block_manager import BlockManager
-from engine.orders import Orders
-from engine.runner import ModelRunner
-from engine.sampler import choose_by_torch
-from engine.step import ScheduledStep
-from tests.cluster.worker.rank_of_one import FakeSender
+from engine.runner.decode_graphs import Step
+from engine.runner.runner import ModelRunner
+from engine.sampling import sampler
+from engine.sampling.sampler import choose_by_torch
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
 from tests.engine.asked import AMPLE, Asked, Said, answers, check_with_leavers, letters_grammar, one_of_each_kind
 from tests.engine.gang import join
 from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.worker.rank_of_one import FakeSender
+from worker.gang_runner import GangRunner
 
 _STOPS = tuple(range(0, VOCAB_SIZE, 9))  # so many that answers end where nobody expects it
 _NUM_BLOCKS = 512

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import Sampling, SequenceRequest
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.prompts import Prompt
-from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.sequence import Sequence as TokenSequence
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence as TokenSequence
 
 
 class ScoredPrompts:

@@ -8,12 +8,12 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from cluster.words.request import SequenceRequest
+from core.types.request import SequenceRequest
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.last_rows import LastRows
-from engine.runner import ModelRunner
-from engine.sequence import Sequence
+from engine.runner.runner import ModelRunner
+from engine.scheduler.row_updates import LastRows
+from engine.scheduler.sequence import Sequence
 
 VOCAB_SIZE = 131  # of the random models
 

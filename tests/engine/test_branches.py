@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.model.draft_heads import HeadsPlace
-from cluster.words.request import BRANCHES, Sampling
+from core.model.draft_heads import HeadsPlace
+from core.types.request import BRANCHES, Sampling
 from engine.cpu.library import open_kernels
-from engine.draft_models.head_proposer import HeadProposer
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.runner import ModelRunner
-from engine.speculation.corpus import Answer, Corpus, Scope
-from engine.speculation.draft import Branch
-from engine.speculation.histories import Histories
-from engine.speculation.proposer import Proposer
-from engine.speculation.speculation import Speculation
-from engine.speculation.suffix import Suffix
+from engine.runner.runner import ModelRunner
+from engine.spec_decode.corpus import Answer, Corpus, Scope
+from engine.spec_decode.draft import Branch
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.histories import Histories
+from engine.spec_decode.proposer import Proposer
+from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.suffix import Suffix
 from tests.engine.asked import (
     AMPLE,
     Asked,
@@ -32,10 +32,10 @@ from tests.engine.asked import (
     num_in_branches,
     one_of_each_kind,
 )
-from tests.engine.heads.eagle1_files import write_eagle1
-from tests.engine.heads.head_files import write_eagle, write_medusa
-from tests.engine.heads.mtp_files import write_mtp
-from tests.engine.speculation.proposers import FakeProposer
+from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
+from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
+from tests.engine.spec_decode.heads.mtp_files import write_mtp
+from tests.engine.spec_decode.proposers import FakeProposer
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 

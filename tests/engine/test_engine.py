@@ -16,27 +16,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from numpy.typing import NDArray
 
-from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import OFFLINE, Sampling, SequenceRequest, choice_seed
-from engine import ahead, known_tokens
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import OFFLINE, Sampling, SequenceRequest, choice_seed
 from engine import engine as engine_module
 from engine.batch.batch import Batch, FedTokens, KeptRows
 from engine.batch.rows import Row, RowChanges
-from engine.decoding import Decoding
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.next_tokens import DecodingRows, NextTokens
-from engine.orders import Orders
-from engine.prompts import KVSource, Prompt, PromptQueue
-from engine.sampling import Sampled, SamplingRow
-from engine.sequence import Sequence as TokenSequence
-from engine.speculation import speculation as speculation_module
-from engine.speculation import verification
-from engine.speculation.draft import Branch, Draft
-from engine.speculation.proposer import NUM_KINDS, Proposal, ProposedBranch
-from engine.speculation.speculation import Speculation
-from engine.speculation.verification import Choose
-from engine.step import Prefilled, ScheduledStep
+from engine.sampling.params import Sampled, SamplingRow
+from engine.scheduler import async_steps, jump_forward
+from engine.scheduler.decoding import Decoding
+from engine.scheduler.next_tokens import DecodingRows, NextTokens
+from engine.scheduler.prompts import KVSource, Prompt, PromptQueue
+from engine.scheduler.sequence import Sequence as TokenSequence
+from engine.scheduler.step import Prefilled, ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.spec_decode import speculation as speculation_module
+from engine.spec_decode import verification
+from engine.spec_decode.draft import Branch, Draft
+from engine.spec_decode.proposer import NUM_KINDS, Proposal, ProposedBranch
+from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.verification import Choose
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
@@ -56,7 +56,7 @@ def _depends(tokens: Sequence[int]) -> bool:
 
 
 class FakeMask:
-    """Implements engine.sampling.TokenMask, for `choose` below, which asks none what is allowed."""
+    """Implements engine.sampling.params.TokenMask, for `choose` below, which asks none what is allowed."""
 
     failure = ""
 
@@ -74,7 +74,8 @@ class FakeMask:
 
 
 class FakePool:
-    """Implements engine.step.Runner: a row's logits are the tokens that its blocks hold up to its last position."""
+    """Implements engine.scheduler.step.Runner: a row's logits are the tokens that its blocks hold up to its last
+    position."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}  # by slot
@@ -769,7 +770,7 @@ _execute, _fetched, _computed = FakePool.execute, PromptQueue.fetched, TokenSequ
         (Decoding, "make_room", _without_room),
         (PromptQueue, "remove", _stay_reserved),
         (TokenSequence, "num_reusable", _reuse_the_scored),
-        (known_tokens, "take_room", lambda sequence, blocks: True),
+        (jump_forward, "take_room", lambda sequence, blocks: True),
         (SamplingRow, "known_token", _the_same_again),
         (TokenSequence, "computed", _one_position_only),
     ],
@@ -804,7 +805,7 @@ def _all_that_was_computed(self: TokenSequence, num_tokens: int, blocks: BlockMa
         self.num_computed += 1
 
 
-_fed_tokens, _complete = ahead.fed_tokens, Engine.complete
+_fed_tokens, _complete = async_steps.fed_tokens, Engine.complete
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.words.request import BRANCHES, Sampling
-from engine.draft_models.drawn import DrawnDraft, DrawnTokens
+from core.types.request import BRANCHES, Sampling
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.orders import Orders
-from engine.prompts import Prompt
-from engine.sampler import sample
-from engine.sequence import Sequence
-from engine.speculation.proposer import Proposal
-from engine.speculation.speculation import Speculation
-from engine.step import ScheduledStep
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.spec_decode.draft_models.sampled_drafts import DrawnDraft, DrawnTokens
+from engine.spec_decode.proposer import Proposal
+from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import Asked, sequence_of
 from tests.engine.chi_square import chi_square
 

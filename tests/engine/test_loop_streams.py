@@ -12,18 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.words.request import Sampling
-from engine import sampler, streams
+from core.types.request import Sampling
 from engine.batch import download
 from engine.batch.batch import FedTokens
 from engine.config import EngineConfig
 from engine.cpu import library
-from engine.runner import ModelRunner
+from engine.runner import streams
+from engine.runner.runner import ModelRunner
+from engine.sampling import sampler
 from tests.engine.asked import Asked, answers
 from tests.engine.fake_capture import FakeCapture
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel
-from tests.fake_streams import FakeLane, FakeStreams
+from tests.support.fake_streams import FakeLane, FakeStreams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from cluster.model.config import weight_files
-from cluster.words.request import FinishReason, Sampling
+from core.model.config import weight_files
+from core.types.request import FinishReason, Sampling
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.gguf_files import read_model
 from tests.engine.scored_prompts import ScoredPrompts, check_told

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.words.request import BRANCHES
+from core.types.request import BRANCHES
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from tests.engine.asked import Asked, answers, check_with_leavers, compare, letters_grammar, one_of_each_kind

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from tests.engine.steps import VOCAB_SIZE
 
 CONFIGS = {

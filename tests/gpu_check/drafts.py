@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from cluster.model.draft_heads import HeadsPlace
-from cluster.words.request import Sampling
-from engine.draft_models.head_proposer import HeadProposer
-from engine.runner import ModelRunner
-from engine.speculation.speculation import Speculation
+from core.model.draft_heads import HeadsPlace
+from core.types.request import Sampling
+from engine.runner.runner import ModelRunner
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.speculation import Speculation
 from engine.tools.bench_gpu_steps import BLOCK_SIZE, decode_batch, step_seconds
 from engine.tools.bench_loop import running_engine
 from engine.tools.random_models import SHAPES, random_runner
-from tests.engine.heads.head_files import write_eagle_beside
+from tests.engine.spec_decode.heads.head_files import write_eagle_beside
 from tests.gpu_check.rows import tell
 
 _BATCHES, _CONTEXT = (1, 8, 32), 2048

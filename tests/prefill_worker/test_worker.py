@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cluster.words.errors import ClusterError, HandoffExpired, LinkClosed, LogitsNotFinite, RequestError
-from cluster.words.request import SampledToken
+from core.types.errors import ClusterError, HandoffExpired, LinkClosed, LogitsNotFinite, RequestError
+from core.types.request import SampledToken
 from engine.batch.batch import Batch
-from kvtransfer.protocol.passage import Shipment
+from kvtransfer.protocol.rank_transfer import Shipment
 from prefill_worker.worker import PrefillWorker
-from tests.cluster.worker.rank_of_one import RankOfOne, shipment
 from tests.engine.steps import prompts
+from tests.worker.rank_of_one import RankOfOne, shipment
 
 _PROMPT = prompts(20)[0]
 

@@ -1,52 +1,11 @@
-from __future__ import annotations
+"""Fixtures of the frontend: tokenizers, completions and a running HTTP endpoint."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
-import pytest_asyncio
-
-from router.text.tokenizer import Tokenizer
-from tests.router.fake_token_service import FakeTokenService
-from tests.router.openai_door import OpenAIDoor, open_openai_door
-from tests.router.tiny_service import MakeCompletions
-from tests.router.tiny_tokenizers import make_byte_fallback, make_byte_level
-
-
-@pytest.fixture(scope="session")
-def byte_level_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_byte_level(tmp_path_factory.mktemp("byte_level"))
-
-
-@pytest.fixture(scope="session")
-def byte_fallback_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_byte_fallback(tmp_path_factory.mktemp("byte_fallback"))
-
-
-@pytest.fixture(scope="session")
-def byte_level(byte_level_dir: Path) -> Tokenizer:
-    return Tokenizer(byte_level_dir)
-
-
-@pytest.fixture(scope="session")
-def byte_fallback(byte_fallback_dir: Path) -> Tokenizer:
-    return Tokenizer(byte_fallback_dir)
-
-
-@pytest.fixture(scope="session")
-def completions(byte_level_dir: Path, byte_level: Tokenizer) -> MakeCompletions:
-    return MakeCompletions(byte_level_dir, byte_level)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def openai_server(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
-    async with open_openai_door(completions) as door:
-        yield door
-
-
-@pytest.fixture
-def door(openai_server: OpenAIDoor) -> OpenAIDoor:
-    """The one server of a module, with a token service of the test's own. Its tests share one event loop."""
-    openai_server.service.token_service = FakeTokenService()
-    openai_server.is_healthy = True
-    return openai_server
+from tests.support.frontend_fixtures import (  # noqa: F401
+    byte_fallback,
+    byte_fallback_dir,
+    byte_level,
+    byte_level_dir,
+    completions,
+    door,
+    openai_server,
+)

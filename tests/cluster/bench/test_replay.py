@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from cluster.bench.doors import ReportedUsage
+from cluster.bench.endpoints import ReportedUsage
 from cluster.bench.measured import summary
 from cluster.bench.replay import Answered, replay
-from cluster.bench.spread import spread
-from cluster.bench.trace import TraceRequest
-from cluster.words.errors import RequestFailed
+from core.trace.statistics import spread
+from core.trace.trace import TraceRequest
+from core.types.errors import RequestFailed
 
 
 class FakeDoor:

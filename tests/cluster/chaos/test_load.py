@@ -13,11 +13,11 @@ from grpc_status import rpc_status
 
 from cluster.chaos.load import LoadGenerator
 from cluster.chaos.question import questions
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.wire.door_access import DoorAccess
-from cluster.words.errors import CapacityError, ClusterError, DeployError, ReplicaLost
-from router.doors.grpc_errors import status_of
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from core.types.errors import CapacityError, ClusterError, DeployError, ReplicaLost
+from core.wire.client_access import DoorAccess
+from frontend.grpc.errors import status_of
 
 Context = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 

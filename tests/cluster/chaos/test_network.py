@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from cluster.chaos import network
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 
 _SILENCE_S = 0.3
 _ANSWER_S = 20.0

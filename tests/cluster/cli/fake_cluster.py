@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from cluster.cli.app import run
-from cluster.control import desired
-from cluster.host import deployment, preflight
-from cluster.host.doors import Doors
-from cluster.words.launch import Launch
+from cluster.control import desired_state
+from cluster.launch import deployment, preflight
+from cluster.launch.endpoints import Doors
+from core.types.launch import Launch
 from tests.cluster.control import fake_rank
 
 
@@ -28,7 +28,7 @@ if __name__ == "__main__":
         ranks[role] = name
         arguments = arguments[2:]
     parts = {role: f"{fake_rank.__name__}:{name}" for role, name in ranks.items()}
-    desired.Parts = functools.partial(desired.Parts, **parts)
+    desired_state.Parts = functools.partial(desired_state.Parts, **parts)
     deployment.router_application = fake_router
     preflight.check_model = lambda spec, say: say(f"checking {spec.model.source}")
     sys.exit(run(arguments))

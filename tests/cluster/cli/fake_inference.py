@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import grpc
 from grpc_status import rpc_status
 
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as pb_grpc
-from cluster.words.errors import ReplicaLost
-from router.doors.grpc_errors import status_of
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as pb_grpc
+from core.types.errors import ReplicaLost
+from frontend.grpc.errors import status_of
 
 
 class FakeInference(pb_grpc.InferenceServicer):

@@ -9,10 +9,10 @@ import ray
 from ray import serve
 
 from cluster.control.controller import ACTOR_NAME
-from cluster.control.desired import namespace
-from cluster.words.launch import Launch
-from cluster.words.spec import Spec
-from router.doors.admin_api import create_admin_app, open_admin_listener
+from cluster.control.desired_state import namespace
+from core.spec.schema import Spec
+from core.types.launch import Launch
+from frontend.admin.admin_api import create_admin_app, open_admin_listener
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0})

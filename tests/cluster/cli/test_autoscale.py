@@ -8,8 +8,8 @@ import pytest
 
 import cluster.cli.autoscale
 from cluster.cli.app import run
-from router.autoscale.pool_sizes import PoolSizes
-from router.autoscale.scaling_decision import ScalingDecision
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.scaling_decision import ScalingDecision
 
 _RULES = {"slo_ttft_ms": 2000.0, "slo_itl_ms": 50.0, "attainment": 0.95, "interval_s": 30.0, "dry_run": False}
 

@@ -11,7 +11,7 @@ import pytest
 
 import cluster.cli.capture
 from cluster.cli.app import run
-from cluster.host import driver
+from cluster.launch import driver
 
 TRACE = b'{"timestamp": 0.0}\n'
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster.process import processes
-from cluster.process.ports import free_port
+from core.process import processes
+from core.process.ports import free_port
 from tests.cluster.cli.command import ClusterCommand
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.app import run
-from cluster.host import state
-from cluster.host.state import State
+from cluster.launch import state
+from cluster.launch.state import State
 from tests.cluster.cli.command import ClusterCommand
 from tests.cluster.cli.fake_inference import FakeInference, serving
 

@@ -13,13 +13,13 @@ import pytest
 import redis
 
 from cluster.cli.app import run
-from router.text.tokenizer import Tokenizer
+from frontend.text.tokenizer import Tokenizer
 from tests.cluster.cli.command import ClusterCommand
-from tests.router.access.keys import access_with, issue
+from tests.frontend.access.keys import access_with, issue
 from tests.router.batches.batch_doors import BatchRouter, batch_router, chat_line, jsonl
-from tests.router.fake_token_service import FakeTokenService
-from tests.router.tiny_service import MakeCompletions
-from tests.router.tiny_tokenizers import make_byte_level
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.tiny_service import MakeCompletions
+from tests.support.tiny_tokenizers import make_byte_level
 
 
 @pytest.fixture(scope="module")

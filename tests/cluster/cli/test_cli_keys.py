@@ -8,8 +8,8 @@ import pytest
 
 from cluster.cli import connection
 from cluster.cli.app import run
-from cluster.host import driver
-from cluster.words.api_key import ApiKey, KeyBook, KeyChange, new_key, new_secret
+from cluster.launch import driver
+from core.types.api_key import ApiKey, KeyBook, KeyChange, new_key, new_secret
 
 _KEY = new_key("acme", new_secret())
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.app import run
-from cluster.host.person_file import CERTIFICATE
-from cluster.process.ports import free_port
-from cluster.words.person import PersonRole
+from cluster.launch.person_file import CERTIFICATE
+from core.identity.operator_account import PersonRole
+from core.process.ports import free_port
 from tests.cluster.cli.command import ClusterCommand
 from tests.cluster.control.operating import Operating, operating
 

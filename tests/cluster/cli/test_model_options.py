@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from cluster.cli import model_options
-from cluster.words.spec import KVSpec, ModelSpec
+from core.spec.schema import KVSpec, ModelSpec
 
 
 @pytest.mark.parametrize(

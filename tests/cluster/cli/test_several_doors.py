@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.cli.inference_client import InferenceClient
-from cluster.rpc import inference_pb2 as pb
-from cluster.wire.door_access import DoorAccess
-from cluster.words.errors import RequestFailed
+from core.rpc import inference_pb2 as pb
+from core.types.errors import RequestFailed
+from core.wire.client_access import DoorAccess
 from tests.cluster.cli.fake_inference import FakeInference, serving
-from tests.fake_cable import fake_cable
-from tests.waiting import until
+from tests.support.fake_cable import fake_cable
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import pytest
 
 from cluster.cli.app import run
 from cluster.cli.status import as_text
-from cluster.words.errors import DeployError, NotDeployed
+from core.types.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # it brings Ray
-    from cluster.host.status import DeploymentReport
+    from cluster.launch.status import DeploymentReport
 
 
 @pytest.mark.parametrize("tls", ["auto", "files", "off"])

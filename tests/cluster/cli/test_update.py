@@ -9,10 +9,10 @@ import pytest
 
 import cluster.cli.update
 from cluster.cli.app import run
-from cluster.host import driver, preflight
-from cluster.words.errors import SpecError
-from cluster.words.spec import Spec
-from cluster.words.spec_file import parse_spec
+from cluster.launch import driver, preflight
+from core.spec.loader import parse_spec
+from core.spec.schema import Spec
+from core.types.errors import SpecError
 
 SPEC = parse_spec({"name": "a", "decode": {"replicas": 2}}).model_dump(mode="json")
 REPLICA = {"state": "ready", "node": "", "stage": "", "fraction": 0.0}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster.words.credentials import Credentials
-from cluster.words.launch import Launch
-from cluster.words.spec_file import parse_spec
+from core.identity.deployment_secrets import Credentials
+from core.spec.loader import parse_spec
+from core.types.launch import Launch
 from tests.cluster.control import fake_rank
-from tests.waiting import WITHIN_S, until
+from tests.support.waiting import WITHIN_S, until
 
 
 def is_alive(pid: int) -> bool:
@@ -30,8 +30,8 @@ class Deployment:
     def __init__(
         self, log_dir: Path, spec: dict[str, Any], *, index_url: str = "redis://127.0.0.1:1", **parts: str
     ) -> None:
-        from cluster.control.desired import Parts
-        from cluster.host.driver import start_controller
+        from cluster.control.desired_state import Parts
+        from cluster.launch.driver import start_controller
 
         self.credentials = Credentials.new(index_url=index_url)
         self.name = f"t{uuid.uuid4().hex[:8]}"
@@ -47,7 +47,7 @@ class Deployment:
         self.call("apply", launch, parts=self._parts)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        from cluster.host.driver import ask
+        from cluster.launch.driver import ask
 
         return ask(self.controller, method, *args, within_s=WITHIN_S, **kwargs)
 

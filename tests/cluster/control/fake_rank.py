@@ -8,15 +8,15 @@ import signal
 import threading
 from pathlib import Path
 
-from cluster.words.launch import Launch
-from cluster.words.papers import Identity
-from cluster.words.rank import Binding, Progress, RankStatus
+from core.identity.credentials import Identity
+from core.types.launch import Launch
+from core.types.rank_api import Binding, Progress, RankStatus
 
 _LOOK_S = 0.02
 
 
 class FakeRank:
-    """Implements cluster.words.rank.Rank.
+    """Implements core.types.rank_api.Rank.
 
     fault: "raises in load" or "dies in load" (rank 0 alone), "slow load" (until the file `go` appears in the log
     directory), or "slow drain" (until the file `<replica>.finished` appears there). Where the file `fails` is there, it

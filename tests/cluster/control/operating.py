@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from cluster.control import authority_store, ray_internals
-from cluster.control.authority_store import issue_identity
 from cluster.control.operations import Operations
-from cluster.control.person_book import PersonBook
+from cluster.control.operator_registry import PersonBook
 from cluster.control.report import ControllerReport, PoolReport, ReplicaReport
-from cluster.host.person_file import PersonFile
-from cluster.identity.key_pair import KeyPair
-from cluster.process.log import LogPart
-from cluster.words.api_key import ApiKey, KeyBook, KeyChange
-from cluster.words.errors import SpecError
-from cluster.words.papers import Identity
-from cluster.words.person import PersonRole
-from cluster.words.process_name import ProcessName
-from cluster.words.request import Role
-from cluster.words.spec import Spec
-from cluster.words.spec_file import parse_spec
+from cluster.launch.person_file import PersonFile
+from cluster.ray import authority_store, internals
+from cluster.ray.authority_store import issue_identity
+from core.identity.credentials import Identity
+from core.identity.key_pair import KeyPair
+from core.identity.operator_account import PersonRole
+from core.identity.process_name import ProcessName
+from core.process.log import LogPart
+from core.spec.loader import parse_spec
+from core.spec.schema import Spec
+from core.types.api_key import ApiKey, KeyBook, KeyChange
+from core.types.errors import SpecError
+from core.types.request import Role
 
 NAME = "operated"
 
@@ -104,9 +104,9 @@ class Operating:
 async def operating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Operating]:
     """A controller, and the port at which people operate it."""
     stored: dict[bytes, bytes] = {}
-    monkeypatch.setattr(ray_internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
-    monkeypatch.setattr(ray_internals, "get", lambda key, *, namespace: stored.get(key))
-    monkeypatch.setattr(ray_internals, "delete", lambda key, *, namespace: stored.pop(key, None))
+    monkeypatch.setattr(internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
+    monkeypatch.setattr(internals, "get", lambda key, *, namespace: stored.get(key))
+    monkeypatch.setattr(internals, "delete", lambda key, *, namespace: stored.pop(key, None))
     spec = parse_spec({"name": NAME, "security": {"operators": "127.0.0.1:1"}})
     authority_store.prepare(spec)
     identity = issue_identity(spec, ProcessName.of_controller(NAME))

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RpcError
 
-from cluster.control import adoption, controller, ray_internals, remains
+from cluster.control import adoption, controller
 from cluster.control.controller import Controller
-from cluster.control.desired import Desired
+from cluster.control.desired_state import Desired
 from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
-from cluster.words.credentials import Credentials
-from cluster.words.errors import DeployError, RankUnreachable
-from cluster.words.launch import Launch
-from cluster.words.spec_file import parse_spec
+from cluster.ray import cleanup, internals
+from core.identity.deployment_secrets import Credentials
+from core.spec.loader import parse_spec
+from core.types.errors import DeployError, RankUnreachable
+from core.types.launch import Launch
 
 
 async def test_what_lives_is_looked_for_until_ray_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,8 +30,8 @@ async def test_what_lives_is_looked_for_until_ray_says_it(monkeypatch: pytest.Mo
         return answer
 
     for function in ("put", "get", "delete"):
-        monkeypatch.setattr(ray_internals, function, lambda *key, namespace: None)
-    for module in (adoption, remains):
+        monkeypatch.setattr(internals, function, lambda *key, namespace: None)
+    for module in (adoption, cleanup):
         monkeypatch.setattr(module, "find_replicas", find_replicas)
     monkeypatch.setattr(adoption, "remove_leftovers", lambda replica, name: removed.append(replica))
     starting = Controller.__new__(Controller)
@@ -65,11 +66,11 @@ async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypa
     spec = parse_spec({"prefill": {"replicas": 0}, "decode": {"replicas": 1}})
     launch = Launch(spec=spec, log_dir="", credentials=Credentials.new(index_url="redis://127.0.0.1:1"))
     for function in ("put", "get", "delete"):
-        monkeypatch.setattr(ray_internals, function, lambda *key, namespace: None)
+        monkeypatch.setattr(internals, function, lambda *key, namespace: None)
     monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
     monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
     monkeypatch.setattr(adoption, "find_replicas", lambda name: ["decode-0"])
-    monkeypatch.setattr(remains, "find_replicas", lambda name: [])
+    monkeypatch.setattr(cleanup, "find_replicas", lambda name: [])
     monkeypatch.setattr(adoption, "remove_leftovers", lambda replica, name: removed.append(replica))
     monkeypatch.setattr(adoption, "ReplicaLife", Life)
     starting = Controller.__new__(Controller)
@@ -89,10 +90,10 @@ async def test_what_was_captured_of_traffic_goes_with_whoever_could_fetch_it(
         credentials=Credentials.new(index_url="redis://127.0.0.1:1"),
     )
     for function in ("put", "get", "delete"):
-        monkeypatch.setattr(ray_internals, function, lambda *key, namespace: None)
+        monkeypatch.setattr(internals, function, lambda *key, namespace: None)
     monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
     monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
-    for module in (adoption, remains):
+    for module in (adoption, cleanup):
         monkeypatch.setattr(module, "find_replicas", lambda name: [])
     file = tmp_path / "trail" / "capture.jsonl"
     file.parent.mkdir()

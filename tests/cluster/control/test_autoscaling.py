@@ -14,21 +14,21 @@ import pytest
 
 from cluster.control import scaling_history
 from cluster.control.autoscaling import Autoscaling
-from cluster.control.desired import Desired
-from cluster.control.role_pools import RolePools
+from cluster.control.desired_state import Desired
 from cluster.control.scaling_history import ScalingHistory
-from cluster.control.traffic_book import TrafficBook
-from cluster.control.update import Update
-from cluster.words.credentials import Credentials
-from cluster.words.launch import Launch
-from cluster.words.request import Role
-from cluster.words.spec import AutoscaleSpec
-from cluster.words.spec_file import parse_spec
-from router.autoscale.decide import AutoscaleState
-from router.autoscale.live_sight import LiveSight
-from router.autoscale.pool_sizes import PoolSizes
-from router.autoscale.scaling_decision import Prediction, ScalingDecision
-from tests.waiting import becomes
+from cluster.control.traffic_log import TrafficBook
+from cluster.rollout.role_pools import RolePools
+from cluster.rollout.update import Update
+from core.identity.deployment_secrets import Credentials
+from core.spec.loader import parse_spec
+from core.spec.schema import AutoscaleSpec
+from core.types.launch import Launch
+from core.types.request import Role
+from planner.autoscaler.decide import AutoscaleState
+from planner.autoscaler.live_observation import LiveSight
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
+from tests.support.waiting import becomes
 
 
 class FakeHistory:

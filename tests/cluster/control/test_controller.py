@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.control.authority_store import issue_identity
 from cluster.control.gang import find_replicas
 from cluster.control.replica import Failure
-from cluster.host import driver
-from cluster.identity.key_pair import KeyPair
-from cluster.words.errors import DeployError, SpecError
-from cluster.words.process_name import ProcessName
-from cluster.words.spec_file import parse_spec
+from cluster.launch import driver
+from cluster.ray.authority_store import issue_identity
+from core.identity.key_pair import KeyPair
+from core.identity.process_name import ProcessName
+from core.spec.loader import parse_spec
+from core.types.errors import DeployError, SpecError
 from tests.cluster.control.conftest import Deployment, ids, is_alive
-from tests.cluster.identity.authorities import issue_authority
-from tests.identities import rank
-from tests.waiting import until
+from tests.core.identity.authorities import issue_authority
+from tests.support.identities import rank
+from tests.support.waiting import until
 
 Deploy = Callable[..., Deployment]
 SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}

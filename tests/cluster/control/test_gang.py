@@ -12,16 +12,16 @@ import pytest
 
 from cluster.control import gang
 from cluster.control import pool as pool_module
-from cluster.control.desired import Desired
+from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang
 from cluster.control.placement import Node
 from cluster.control.pool import ReplicaPool
 from cluster.control.replica import ReplicaStatus, role_of
-from cluster.words.credentials import Credentials
-from cluster.words.errors import ReplicaFailed
-from cluster.words.launch import Launch
-from cluster.words.request import Role
-from cluster.words.spec_file import parse_spec
+from core.identity.deployment_secrets import Credentials
+from core.spec.loader import parse_spec
+from core.types.errors import ReplicaFailed
+from core.types.launch import Launch
+from core.types.request import Role
 
 
 @pytest.mark.parametrize(("failures", "chosen"), [({}, "a"), ({"host-a": 1}, "b"), ({"host-a": 1, "host-b": 2}, "a")])

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.index.key_channel import KeyReader
-from cluster.index.redis_client import connect_redis
-from cluster.words.api_key import KeyBook, KeyChange, new_key, new_secret
-from cluster.words.credentials import Purpose
-from cluster.words.errors import SpecError
+from core.identity.deployment_secrets import Purpose
+from core.index.key_channel import KeyReader
+from core.index.redis_client import connect_redis
+from core.types.api_key import KeyBook, KeyChange, new_key, new_secret
+from core.types.errors import SpecError
 from tests.cluster.control.conftest import Deployment
-from tests.waiting import until
+from tests.support.waiting import until
 
 _NOBODY: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
 

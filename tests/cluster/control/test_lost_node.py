@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import NODE
 from tests.cluster.control.conftest import Deployment
+from tests.support.ray_fixtures import NODE
 
 _SPARE = {"labels": {"pool": "spare"}}
 _SPEC = {

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from cluster.control import authority_store
-from cluster.control.authority_store import issue_identity
 from cluster.control.operations import Operations
-from cluster.control.person_book import PersonBook
-from cluster.host.certified_controller import CertifiedController
-from cluster.host.person_file import PersonFile
-from cluster.identity.authority import Authority
-from cluster.identity.key_pair import KeyPair
-from cluster.process.log import LogPart
-from cluster.words.api_key import ApiKey, KeyChange, new_key, new_secret
-from cluster.words.errors import DeployError, SpecError
-from cluster.words.person import PersonRole
-from cluster.words.process_name import ProcessName
-from cluster.words.spec_file import parse_spec
+from cluster.control.operator_registry import PersonBook
+from cluster.launch.certified_controller import CertifiedController
+from cluster.launch.person_file import PersonFile
+from cluster.ray import authority_store
+from cluster.ray.authority_store import issue_identity
+from core.identity.authority import Authority
+from core.identity.key_pair import KeyPair
+from core.identity.operator_account import PersonRole
+from core.identity.process_name import ProcessName
+from core.process.log import LogPart
+from core.spec.loader import parse_spec
+from core.types.api_key import ApiKey, KeyChange, new_key, new_secret
+from core.types.errors import DeployError, SpecError
 from tests.cluster.control.operating import NAME, Operating, operating
-from tests.identities import in_clear, proven, rank, router
+from tests.support.identities import in_clear, proven, rank, router
 
 _KEY = new_key("acme", new_secret(), tenant="t", rpm=7, priorities=(0, 3))
 _CHANGES: list[tuple[str, tuple[Any, ...]]] = [

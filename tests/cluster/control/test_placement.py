@@ -13,9 +13,9 @@ from cluster.control.placement import (
     preferred_node,
     why_pending,
 )
-from cluster.words.errors import DeployError
-from cluster.words.request import Role
-from cluster.words.spec import PoolSpec
+from core.spec.schema import PoolSpec
+from core.types.errors import DeployError
+from core.types.request import Role
 
 
 def node(

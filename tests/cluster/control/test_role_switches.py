@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 from tests.cluster.control.conftest import Deployment, ids
 
 Deploy = Callable[..., Deployment]

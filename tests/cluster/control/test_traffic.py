@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.trace import read_trace
 from cluster.control.current_capture import CurrentCapture
-from cluster.control.traffic_book import TrafficBook
 from cluster.control.traffic_capture import TrafficCapture
-from cluster.words.errors import SpecError
-from cluster.words.traffic import SeenRequest, TrafficNews
+from cluster.control.traffic_log import TrafficBook
+from core.trace.trace import read_trace
+from core.trace.traffic import SeenRequest, TrafficNews
+from core.types.errors import SpecError
 
 
 class _Clock:

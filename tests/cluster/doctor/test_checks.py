@@ -10,8 +10,8 @@ import pytest
 from cluster.doctor.checks import findings_of
 from cluster.doctor.finding import Severity
 from cluster.doctor.host_facts import CertificateFacts, DeviceFacts, DirectoryFacts, HostFacts
-from cluster.words.spec import Spec
-from cluster.words.spec_file import parse_spec
+from core.spec.loader import parse_spec
+from core.spec.schema import Spec
 
 _GIB = 1 << 30
 _NOW_S = 1_700_000_000.0

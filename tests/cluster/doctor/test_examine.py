@@ -16,9 +16,9 @@ import pytest
 
 from cluster.cli.app import run
 from cluster.doctor import host_facts
-from cluster.index.redis_server import RedisAddress, RedisServer
-from cluster.process.ports import free_ports
-from tests.router.doors.certificate_files import write_certificate
+from core.index.redis_server import RedisAddress, RedisServer
+from core.process.ports import free_ports
+from tests.frontend.http.certificate_files import write_certificate
 
 
 class Host:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine import streams
 from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
 from engine.attention.heads import TorchHeads
 from engine.attention.triton_heads import KernelHeads
@@ -19,6 +18,7 @@ from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Row
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from engine.runner import streams
 from tests.engine.attention.fake_flashinfer import FakeFlashInfer
 from tests.engine.tiny_models import MakeModel, MakeRunner
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from cluster.model.config import load
+from core.model.config import load
 from engine.attention.rotary import Rotary
 from tests.engine.tiny_models import MakeModel
 

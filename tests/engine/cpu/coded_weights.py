@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from gguf import GGMLQuantizationType
 
-from cluster.model.gguf_table import GGML_TYPES
+from core.model.gguf_table import GGML_TYPES
 from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
 from tests.engine.gguf_files import random_blocks
 

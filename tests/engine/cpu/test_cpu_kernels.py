@@ -18,17 +18,17 @@ from engine.cpu import library
 from engine.cpu.library import Kernels, Program, open_kernels
 from engine.cpu.structs import Step
 from engine.cpu.wire import sum_words, wire_of
-from engine.kernels.eight_bits import as_bytes
-from engine.kernels.wire import reference_pack_kv, reference_unpack_kv
+from engine.kernels.kv_wire import reference_pack_kv, reference_unpack_kv
+from engine.kernels.quant.row_quantization import as_bytes
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model import cpu_program, transformer
 from engine.model.cpu_program import CompiledHead, can_compile
-from tests.disks import FakeDisk
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
+from tests.support.disks import FakeDisk
 
 # T tokens, I input features, O output features, N heads of queries, keys and values, D head_dim, F = D / 2
 

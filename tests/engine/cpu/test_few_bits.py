@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from cluster.model.gguf_import import import_gguf
+from core.model.gguf_import import import_gguf
 from engine.cpu import library
 from engine.cpu.library import Kernels
 from engine.layers.codes import format_of

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.model.source import cache_root
+from core.model.source import cache_root
 from engine.attention.cpu_heads import CompiledHeads, quickest_way
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu import library
+from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.cpu.structs import Step
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool

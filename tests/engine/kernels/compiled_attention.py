@@ -15,14 +15,14 @@ from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu, ints, numbers
 import torch
 from torch import Tensor
 
-from engine.kernels.decode_attention import launch_decode_attention, resident_programs
-from engine.kernels.dense_prefill import Carry, Slice, WHOLE, launch_dense_prefill_attention
-from engine.kernels.gather_rows import launch_gather_rows
-from engine.kernels.latent_attention import launch_latent_decode_attention, splits_of_latents
-from engine.kernels.prefill_attention import launch_prefill_attention
-from engine.kernels.splits import Splits
-from engine.kernels.strips import QueryStrips, most_queries
-from engine.kernels.tiles import QueryTiles
+from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
+from engine.kernels.attention.dense_prefill import Carry, Slice, WHOLE, launch_dense_prefill_attention
+from engine.kernels.attention.gather_rows import launch_gather_rows
+from engine.kernels.attention.latent_attention import launch_latent_decode_attention, splits_of_latents
+from engine.kernels.attention.prefill_attention import launch_prefill_attention
+from engine.kernels.attention.kv_splits import Splits
+from engine.kernels.attention.query_groups import QueryStrips, most_queries
+from engine.kernels.attention.query_tiles import QueryTiles
 # ruff: isort: on
 
 # Llama 3 8B's heads, and DeepSeek-V2-Lite's

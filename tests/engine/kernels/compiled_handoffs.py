@@ -16,10 +16,10 @@ from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
 
 import torch
 
-from engine.kernels.word_sum import launch_word_sum
+from engine.kernels.checksum import launch_word_sum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from kvtransfer.movers.codec import Codec, codec_for, slots_of
+from kvtransfer.transfer.codec import Codec, codec_for, slots_of
 from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.segment import Segment
 from tests.engine.kernels.compiled_steps import without_numbers

@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cluster.model.draft_heads import HeadsPlace
+from core.model.draft_heads import HeadsPlace
 from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import Row
-from engine import runner as runner_module
+from engine.runner import runner as runner_module
 from engine.config import EngineConfig
-from engine.heads import open_heads
-from engine.heads.head_row import HeadLogits, HeadRow
-from engine.runner import ModelRunner
+from engine.spec_decode.heads import open_heads
+from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from engine.runner.runner import ModelRunner
 from engine.weights.open_checkpoint import open_checkpoint
-from tests.engine.heads.eagle1_files import write_eagle1
-from tests.engine.heads.head_files import write_eagle, write_medusa
-from tests.engine.heads.mtp_files import write_mtp
+from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
+from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
+from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.tiny_models import random_model, tiny_config
 # ruff: isort: on
 

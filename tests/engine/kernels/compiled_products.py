@@ -14,10 +14,10 @@ from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
 
 import torch
 
-from engine.kernels.code_panels import CodePanels, words_of_a_unit
-from engine.kernels.code_words import E4M3, FIVE_BITS, INT8, NIBBLES, SIX_BITS
-from engine.kernels.coded_product import launch_expert_product, most_rows_of_experts
-from engine.layers.coded_matrix import CodedMatrix
+from engine.kernels.quant.code_panels import CodePanels, words_of_a_unit
+from engine.kernels.quant.code_words import E4M3, FIVE_BITS, INT8, NIBBLES, SIX_BITS
+from engine.kernels.quant.quantized_matmul import launch_expert_product, most_rows_of_experts
+from engine.layers.low_bit_matrix import CodedMatrix
 from engine.layers.int8_matrix import Int8Matrix
 # ruff: isort: on
 

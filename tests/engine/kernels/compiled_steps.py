@@ -24,21 +24,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cluster.model import config as model_config
-from cluster.words.request import Sampling
-from cluster.words.token_rules import TokenRules
-from engine import decode_graphs, likeliest, runner, sampler, streams
+from core.model import config as model_config
+from core.types.request import Sampling
+from core.types.token_rules import TokenRules
+from engine.runner import decode_graphs, runner, streams
+from engine.sampling import greedy, sampler
 from engine.batch import device_batch
 from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import Row
-from engine.attention import gathered
+from engine.attention import gathered_kv
 from engine.model.transformer import expected_tensors
 from engine.config import GIB, EngineConfig
-from engine.kernels.word_sum import launch_word_sum
-from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.sampling import SamplingRow
-from kvtransfer.movers.codec import codec_for, slots_of
+from engine.kernels.checksum import launch_word_sum
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.sampling.params import SamplingRow
+from kvtransfer.transfer.codec import codec_for, slots_of
 from kvtransfer.protocol.segment import Segment
 # ruff: isort: on
 
@@ -170,7 +171,7 @@ def main() -> None:
 
 def without_numbers() -> None:
     """What goes to the device in one copy has its shape, and begins where an allocation does."""
-    for module in (device_batch, decode_graphs, gathered, likeliest, sampler):
+    for module in (device_batch, decode_graphs, gathered_kv, greedy, sampler):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
     streams.streams_of = lambda device: AbsentStreams()
     sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)

@@ -20,11 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from cluster.model import config as model_config
+from core.model import config as model_config
 from engine.batch.device_batch import DeviceBatch
 from engine.config import EngineConfig
-from engine.kernels.strips import QueryStrips
-from engine.runner import ModelRunner
+from engine.kernels.attention.query_groups import QueryStrips
+from engine.runner.runner import ModelRunner
 # ruff: isort: on
 
 ROWS = 64

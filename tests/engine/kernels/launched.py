@@ -7,22 +7,22 @@ from torch import Tensor
 
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
-from engine.kernels import fused_experts
-from engine.kernels.absorb_queries import launch_absorb_queries
-from engine.kernels.decode_attention import launch_decode_attention
-from engine.kernels.dense_prefill import launch_dense_prefill_attention
-from engine.kernels.expert_choice import launch_choose_experts
-from engine.kernels.expert_tiles import launch_sort_into_tiles
-from engine.kernels.fused_experts import launch_fused_experts
-from engine.kernels.gather_rows import launch_gather_rows
-from engine.kernels.latent_attention import launch_latent_decode_attention
-from engine.kernels.prefill_attention import launch_prefill_attention
+from engine.kernels.attention.absorb_queries import launch_absorb_queries
+from engine.kernels.attention.decode_attention import launch_decode_attention
+from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
+from engine.kernels.attention.gather_rows import launch_gather_rows
+from engine.kernels.attention.kv_splits import Splits, share_out
+from engine.kernels.attention.latent_attention import launch_latent_decode_attention
+from engine.kernels.attention.prefill_attention import launch_prefill_attention
+from engine.kernels.attention.store_heads import launch_store_heads
+from engine.kernels.attention.store_latents import launch_store_latents
+from engine.kernels.moe import fused_experts
+from engine.kernels.moe.expert_router import launch_route
+from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
+from engine.kernels.moe.fused_experts import launch_fused_experts
+from engine.kernels.moe.top_k import launch_choose_experts
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
-from engine.kernels.router import launch_route
 from engine.kernels.silu_mul import launch_silu_mul
-from engine.kernels.splits import Splits, share_out
-from engine.kernels.store_heads import launch_store_heads
-from engine.kernels.store_latents import launch_store_latents
 from engine.layers import layers
 from engine.model import expert_bank, routing
 

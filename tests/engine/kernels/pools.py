@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.eight_bits import quantize_rows
+from engine.kernels.quant.row_quantization import quantize_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a CPU kernels run in Triton's interpreter
 

@@ -11,22 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.decode_attention import (
+from engine.kernels.attention.decode_attention import (
     launch_decode_attention,
     reference_decode_attention,
     window_of_strips,
 )
-from engine.kernels.dense_prefill import (
+from engine.kernels.attention.dense_prefill import (
     Carry,
     Slice,
     launch_dense_prefill_attention,
     reference_dense_prefill_attention,
 )
-from engine.kernels.gather_rows import launch_gather_rows, reference_gather_rows
-from engine.kernels.prefill_attention import launch_prefill_attention, reference_prefill_attention
-from engine.kernels.splits import KEYS, share_out
-from engine.kernels.strips import QueryStrips, cut_strips, most_queries
-from engine.kernels.tiles import QueryTiles
+from engine.kernels.attention.gather_rows import launch_gather_rows, reference_gather_rows
+from engine.kernels.attention.kv_splits import KEYS, share_out
+from engine.kernels.attention.prefill_attention import launch_prefill_attention, reference_prefill_attention
+from engine.kernels.attention.query_groups import QueryStrips, cut_strips, most_queries
+from engine.kernels.attention.query_tiles import QueryTiles
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []

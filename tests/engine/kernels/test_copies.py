@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.eight_bits import as_bytes, dequantize_rows, quantize_rows
-from engine.kernels.kv_write import launch_write_kv, reference_write_kv
-from engine.kernels.wire import launch_pack_kv, launch_unpack_kv, reference_pack_kv, reference_unpack_kv
-from engine.kernels.word_sum import launch_word_sum
+from engine.kernels.attention.kv_write import launch_write_kv, reference_write_kv
+from engine.kernels.checksum import launch_word_sum
+from engine.kernels.kv_wire import launch_pack_kv, launch_unpack_kv, reference_pack_kv, reference_unpack_kv
+from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, quantize_rows
 from engine.kv.checksum import checksum
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool, random_slots
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.kernels.attention.rotary import launch_rotate, reference_rotate
 from engine.kernels.rms_norm import (
     launch_add_rms_norm,
     launch_rms_norm,
     reference_add_rms_norm,
     reference_rms_norm,
 )
-from engine.kernels.rotary import launch_rotate, reference_rotate
 from engine.kernels.silu_mul import launch_silu_mul, reference_silu_mul
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.model import experts
 from engine.model.expert_bank import Expert, ExpertStack
 from engine.model.experts import SharedExpert
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.kernels.pools import DEVICE
 from tests.engine.steps import prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from tests.engine.kernels.pools import DEVICE
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts, step

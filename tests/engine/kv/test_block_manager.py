@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cluster.words.hashing import block_hashes, root_hash
+from core.types.prefix_hash import block_hashes, root_hash
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import EVICTIONS, make_eviction
 

@@ -14,7 +14,7 @@ from engine.attention import attention
 from engine.attention.attention import AttentionPlan, paged_attention
 from engine.batch.batch import Batch
 from engine.batch.rows import Row, RowChanges
-from engine.kernels.eight_bits import MOST, dequantize_rows, quantize_rows
+from engine.kernels.quant.row_quantization import MOST, dequantize_rows, quantize_rows
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 

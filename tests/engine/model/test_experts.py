@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.model.config import load
-from cluster.words.errors import SpecError
+from core.model.config import load
+from core.types.errors import SpecError
 from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.steps import prompts, step

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.runner.runner import ModelRunner
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, GROUPS, MakeModel, MakeRunner, reference_logits
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.expert_choice import ChoiceRule
-from engine.kernels.expert_sum import ExpertSum
-from engine.kernels.router import new_counters
+from engine.kernels.moe.expert_router import new_counters
+from engine.kernels.moe.expert_sum import ExpertSum
+from engine.kernels.moe.top_k import ChoiceRule
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, TorchMatrix
 from engine.layers.residual import Residual
 from engine.model.expert_bank import ExpertStack
 from engine.model.experts import SharedExpert, SparseMLP, SplitExperts
 from engine.model.gated_mlp import GatedMLP
 from engine.model.routing import Routing
-from engine.parallel import TensorParallel
+from engine.runner.parallel import TensorParallel
 from tests.engine.kernels.launched import launch_kernels
 
 CPU = torch.device("cpu")

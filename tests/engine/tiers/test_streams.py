@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.words.tier import Tier
-from engine import streams
+from core.types.tier import Tier
 from engine.cpu import library
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from engine.runner import streams
 from engine.tiers.block_copies import BATCH, BlockCopies
+from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
 from engine.tiers.rank_tiers import RankTiers
-from tests.fake_streams import FakeEvent, FakeStreams
+from tests.support.fake_streams import FakeEvent, FakeStreams
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.tier import Tier
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.tier import Tier
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.tiers.block_file import Stamp
+from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.table import Load, TierTable, worth_loading
 

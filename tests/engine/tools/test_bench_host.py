@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.cli.app import run
-from cluster.model import source as model_source
+from core.model import source as model_source
 from tests.engine.tiny_models import MakeModel
 
 

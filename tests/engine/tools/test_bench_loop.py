@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from cluster.words.request import Sampling
-from engine.runner import ModelRunner
-from engine.sequence import Sequence
-from engine.speculation.proposer import Proposal
-from engine.speculation.speculation import Speculation
+from core.types.request import Sampling
+from engine.runner.runner import ModelRunner
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.proposer import Proposal
+from engine.spec_decode.speculation import Speculation
 from engine.tools.bench_loop import running_engine
 from engine.tools.random_models import random_runner
 

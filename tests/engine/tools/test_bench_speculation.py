@@ -13,9 +13,9 @@ import torch
 from cluster.cli.app import run
 from engine.tools import bench_speculation
 from engine.tools.methods_in_turn import answer_in_turn
-from tests.character_tokenizer import CHARACTERS, save_tokenizer
-from tests.engine.draft_models.smaller_model import first_layers
+from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.tiny_models import MakeModel
+from tests.support.character_tokenizer import CHARACTERS, save_tokenizer
 
 
 @pytest.mark.parametrize(("clock", "methods"), [("wall", ""), ("cpu", "suffix,draft,self,auto")])

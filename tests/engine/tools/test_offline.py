@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.words.errors import ContextLengthExceeded
-from cluster.words.request import FinishReason, SampledToken, Sampling
+from core.types.errors import ContextLengthExceeded
+from core.types.request import FinishReason, SampledToken, Sampling
 from engine.tools.offline import generate
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner

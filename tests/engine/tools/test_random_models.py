@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.tools.random_models import SHAPES, random_runner

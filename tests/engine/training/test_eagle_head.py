@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cluster.model import config as model_config
+from core.model import config as model_config
 from engine.attention.rotary import Rotary
 from engine.training.eagle_head import Chain, EagleHead, Rotation
 from engine.training.teacher import Teacher

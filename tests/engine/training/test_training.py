@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.model.draft_heads import HeadsPlace
-from cluster.words.errors import SpecError
-from cluster.words.request import Sampling
-from engine.draft_models.head_proposer import HeadProposer
-from engine.runner import ModelRunner
-from engine.sequence import Sequence
-from engine.speculation.speculation import Speculation
+from core.model.draft_heads import HeadsPlace
+from core.types.errors import SpecError
+from core.types.request import Sampling
+from engine.runner.runner import ModelRunner
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.speculation import Speculation
 from engine.training.answers import FileAsker
 from engine.training.eagle import EagleLearner
 from engine.training.learner import Learner

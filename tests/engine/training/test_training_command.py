@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cluster.cli.app import run
-from tests.character_tokenizer import save_tokenizer
 from tests.engine.tiny_models import random_model, tiny_config
+from tests.support.character_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,6 +79,6 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(
     monkeypatch.setattr("engine.training.training.train", ctrl_c)
     assert _train(model_dir, data, output) == 130
     assert capsys.readouterr().err == f"cluster: interrupted; the same command goes on from what {output} holds\n"
-    monkeypatch.setattr("cluster.model.source.resolve", ctrl_c)
+    monkeypatch.setattr("core.model.source.resolve", ctrl_c)
     assert _train(model_dir, data, output) == 130
     assert capsys.readouterr().err == "cluster: interrupted\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.words.errors import RequestError, SpecError
+from core.types.errors import RequestError, SpecError
 from engine.training.answers import PART, SelfAsker
 from engine.training.prompts import Conversation, opening, read_conversations
 from tests.engine.steps import VOCAB_SIZE

@@ -13,16 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from cluster.model.gguf_import import import_gguf
-from cluster.words.errors import SpecError
+from core.model.gguf_import import import_gguf
+from core.types.errors import SpecError
 from engine.config import EngineConfig
-from engine.kernels.coded_product import launch_coded_product
-from engine.layers import coded_matrix, shards
-from engine.layers.coded_matrix import CodedMatrix
+from engine.kernels.quant.quantized_matmul import launch_coded_product
+from engine.layers import low_bit_matrix, shards
+from engine.layers.low_bit_matrix import CodedMatrix
 from engine.layers.quantized_matrix import QuantizedMatrix
 from engine.layers.shards import ShardReader
-from engine.parallel import TensorParallel
-from engine.runner import ModelRunner
+from engine.runner.parallel import TensorParallel
+from engine.runner.runner import ModelRunner
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
 from engine.weights.quantized_weight import QuantizedWeight
@@ -167,7 +167,7 @@ def test_a_gpus_products_in_few_bits(kind: str, tmp_path: Path, monkeypatch: pyt
         return matrix
 
     monkeypatch.setattr(shards, "QuantizedMatrix", keep)
-    monkeypatch.setattr(coded_matrix, "coded_product", launch_coded_product)
+    monkeypatch.setattr(low_bit_matrix, "coded_product", launch_coded_product)
     model = random_model(tiny_config("llama", **SHAPE))
     write_quantised(tmp_path, model, kind)
     recorded: list[Callable[[], None]] = []

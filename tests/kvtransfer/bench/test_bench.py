@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.cli.app import run
-from cluster.model import source as model_source
+from core.model import source as model_source
 from kvtransfer.bench import run as bench_run
 from tests.engine.tiny_models import random_model, tiny_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.words.errors import SpecError
+from core.types.errors import SpecError
 from kvtransfer.links import nixl
 from kvtransfer.links.backends import LINKS, backend_for
 

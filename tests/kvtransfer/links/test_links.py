@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch.distributed import FileStore, PrefixStore, Store
 
-from cluster.words.errors import LinkClosed
+from core.types.errors import LinkClosed
 from kvtransfer.links.backends import LINKS, make_link
+from kvtransfer.links.encryption import Cipher, pieces, sealed_size
 from kvtransfer.links.handshake import Handshake
 from kvtransfer.links.link import Link, LinkEnd, LinkGuard
-from kvtransfer.links.sealing import Cipher, pieces, sealed_size
-from tests.forks import forks
+from tests.support.forks import forks
 
 _TIMEOUT_S = 1.0
 _SHORT_S = 0.2  # where it is known that it passes

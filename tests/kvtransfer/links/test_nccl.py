@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.distributed import FileStore, PrefixStore
 
-from cluster.words.errors import LinkClosed
+from core.types.errors import LinkClosed
 from kvtransfer.links import nccl as nccl_module
 from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.links.nccl import NcclLink
 from kvtransfer.links.nccl_library import NcclError
 from tests.kvtransfer.links.fake_nccl import FakeNccl
-from tests.waiting import until
+from tests.support.waiting import until
 
 FakeNccls = Callable[..., FakeNccl]
 _CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, PrefixStore
 
-from cluster.words.errors import LinkClosed
+from core.types.errors import LinkClosed
 from kvtransfer.links import nixl as nixl_module
 from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.links.nixl import NixlLink

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.words.errors import TransferError
-from cluster.words.handoff import Holder
-from kvtransfer.protocol.arrivals import Arrival
+from core.types.errors import TransferError
+from core.types.handoff import Holder
+from kvtransfer.protocol.fetches import Pull, Pulls
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.passage import Shipment
-from kvtransfer.protocol.pulls import Pull, Pulls
+from kvtransfer.protocol.incoming_transfers import Arrival
+from kvtransfer.protocol.rank_transfer import Shipment
 from tests.kvtransfer.protocol.pools import layout
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.words.handoff import Handoff
+from core.types.handoff import Handoff
 from engine.kv.block_manager import BlockManager
-from kvtransfer.protocol.arrivals import Arrival, Arrivals, ArrivalState
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
+from kvtransfer.protocol.incoming_transfers import Arrival, Arrivals, ArrivalState
 from kvtransfer.protocol.ledger import Landing, Ledger
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.register import Register

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.words.errors import HandoffExpired, LinkClosed, TransferError
-from cluster.words.handoff import Handoff, HandoffKey
+from core.types.errors import HandoffExpired, LinkClosed, TransferError
+from core.types.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
-from kvtransfer.movers.grants import GrantListener, Grants
-from kvtransfer.protocol.departures import Departure, Departures
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
-from kvtransfer.protocol.passage import Ending, Outlet, Passage, Shipment
+from kvtransfer.protocol.outgoing_transfers import Departure, Departures
 from kvtransfer.protocol.plan import HeadCopy, plan_heads, sending_ranks
+from kvtransfer.protocol.rank_transfer import Ending, Outlet, Passage, Shipment
 from kvtransfer.protocol.segment import Segment
+from kvtransfer.transfer.serve_fetches import GrantListener, Grants
 from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
 from tests.kvtransfer.protocol.pull_world import content_of, hashes_of
 
@@ -153,7 +153,7 @@ class SendingRank:
             self.pool[slot] = (content_of(prefix), position)
 
     def grant(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
-        """What cluster.worker.gang_runner does with such an order."""
+        """What worker.gang_runner does with such an order."""
         self.begin(Job(handoff, blocks))
         if passage := self.passages.get((handoff.id, handoff.epoch)):
             passage.all_layers_ready(0, num_tokens)

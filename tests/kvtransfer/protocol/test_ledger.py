@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.words.errors import HandoffExpired, TransferError
+from core.types.errors import HandoffExpired, TransferError
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Ledger, LedgerState
 from kvtransfer.protocol.segment import Segment, combine_checksums

@@ -9,7 +9,7 @@ import pytest
 
 import kvtransfer.protocol
 
-_IMPURE = ("threading", "queue", "asyncio", "time", "grpc", "google.protobuf", "cluster.rpc", "torch")
+_IMPURE = ("threading", "queue", "asyncio", "time", "grpc", "google.protobuf", "core.rpc", "torch")
 _MODULES = sorted(Path(kvtransfer.protocol.__path__[0]).glob("*.py"))
 
 

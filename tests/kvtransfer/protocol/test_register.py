@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.words.errors import HandoffExpired
+from core.types.errors import HandoffExpired
 from kvtransfer.protocol import register as register_module
 from kvtransfer.protocol.register import Register
 

@@ -11,18 +11,18 @@ import openai
 from openai.types import Batch
 from redis.asyncio import Redis
 
-from cluster.index.redis_client import connect_redis
-from cluster.process.supervisor import Supervisor
-from router.access.access import Access
+from core.index.redis_client import connect_redis
+from core.process.supervisor import Supervisor
+from frontend.access.access import Access
+from frontend.http.app import create_app
+from frontend.text.models import Models
 from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
-from router.doors.http_app import create_app
-from router.metrics import Metrics
-from router.text.models import Models
-from tests.router.fake_token_service import FakeTokenService
-from tests.router.http_server import serve_http
-from tests.router.tiny_service import MakeCompletions
-from tests.waiting import told
+from router.telemetry.metrics import Metrics
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+from tests.support.waiting import told
 
 BOUNDS = BatchBounds(max_bytes=8 * 2**20)
 CHAT = "/v1/chat/completions"

@@ -12,22 +12,22 @@ import openai
 import pytest
 import redis
 
-from cluster.words.api_key import KeyBook
-from cluster.words.errors import ReplicaLost
-from cluster.words.request import OFFLINE
-from router.access.access import Access
-from router.access.keyring import Keyring
-from router.access.limits import Limits
-from router.access.local_limiter import LocalLimiter
+from core.types.api_key import KeyBook
+from core.types.errors import ReplicaLost
+from core.types.request import OFFLINE
+from frontend.access.access import Access
+from frontend.access.keyring import Keyring
+from frontend.access.limits import Limits
+from frontend.access.local_limiter import LocalLimiter
+from frontend.http import files_api
+from frontend.http.app import create_app
 from router.batches.bounds import ENTRY_BYTES, MAX_LINE_BYTES, PART_BYTES, BatchBounds
-from router.doors import files_api
-from router.doors.http_app import create_app
-from tests.router.access.keys import SALT_KEY, access_with, book_of, issue
+from tests.frontend.access.keys import SALT_KEY, access_with, book_of, issue
 from tests.router.batches.batch_doors import BatchRouter, batch_router, chat_line, ended, jsonl, read, sent
-from tests.router.fake_token_service import FakeTokenService
-from tests.router.http_server import serve_http
-from tests.router.tiny_service import MakeCompletions
-from tests.waiting import becomes
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+from tests.support.waiting import becomes
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.words.errors import RequestError
-from router.doors.multipart import Field, FileBegin, MultipartReader
+from core.types.errors import RequestError
+from frontend.http.multipart import Field, FileBegin, MultipartReader
 
 _TYPE = 'multipart/form-data; charset=x; boundary="b-1"'
 

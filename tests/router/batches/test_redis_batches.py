@@ -8,7 +8,7 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from cluster.index.redis_client import connect_redis
+from core.index.redis_client import connect_redis
 from router.batches.bounds import BatchBounds
 from router.batches.records import BatchMade, BatchState, FileRecord
 from router.batches.redis_batches import HashedPlace, RedisBatches

@@ -11,12 +11,12 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from cluster.index.redis_client import connect_redis
-from tests.router.access.keys import access_with, issue
+from core.index.redis_client import connect_redis
+from tests.frontend.access.keys import access_with, issue
 from tests.router.batches.batch_doors import batch_router, chat_line, ended, jsonl, read, sent
-from tests.router.fake_token_service import FakeTokenService
-from tests.router.tiny_service import MakeCompletions
-from tests.waiting import told
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.tiny_service import MakeCompletions
+from tests.support.waiting import told
 
 _NONE_REFUSED = 'outcome="invalid_value"} 0.0'
 _LINES = [chat_line(f"{number}", max_tokens=1 + number % 2) for number in range(20)]

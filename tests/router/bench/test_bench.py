@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from router.access.access import Access
+from frontend.access.access import Access
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
 from router.bench.clients import TimedStream, open_grpc, open_http
 from router.bench.run import RouterLoad, bench_router
-from router.doors.grpc_api import open_grpc_api
-from router.doors.http_app import create_app
-from tests.router.fake_token_service import FakeTokenService
-from tests.router.http_server import serve_http
-from tests.router.tiny_service import MakeCompletions
-from tests.router.tiny_tokenizers import make_byte_level
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+from tests.support.tiny_tokenizers import make_byte_level
 
 _PROMPTS = [[70, 71, number] for number in range(65, 70)]
 _NUM_TOKENS = 4

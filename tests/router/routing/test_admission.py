@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.words.errors import CapacityError
+from core.types.errors import CapacityError
 from router.routing.admission import AdmissionQueue
 from router.routing.fair_shares import QueuedRequest
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.words.life import Life
-from cluster.words.request import DraftTally
-from cluster.words.timing import StepTiming
+from core.types.request import DraftTally
+from core.types.step_timing import StepTiming
+from core.types.timeline import Life
 from router.routing.decisions import Decisions
 from router.routing.policy import CandidateReplica, Option
 

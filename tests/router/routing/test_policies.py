@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.words.timing import StepTiming
+from core.types.step_timing import StepTiming
 from router.routing.plain_policies import POLICIES, make_policy
 from router.routing.policy import CandidateReplica, RoutingRequest
 

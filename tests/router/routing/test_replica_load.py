@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from router.routing.replica_load import ReplicaLoad, UsualRates
-from tests.members import make_member
+from tests.support.members import make_member
 
 _IDLE = ReplicaLoad(
     member=make_member(),

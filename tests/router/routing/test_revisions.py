@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cluster.words.request import SequenceRequest
-from cluster.words.revisions import Revision, RevisionCounts, RevisionTable, counts_from_json, counts_to_json
+from core.types.request import SequenceRequest
+from core.types.revisions import Revision, RevisionCounts, RevisionTable, counts_from_json, counts_to_json
 from router.routing.revisions import Revisions
 
 OLD = frozenset({"prefill-0", "decode-0"})

@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.messages import handoff_to_proto, tokens_to_proto
-from cluster.wire.prompt_logprobs import prompt_logprobs_to_proto
-from cluster.words.errors import CapacityError, ClusterError, HandoffExpired, ReplicaLost
-from cluster.words.handoff import Handoff, Holder
-from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import Role, SampledToken, SequenceRequest, finish_reason
+from core.rpc import worker_pb2 as pb
+from core.types.errors import CapacityError, ClusterError, HandoffExpired, ReplicaLost
+from core.types.handoff import Handoff, Holder
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import Role, SampledToken, SequenceRequest, finish_reason
+from core.wire.messages import handoff_to_proto, tokens_to_proto
+from core.wire.prompt_logprob_messages import prompt_logprobs_to_proto
 from tests.router.serving.virtual_time import pass_time
 
 MAX_CONTEXT = 1000

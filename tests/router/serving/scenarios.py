@@ -6,7 +6,7 @@ import gc
 from collections.abc import Awaitable, Callable
 from random import Random
 
-from cluster.words.request import Role
+from core.types.request import Role
 from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.serving_world import Client, World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time

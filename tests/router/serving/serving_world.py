@@ -9,17 +9,17 @@ from functools import partial
 from random import Random
 from weakref import ref
 
-from cluster.index.membership import Member
-from cluster.words.errors import CapacityError, ClusterError, DeadlineExceeded
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
+from core.index.membership import Member
+from core.types.errors import CapacityError, ClusterError, DeadlineExceeded
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import Role, SampledToken, Sampling, SequenceRequest
 from router.generation import Arrived, Generation
-from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.cost_policy import CostPolicy
 from router.serving.core import RouterCore
 from router.serving.dispatch import Dispatch
 from router.serving.replicas import Replicas
+from router.telemetry.metrics import Metrics
 from tests.router.serving.fake_worker import MAX_CONTEXT, VOCAB_SIZE, FakeWorker, next_token, told_of_prompt
 from tests.router.serving.virtual_time import pass_time
 

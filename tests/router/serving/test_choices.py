@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from cluster.words.errors import ReplicaLost, TransferError
-from cluster.words.request import FinishReason, SampledToken, SequenceRequest
+from core.types.errors import ReplicaLost, TransferError
+from core.types.request import FinishReason, SampledToken, SequenceRequest
 from router.serving.choices import Choices
 from router.serving.request_state import RequestState
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from cluster.words.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, ModelAway, RequestError
-from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import OFFLINE, Role, Sampling, SequenceRequest
+from core.types.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, ModelAway, RequestError
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.serving.replica import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import MAX_CONTEXT

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.words.request import OFFLINE, Role
+from core.types.request import OFFLINE, Role
 from router.serving.replica import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import FakeWorker

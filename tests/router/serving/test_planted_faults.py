@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster.words.errors import ReplicaLost
-from cluster.words.handoff import Handoff
-from cluster.words.request import SampledToken, SequenceRequest
+from core.types.errors import ReplicaLost
+from core.types.handoff import Handoff
+from core.types.request import SampledToken, SequenceRequest
 from router.serving.attempt import Attempt
 from router.serving.attempt_tasks import AttemptTasks
 from router.serving.choices import Choices

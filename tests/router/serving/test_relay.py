@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from cluster.words.request import Role, Sampling, SequenceRequest
+from core.types.request import Role, Sampling, SequenceRequest
 from router.generation import RequestRoute
 from router.serving.dispatch import Dispatch
 from tests.router.serving.serving_world import World

@@ -13,22 +13,22 @@ import pytest
 from google.protobuf.message import Message
 from grpc import aio
 
-from cluster.index.membership import Membership
-from cluster.index.redis_client import connect_redis
-from cluster.process.ports import free_port
-from cluster.process.supervisor import Supervisor
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.words.errors import ReplicaLost
-from cluster.words.request import FinishReason, SampledToken, SequenceRequest
+from core.index.membership import Membership
+from core.index.redis_client import connect_redis
+from core.process.ports import free_port
+from core.process.supervisor import Supervisor
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.types.errors import ReplicaLost
+from core.types.request import FinishReason, SampledToken, SequenceRequest
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
-from tests.identities import in_clear, router
-from tests.members import make_member
 from tests.router.serving.fake_worker import FakeCall
-from tests.waiting import becomes
+from tests.support.identities import in_clear, router
+from tests.support.members import make_member
+from tests.support.waiting import becomes
 
 _NAME = "here"
 _KEY = bytes(32)

@@ -9,13 +9,13 @@ from typing import Any
 
 import redis
 
-from cluster.index.redis_client import connect_redis
-from cluster.index.revision_channel import RevisionChannel
-from cluster.words.revisions import Revision, RevisionCounts, RevisionTable
-from cluster.words.seal import SEAL_BYTES
+from core.identity.signing import SEAL_BYTES
+from core.index.redis_client import connect_redis
+from core.index.revision_channel import RevisionChannel
+from core.types.revisions import Revision, RevisionCounts, RevisionTable
 from router.routing.revisions import Revisions
 from router.serving.revision_watch import RevisionWatch
-from tests.waiting import becomes, told
+from tests.support.waiting import becomes, told
 
 KEY = bytes(range(32))
 REVISIONS = tuple(

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cluster.words.request import Role
+from core.types.request import Role
 from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.serving_world import Client, World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.words.errors import CapacityError
+from core.types.errors import CapacityError
 from router.routing.fair_shares import QueuedRequest
 from router.routing.tenant_share import NO_PLACES, Places
 from router.serving.tenant_shares import TenantShares

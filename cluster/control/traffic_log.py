@@ -1,0 +1,80 @@
+"""The last minutes' traffic of a deployment, as its routers tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from secrets import token_hex
+from time import monotonic
+
+from core.trace.traffic import KEPT_S, ReplicaNews, SeenRequest, TrafficNews
+
+_MAX_REQUESTS = 100_000
+_MAX_IDS = 4_000_000
+_FRESH_S = 30.0  # of what a router says of replicas
+
+
+class TrafficBook:
+    """Lives on the controller's event loop, in bounded memory; a controller that starts anew is told all that routers
+    remember, for they see that it has another `life`."""
+
+    def __init__(self, *, now: Callable[[], float] = monotonic) -> None:
+        self.life = token_hex(8)
+        self.num_lost = 0
+        self.ended: Callable[[SeenRequest], None] = lambda seen: None  # told of each request that is over, once
+        self._now = now
+        self._requests: dict[tuple[str, int], SeenRequest] = {}
+        self._num_ids = 0
+        self._told: dict[str, tuple[float, TrafficNews]] = {}  # by router: when, and what it said last
+
+    def note(self, news: TrafficNews) -> str:
+        """Returns our life."""
+        now = self._now()
+        self.num_lost += news.num_lost
+        for number, seen in {**news.arrived, **news.changed}.items():
+            key = (news.router, number)
+            seen.arrival_s = now - seen.arrival_s
+            before = self._requests.get(key)
+            if before is None:
+                self._num_ids += len(seen.ids or ())
+            else:
+                seen.arrival_s = before.arrival_s  # what is told twice may be told a little later
+            self._requests[key] = seen
+            if seen.is_over and not (before and before.is_over):
+                self.ended(seen)
+        self._told[news.router] = (now, news)
+        self._forget(now)
+        return self.life
+
+    def recent(self) -> list[SeenRequest]:
+        """In order of arrival, by time.monotonic() of this process."""
+        self._forget(self._now())
+        return sorted(self._requests.values(), key=lambda seen: seen.arrival_s)
+
+    @property
+    def replicas(self) -> list[ReplicaNews]:
+        """As the router knows them that spoke last."""
+        fresh = self._fresh()
+        return list(fresh[-1].replicas) if fresh else []
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(news.num_waiting for news in self._fresh())
+
+    def _fresh(self) -> list[TrafficNews]:
+        now = self._now()
+        told = sorted(self._told.values(), key=lambda one: one[0])
+        return [news for when, news in told if now - when <= _FRESH_S]
+
+    def _forget(self, now: float) -> None:
+        is_full = len(self._requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS
+        oldest = min((seen.arrival_s for seen in self._requests.values()), default=now)
+        if not is_full and now - oldest <= KEPT_S:
+            return
+        in_order = sorted(self._requests.items(), key=lambda item: item[1].arrival_s)
+        for key, first in in_order:
+            is_full = len(self._requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS
+            if not is_full and now - first.arrival_s <= KEPT_S:
+                break
+            del self._requests[key]
+            self._num_ids -= len(first.ids or ())
+        self._told = {router: one for router, one in self._told.items() if now - one[0] <= KEPT_S}

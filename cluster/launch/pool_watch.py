@@ -1,0 +1,79 @@
+"""Waiting for the pools to come to where a command wants them, and saying so while it lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from cluster.control.report import FailureReport, PoolReport, Pools
+from cluster.launch.driver import ask
+from cluster.launch.reporter import Reporter
+from core.types.errors import ClusterError, DeployError, ReplicaDidNotStart
+
+_POLL_S = 0.25
+_LOG_LINES = 20
+_MAX_FAILED_ROUNDS = 2  # a process that was killed may have had bad luck, once
+
+
+def await_ready(
+    controller: Any,
+    roles: Iterable[str],
+    *,
+    deadline: float,
+    reporter: Reporter,
+    known_failures: Collection[str] = (),
+) -> Pools:
+    """Watch until the pools of `roles` have what they should have, all ready, and nothing else; returns all pools.
+
+    Raises ReplicaDidNotStart for a failure that is not one of `known_failures` (replica ids), and DeployError, naming
+    what was still awaited, at the deadline (of time.monotonic()).
+    """
+    roles = tuple(roles)
+    pools: Pools = ask(controller, "status")["pools"]
+    while not all(_is_settled(pools[role]) for role in roles):
+        reporter.show(pools)
+        for role in roles:
+            if failure := _final_failure(pools[role], known_failures):
+                raise ReplicaDidNotStart(failure["text"], log=_log_of(controller, failure["replica"]))
+        if time.monotonic() > deadline:
+            raise DeployError(f"not done in time; {_awaited(pools)}")
+        time.sleep(_POLL_S)
+        pools = ask(controller, "status")["pools"]
+    reporter.show(pools)
+    return pools
+
+
+def failures_so_far(controller: Any) -> set[str]:
+    """The replicas that have failed before, for await_ready to pass over."""
+    pools: Pools = ask(controller, "status")["pools"]
+    return {failure["replica"] for pool in pools.values() for failure in pool["failures"]}
+
+
+def _is_settled(pool: PoolReport) -> bool:
+    return pool["ready"] == pool["desired"] == len(pool["replicas"])
+
+
+def _final_failure(pool: PoolReport, known: Collection[str]) -> FailureReport | None:
+    for failure in (failure for failure in pool["failures"] if failure["replica"] not in known):
+        if failure["will_repeat"] or pool["failed_rounds"] >= _MAX_FAILED_ROUNDS:
+            return failure
+    return None
+
+
+def _log_of(controller: Any, replica: str) -> str:
+    try:
+        parts = ask(controller, "logs", replica, lines=_LOG_LINES)
+    except ClusterError as error:
+        return f"({error})"
+    return "".join(parts[rank].text for rank in sorted(parts))
+
+
+def _awaited(pools: Pools) -> str:
+    waiting = [
+        f"{replica['id']} is {replica['state']}" + (f" ({replica['stage']})" if replica["stage"] else "")
+        for pool in pools.values()
+        for replica in pool["replicas"]
+        if replica["state"] != "ready"
+    ]
+    return "; ".join(waiting) or "a replica that failed waits for its next try"

@@ -1,0 +1,191 @@
+"""What is looked at before a deployment starts anything. All of it raises SpecError or DeployError, in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
+
+from cluster.control.placement import Node, ResourceDemand, check_fit
+from cluster.launch import local_ray
+from cluster.launch import state as states
+from core.process.ports import is_free
+from core.spec.schema import RouterSpec, SecuritySpec, Spec
+from core.types.errors import DeployError, SpecError
+from core.types.network import check_link, is_loopback, is_private
+from core.types.request import Role
+
+if TYPE_CHECKING:
+    from core.model.shape import ModelConfig
+
+_REDIS_S = 3.0
+_POLL_S = 0.2
+
+
+def check_is_free(name: str, say: Callable[[str], None]) -> None:
+    """The name must be free. What a command that was killed has left of it is cleared away."""
+    state = states.load(name)
+    if state is None:
+        return
+    if state.is_interrupted or (state.joined_ray and not state.joined_ray.is_running):
+        say(f"clearing away what is left of an earlier {name}")
+        if state.local_ray:
+            local_ray.stop(state.local_ray)
+        if state.local_ray or (state.lent_ray and not state.lent_ray.is_running):
+            states.forget(name)
+            return
+        raise DeployError(
+            f"a deployment of {name} was interrupted on Ray at {state.ray_address}; run `cluster down` first"
+        )
+    what = "is being deployed" if state.deploying else "is deployed already"
+    raise DeployError(f"{name} {what}; `cluster scale` resizes it, `cluster down` takes it down")
+
+
+def check_model(spec: Spec, say: Callable[[str], None]) -> None:
+    """Fetch the model if need be, and see that the ranks of both pools fit it."""
+    from core.model import config as model_config
+    from core.model import source as model_source
+    from core.model.draft_heads import load_heads
+    from core.model.draft_source import check_same_tokens, draft_source
+    from frontend.chat.chat_template import ChatTemplate, find_chat_template
+
+    model_dir = model_source.resolve(spec.model.source, progress=say)
+    config = model_config.load(model_dir)
+    ChatTemplate(find_chat_template(model_dir, spec.model.chat_template), special_tokens={})
+    if spec.engine.deterministic:
+        config.check_deterministic()
+    if drafts := draft_source(spec, progress=say):
+        if drafts.heads is None:
+            check_same_tokens(drafts.directory, model_dir)
+        else:
+            heads = load_heads(drafts.heads, drafts.directory, config)
+            for role in Role:
+                heads.check_tensor_parallel(spec.pool(role).tensor_parallel)
+    check_ranks(spec, config)
+
+
+def check_ranks(spec: Spec, config: ModelConfig) -> None:
+    """The model can be shared out among the ranks of a replica, of both pools."""
+    for role in Role:
+        try:
+            config.check_tensor_parallel(spec.pool(role).tensor_parallel)
+            if role is Role.DECODE and spec.decode.expert_parallel:
+                config.check_expert_parallel(spec.decode.tensor_parallel, redundant=spec.decode.redundant_experts)
+        except SpecError as error:
+            raise SpecError(f"{role}.{error}") from None
+
+
+def check_index(url: str, *, name: str = "", trust_network: bool = False) -> None:
+    """A Redis of the operator's own must keep others out, and answer now: routers and replicas would go on without it,
+    and never meet. And no other deployment may be there under `name`: they would write over each other."""
+    from core.index.membership import LEASE_S, living_members
+    from core.index.redis_server import asked_once, place_of
+
+    if url == "embedded":
+        return
+    if missing := "" if trust_network else _unprotected(url):
+        raise SpecError(
+            f"index: {place_of(url)} is not on loopback and has no {missing}; write "
+            "rediss://:PASSWORD@HOST:PORT, or set kv.trust_network: true where nobody else is on that network"
+        )
+    try:
+        with asked_once(url, within_s=_REDIS_S) as redis:
+            deadline = time.monotonic() + LEASE_S + _POLL_S
+            while (living := living_members(redis, name)) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)  # those of a deployment that has just ended
+    except DeployError as error:
+        raise DeployError(f"index: {error}") from None
+    if living:
+        raise DeployError(
+            f"index: {place_of(url)} serves another deployment called {name} ({', '.join(living[:3])}); "
+            "choose another name with --name, or another of its databases"
+        )
+
+
+def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = False) -> None:
+    """What has no protection of its own must not leave private networks, on any node, unless the spec says so.
+
+    is_one_machine: then the embedded index is on loopback. Links are on the node's address all the same.
+    """
+    pools = [spec.pool(role) for role in Role]
+    between_gpus = "nixl" if spec.kv.host_link == "nixl" else "nccl"
+    links = {between_gpus if pool.resources.gpus else spec.kv.host_link for pool in pools}
+    for node in nodes:
+        for link in sorted(links):
+            check_link(link, node.ip, trust_network=spec.kv.trust_network)
+        is_index_seen = spec.index == "embedded" and node.is_head and not is_one_machine
+        if is_index_seen and not (spec.kv.trust_network or is_private(node.ip)):
+            raise SpecError(
+                f"index: the embedded one would speak without TLS at {node.ip}, which is on no private network; name a "
+                "rediss:// one, or set kv.trust_network: true where nobody else is on that network"
+            )
+
+
+def _unprotected(url: str) -> str:
+    """What a Redis beyond loopback lacks; empty: nothing."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix" or parts.hostname is None or is_loopback(parts.hostname):
+        return ""
+    has_password = bool(parts.password or parse_qs(parts.query).get("password"))
+    lacks = [what for what, is_there in (("password", has_password), ("TLS", parts.scheme == "rediss")) if not is_there]
+    return " and no ".join(lacks)
+
+
+def check_door_ports(router: RouterSpec, hosts: Sequence[str], look: Callable[[int], Sequence[bool]]) -> None:
+    """Both doors must be free on `hosts`; look(port) says it of each. Where routers share a door's port with each other
+    the kernel would let them share it with another deployment's, too."""
+    doors = {"gRPC": ("--grpc-port", router.grpc_port), "HTTP": ("--http-port", router.http_port)}
+    if router.grpc_port == router.http_port:
+        raise SpecError(
+            f"router.http_port: {router.http_port} is router.grpc_port, too; choose another with --http-port"
+        )
+    if router.admin_port and {router.grpc_port, router.http_port}.intersection(router.admin_ports):
+        raise SpecError(f"router.admin_port: {router.admin_port} and the ports after it, for each router, meet a door")
+    for door, (option, port) in doors.items():
+        for host, is_free_there in zip(hosts, look(port), strict=True):
+            if not is_free_there:
+                raise DeployError(f"{door} port {port} on {host} is in use; choose another with {option}")
+
+
+def check_ports(router: RouterSpec, host: str) -> None:
+    """Both doors must be free on `host`, an address of this machine."""
+    check_door_ports(router, [host], lambda port: [is_free(host, port)])
+    if router.admin_port and not is_free(router.admin_host, router.admin_port):
+        raise DeployError(f"port {router.admin_port} on {router.admin_host} is in use; set another router.admin_port")
+
+
+def check_certificate(router: RouterSpec) -> None:
+    """The doors' own, if they have one: both files must be here, where the routers will be, and fit each other."""
+    import ssl
+
+    if not (router.tls_cert and router.tls_key):
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(router.tls_cert, router.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise SpecError(f"router.tls_cert {router.tls_cert}, router.tls_key {router.tls_key}: {error}") from None
+
+
+def check_authority(security: SecuritySpec) -> None:
+    """With `tls: files`, an authority that may issue; of a Ray on this machine. On another one its head looks."""
+    if security.tls == "files":
+        from cluster.ray import authority_store
+
+        authority_store.open_files(security)
+
+
+def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:
+    """Both pools must fit."""
+    if not wait_for_nodes:
+        check_fit([ResourceDemand(role, spec.pool(role), spec.pool(role).replicas) for role in Role], nodes)
+
+
+def this_node() -> Node:
+    """What a local Ray would offer."""
+    gpus = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
+    total = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
+    return Node(id="local", name=socket.gethostname(), ip="127.0.0.1", total=total, available=total)

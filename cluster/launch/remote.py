@@ -1,0 +1,65 @@
+"""A deployment that another machine or user has made, as its Ray knows it: for commands on any of that Ray's nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ray
+
+from cluster.control.controller import ACTOR_NAME
+from cluster.control.desired_state import namespace
+from cluster.control.placement import live_nodes
+from cluster.launch import driver, router_app
+from cluster.launch.endpoints import EVERYWHERE, admin_addresses, plan_doors
+from cluster.launch.state import State, choose
+from cluster.ray import name_lock
+from core.spec.loader import parse_spec
+from core.types.errors import DeployError
+
+
+def find(address: str, name: str | None) -> State:
+    """The deployment called `name` on the Ray at `address`, or the only one there.
+
+    Raises NotDeployed, SpecError when there are several, and DeployError when no Ray answers there.
+    """
+    state = find_any(address, name)
+    controller = driver.find_controller(state.name)
+    if controller is None:
+        raise DeployError(
+            f"{state.name}: it has no controller on Ray at {state.ray_address}; if nobody is deploying it just now, "
+            f"`cluster --address {address} down` removes what there is of it"
+        )
+    spec = parse_spec(driver.ask(controller, "status")["spec"], origin="the stored spec")
+    is_one_machine = spec.router.host not in (None, *EVERYWHERE)  # then deploy() has filled it in
+    doors = plan_doors(spec.router, live_nodes(), is_one_machine=is_one_machine)
+    return replace(
+        state,
+        grpc=doors.grpc,
+        http=doors.http,
+        admin=admin_addresses(spec.router),
+        needs_keys=spec.router.keys == "required",
+        certificate=spec.router.tls_cert,
+        doors=spec.router.doors or "",
+        model=spec.model.name,
+    )
+
+
+def find_any(address: str, name: str | None) -> State:
+    """As find(), also one whose deploying was cut short: what it takes to remove it."""
+    driver.connect(address, "")
+    prefix = namespace("")
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    ours = [entry["namespace"] for entry in actors if entry["name"] == ACTOR_NAME]
+    names = {space.removeprefix(prefix) for space in ours if space.startswith(prefix)}
+    chosen = choose(name, sorted(names | set(name_lock.claimed())))
+    claim = name_lock.find(chosen)
+    return State(
+        name=chosen,
+        claim=claim.id if claim else "",
+        ray_address=ray.get_runtime_context().gcs_address,
+        local_ray=None,
+        owns_serve=router_app.is_serve_running() and router_app.is_only_application(chosen),
+        grpc="",
+        http="",
+        deploying=None,
+    )

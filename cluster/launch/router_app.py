@@ -1,0 +1,107 @@
+"""The router as a Ray Serve application: started, waited for, and deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from cluster.control.placement import Node, live_nodes
+from cluster.ray import internals
+from core.types.errors import DeployError
+
+_START_S = 120.0
+_POLL_S = 0.1
+
+
+def is_serve_running() -> bool:
+    """Whether Ray Serve runs in this Ray cluster already, for whomever."""
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def is_only_application(name: str) -> bool:
+    """Whether Ray Serve runs for nobody but this deployment."""
+    return set(serve.status().applications) <= {name}
+
+
+def start_serve() -> None:
+    """Start Ray Serve, if it does not run yet, without a proxy: routers have doors of their own. Raises DeployError."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        serve.start(proxy_location="Disabled")
+    except (RayServeException, RayError, RuntimeError, ValueError) as error:
+        raise DeployError(f"Ray Serve: {' '.join(str(error).split())}") from error
+
+
+def start_router(name: str, application: serve.Application) -> None:
+    """Deploy the router on a Serve that runs, and return when Serve calls it running. Raises DeployError with its
+    reason."""
+    try:
+        serve.run_many(
+            [serve.RunTarget(application, name=name, route_prefix=None)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        _await_running(name)
+    except (RayServeException, RayError, RuntimeError, ValueError) as error:
+        raise DeployError(f"router: {' '.join(str(error).split())}") from error
+
+
+def router_ips(name: str) -> set[str]:
+    """The addresses of the nodes on which its routers run; empty when Serve does not know."""
+    if not is_serve_running():
+        return set()
+    application = internals.serve_details()["applications"].get(name, {})
+    replicas = [replica for part in application.get("deployments", {}).values() for replica in part["replicas"]]
+    return {replica["node_ip"] for replica in replicas if replica["state"] == "RUNNING"}
+
+
+def router_nodes_of(name: str) -> list[Node]:
+    """The nodes on which its routers run."""
+    ips = router_ips(name)
+    return [node for node in live_nodes() if node.ip in ips]
+
+
+def stop_router(name: str, *, owns_serve: bool) -> None:
+    """Delete the application, and Serve with it when it was started for this deployment and nobody else has come since.
+    Requests under way are cut off: by itself Serve would wait for them as long as a router may drain."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    if not is_serve_running():
+        return
+    if name in serve.status().applications:
+        serve.delete(name, _blocking=False)
+        _end_replicas(name)
+    if owns_serve and is_only_application(name):
+        serve.shutdown()
+    elif name in serve.status().applications:
+        serve.delete(name)
+
+
+def _end_replicas(name: str) -> None:
+    application = internals.serve_details()["applications"].get(name, {})
+    for part in application.get("deployments", {}).values():
+        for replica in part["replicas"]:
+            with contextlib.suppress(ValueError):  # it has gone by itself
+                ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
+
+
+def _await_running(name: str) -> None:
+    deadline = time.monotonic() + _START_S
+    while (application := serve.status().applications.get(name)) is None or application.status != "RUNNING":
+        if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise DeployError(f"router: {application.message}")
+        if time.monotonic() > deadline:
+            state = application.status.value if application else "unknown"
+            raise DeployError(
+                f"router: not running after {_START_S:g} s ({state}); if this machine has much else to do, try again"
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,68 @@
+"""Logs on the nodes where they were written, also of processes that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from cluster.control.placement import live_nodes, router_nodes
+from cluster.ray.node_task import run_on
+from core.process.log import LogPart, find_logs, read_log
+
+T = TypeVar("T")
+
+_ROUTER = "router"
+_READ_S = 30.0  # a process may have to start on the node first
+
+
+async def read_there(node_id: str, path: Path, *, lines: int, start: int | None) -> LogPart:
+    """As read_log, on that node. Raises RayError or TimeoutError."""
+    part: LogPart = await _call_on(node_id, read_log, path, lines=lines, start=start)
+    return part
+
+
+class RouterLogs:
+    """The logs of all routers of a deployment, also those that are gone, on all nodes that may have routers.
+
+    Each log keeps its number as long as this lives, whichever nodes go and come back: so that whoever follows them goes
+    on behind what it has read of each. Owned by the controller's event loop.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # by file name: no two routers have one
+
+    async def read(self, log_dir: str, *, lines: int, starts: Mapping[int, int]) -> dict[int, LogPart]:
+        """As read_log, by number, in the order in which the routers started, of those that are new. Nodes that do not
+        answer are passed over."""
+        nodes = [node.id for node in router_nodes(live_nodes())]
+        found = await asyncio.gather(*(_unless_away(_call_on(node, find_logs, log_dir, _ROUTER)) for node in nodes))
+        places = {path.name: (node, path) for node, paths in zip(nodes, found, strict=True) for path in paths or ()}
+        for name in sorted(places):  # a name begins with the time
+            self._numbers.setdefault(name, len(self._numbers))
+        names = {self._numbers[name]: name for name in sorted(places)}
+        parts = await asyncio.gather(
+            *(_unless_away(read_there(*places[name], lines=lines, start=starts.get(i))) for i, name in names.items())
+        )
+        return {number: part for number, part in zip(names, parts, strict=True) if part}
+
+
+async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Its answer on that node; at once on this one."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*args, **kwargs)
+    async with asyncio.timeout(_READ_S):
+        return await run_on(node_id, function, *args, **kwargs)
+
+
+async def _unless_away(answer: Awaitable[T]) -> T | None:
+    try:
+        return await answer
+    except RayTaskError:  # what the function itself raised
+        raise
+    except (RayError, TimeoutError):
+        return None

@@ -1,0 +1,111 @@
+"""The process of a rank: a Ray actor that imports by path what makes the rank, and hands every call on to it.
+
+The controller starts this class, which imports the code of the role in a process of its own: so neither the controller
+nor the command line ever imports torch, and what goes wrong while importing is reported like everything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from typing import cast
+
+from cluster.ray.certificates import open_papers
+from core.identity.process_name import ProcessName
+from core.identity.renewal import Renewal
+from core.process.gc_tuning import collect_the_new, spare_the_old
+from core.process.log import LogPart, log_path, read_log, redirect_output
+from core.process.switch_interval import take_short_turns
+from core.types.launch import Launch
+from core.types.rank_api import Binding, Progress, Rank, RankStatus
+
+logger = logging.getLogger(__name__)
+
+# A call of run_forever stays for good, and a controller that restarted adds another: they have threads of their own, so
+# that they never keep `status` or `drain` waiting.
+CONCURRENCY_GROUPS = {"watch": 16, "control": 8}
+
+
+class RankActor:
+    """One rank of one replica, for the controller. See core.types.rank_api.Rank for what each method means."""
+
+    def __init__(self, import_path: str, launch: Launch, name: ProcessName) -> None:
+        self._import_path = import_path
+        self._launch = launch
+        self._name = name
+        self._rank: Rank | None = None
+        self._renewal: Renewal | None = None  # of its papers
+        self._becoming = threading.Lock()
+        self._has_loaded = False
+        redirect_output(log_path(launch.log_dir, name.replica, name.rank), who=str(name))
+        take_short_turns()
+
+    def bind(self) -> Binding:
+        if self._rank is None:
+            self._rank = self._make(self._import_path, self._launch, self._name)
+        return self._rank.bind()
+
+    def become(self, import_path: str, launch: Launch, replica: str) -> Binding:
+        """A rank of `replica` from now on, which goes on with what this one has loaded. Before that it has drained;
+        after that it has to load. Asked again (by a controller that restarted), it gives the same answer."""
+        with self._becoming:
+            if replica == self._name.replica:
+                return self.bind()
+            before, renewal = self._bound, self._renewal
+            name = ProcessName.of_rank(self._name.deployment, replica, self._name.rank)
+            logger.info("this process is %s from now on", name)
+            redirect_output(log_path(launch.log_dir, replica, name.rank), who=str(name))
+            heir = self._make(import_path, launch, name)
+            binding = heir.bind()  # before the other port is closed: nobody takes the one for the other
+            heir.succeed(before)
+            self._rank, self._name, self._import_path, self._launch = heir, name, import_path, launch
+            if renewal:
+                renewal.stop()
+            return binding
+
+    def replica(self) -> str:
+        """Of which this is a rank now."""
+        return self._name.replica
+
+    def load(self, addresses: list[str]) -> None:
+        self._bound.load(addresses)
+        if self._has_loaded:  # in another role: nobody waits while all that is there is looked through
+            collect_the_new()
+        else:
+            spare_the_old()
+        self._has_loaded = True
+
+    def progress(self) -> Progress:
+        return self._bound.progress()
+
+    def run_forever(self) -> None:
+        self._bound.run_forever()
+
+    def status(self) -> RankStatus:
+        return self._bound.status()
+
+    def drain(self) -> None:
+        self._bound.drain()
+
+    def stop(self) -> None:
+        if self._rank is not None:
+            self._rank.stop()
+
+    def read_log(self, lines: int, start: int | None = None) -> LogPart:
+        path = log_path(self._launch.log_dir, self._name.replica, self._name.rank)
+        return read_log(path, lines=lines, start=start)
+
+    def _make(self, import_path: str, launch: Launch, name: ProcessName) -> Rank:
+        module, _, function = import_path.partition(":")
+        began_at = time.monotonic()
+        make = getattr(importlib.import_module(module), function)
+        logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
+        self._renewal = open_papers(name, tls=launch.spec.security.tls)
+        return cast(Rank, make(launch, identity=self._renewal.identity))
+
+    @property
+    def _bound(self) -> Rank:
+        assert self._rank is not None, "bind() comes first"
+        return self._rank

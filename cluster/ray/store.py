@@ -1,0 +1,48 @@
+"""What a deployment keeps in Ray's own control store: as durable as Ray's knowledge of its actors."""
+
+from __future__ import annotations
+
+from core.types.errors import DeployError
+
+
+class StoreEntry:
+    """One thing of one deployment. Ray must be connected when it is asked, not before."""
+
+    def __init__(self, key: str, *, namespace: str) -> None:
+        """namespace: the deployment's (desired.namespace)."""
+        self._key = key.encode()
+        self._namespace = namespace.encode()
+
+    def put(self, text: str) -> None:
+        """Raises DeployError."""
+        from ray.exceptions import RayError
+
+        from cluster.ray import internals
+
+        try:
+            internals.put(self._key, text.encode(), namespace=self._namespace)
+        except RayError as error:
+            raise DeployError(f"Ray's own store does not answer: {' '.join(str(error).split())}") from error
+
+    def put_new(self, text: str) -> bool:
+        """Where there is none yet; whether that was so. Raises RayError."""
+        from cluster.ray import internals
+
+        return internals.put_new(self._key, text.encode(), namespace=self._namespace)
+
+    def get(self) -> bytes | None:
+        from cluster.ray import internals
+
+        return internals.get(self._key, namespace=self._namespace)
+
+    def delete(self) -> None:
+        from cluster.ray import internals
+
+        internals.delete(self._key, namespace=self._namespace)
+
+
+def keys_in(namespace: str) -> list[str]:
+    """Raises RayError."""
+    from cluster.ray import internals
+
+    return sorted(key.decode() for key in internals.keys(namespace=namespace.encode()))

@@ -1,0 +1,339 @@
+"""Carrying an update out: how many replicas of which revision there should be now, and which revision has which share
+of the requests. What is kept of it is in Desired; the rest is told by what lives."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from ray.exceptions import RayError
+
+from cluster.control.capacity import check_room, share_out
+from cluster.control.desired_state import Desired
+from cluster.control.placement import ResourceDemand, check_fit, live_nodes
+from cluster.control.pool import ReplicaPool
+from cluster.control.replica import ReplicaState
+from cluster.control.report import RevisionReport, UpdateReport
+from cluster.rollout.canary import problem_of
+from cluster.rollout.revision_reporter import RevisionTeller
+from cluster.rollout.role_pools import Goal, RolePools
+from cluster.rollout.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
+from cluster.rollout.update import Phase, Update, UpdateOptions
+from cluster.rollout.update_plan import ReplicaCount, RoleView, Wanted, is_at_end, next_step, surge_of
+from core.spec.schema import PoolSpec, Spec
+from core.types.errors import DeployError, SpecError
+from core.types.request import Role
+from core.types.revisions import Revision, RevisionTable
+
+logger = logging.getLogger(__name__)
+
+_SEEN_S = 2.0  # routers have seen by then that a replica serves
+_FAILED_ROUNDS = 3  # of starting replicas of a new revision, before it is taken back
+
+
+class Updater:
+    """Owned by the controller's event loop."""
+
+    def __init__(self, pools: Mapping[Role, RolePools], *, teller: RevisionTeller, save: Callable[[], None]) -> None:
+        """save: what is desired has changed."""
+        self._pools = pools
+        self._teller = teller
+        self._save = save
+        self._tried_since: float | None = None  # the canary has all its replicas; time.monotonic()
+        self._share = 0.0  # of the new revision
+        self._waits_for = ""
+        self._told: tuple[Revision, ...] | None = None
+
+    def begin(
+        self, desired: Desired, spec: Spec, options: UpdateOptions, *, seen: Spec | None = None
+    ) -> list[SpecChange]:
+        """seen: from which `spec` was made; None: no matter which. Raises SpecError, and DeployError where there is no
+        room for a new revision beside the old one; then nothing has changed. Returns what changes."""
+        update = desired.update
+        is_returning = update is not None and update.phase is Phase.RETURNING
+        if update and not is_returning and (update.spec, update.options) == (spec, options):
+            return []  # Ray asks a controller that comes back once more what it was asked when it died
+        if desired.update:
+            raise SpecError(
+                f"an update to revision {desired.update.revision} is under way ({desired.update.phase}): wait for it, "
+                "or take it back with `cluster update --abort`"
+            )
+        changes = changes_of(desired.spec, spec)
+        meanwhile = changes_of(seen, desired.spec) if seen else []
+        if changes and meanwhile:  # without changes it may be asked again, as above, with nothing to be replaced
+            said = ", ".join(map(str, meanwhile))
+            raise SpecError(f"the deployment was changed meanwhile ({said}): `cluster update` again, from there")
+        check_possible(changes)
+        roles = roles_of(changes, restarts_all=options.restarts_all)
+        if not roles:
+            if not options.waits_for_nodes:
+                more = {role: spec.pool(role).replicas - desired.spec.pool(role).replicas for role in Role}
+                check_room(spec, more, is_draining=any(pools.num_draining for pools in self._pools.values()))
+            desired.launch = replace(desired.launch, spec=spec)
+        else:
+            if not options.waits_for_nodes:
+                self._check_room(desired, spec, roles)
+            desired.last_revision += 1
+            phase = Phase.CANARY if options.canary else Phase.ROLLING
+            desired.update = Update(
+                revision=desired.last_revision, spec=spec, roles=roles, options=options, phase=phase
+            )
+            self._teller.begin()
+        for pools in self._pools.values():
+            pools.retry()
+        self._save()
+        return changes
+
+    def check_none(self, desired: Desired) -> None:
+        """Raises SpecError where an update is under way: whoever else changes the pools' sizes waits for its end."""
+        if update := desired.update:
+            raise SpecError(
+                f"an update to revision {update.revision} is under way: the pools' sizes are its own till then"
+            )
+
+    def abort(self, desired: Desired, reason: str) -> None:
+        """Back to the old revision. Raises SpecError where there is no update."""
+        if desired.update is None:
+            raise SpecError("no update is under way")
+        if desired.update.phase is not Phase.RETURNING:
+            desired.update = desired.update.returning(reason)
+            logger.warning("the update to revision %d returns: %s", desired.update.revision, reason)
+            self._save()
+
+    def goals(self, desired: Desired) -> dict[Role, dict[int, Goal]]:
+        """What there should be now, by role and revision."""
+        self._advance(desired)
+        goals = {role: {desired.makes[role]: Goal(desired, desired.spec.pool(role).replicas)} for role in Role}
+        if update := desired.update:
+            views = self._views(desired, update)
+            steps = self._step(update, views)
+            for role, wanted in steps.items():
+                old, new = _by_age(update, wanted)
+                goals[role] = {
+                    desired.makes[role]: Goal(desired, old),
+                    update.revision: Goal(desired.of(update.spec), new),
+                }
+            self._share = _new_share(update, views, steps)
+        return goals
+
+    def tell(self, desired: Desired) -> RevisionTable:
+        """Have routers know which replicas are of which revision, as they are now."""
+        revisions = self._revisions(desired)
+        if revisions != self._told and (desired.update or desired.table_version):
+            desired.table_version += 1
+            self._save()
+        self._told = revisions
+        slo = desired.update.options.slo if desired.update else RevisionTable().slo
+        table = RevisionTable(version=desired.table_version, revisions=revisions, slo=slo)
+        self._teller.tell(table)
+        return table
+
+    async def close(self) -> None:
+        await self._teller.close()
+
+    def report(self, desired: Desired) -> RevisionReport:
+        """For `cluster status`."""
+        shown: UpdateReport | None = None
+        if update := desired.update:
+            shown = {
+                "revision": update.revision,
+                "phase": update.phase,
+                "reason": update.reason,
+                "roles": sorted(update.roles),
+                "share": round(self._share, 3),
+                "step": self._step_in_words(desired, update),
+            }
+        return {"number": desired.revision, "update": shown, "last_update": desired.last_update}
+
+    def _advance(self, desired: Desired) -> None:
+        """From phase to phase."""
+        if (update := desired.update) is None:
+            return
+        if update.phase is not Phase.RETURNING and (problem := self._problem(desired, update)):
+            self.abort(desired, problem)
+        elif update.phase is Phase.CANARY:
+            self._watch_canary(desired, update)
+        elif is_at_end(self._views(desired, update)):
+            self._end(desired, update)
+
+    def _watch_canary(self, desired: Desired, update: Update) -> None:
+        now = time.monotonic()
+        if not all(view.coming.ready >= view.coming_target for view in self._views(desired, update).values()):
+            self._tried_since = None
+        elif self._tried_since is None:
+            self._tried_since = now
+        elif now - self._tried_since >= update.options.canary_s:
+            desired.update = replace(update, phase=Phase.ROLLING)
+            logger.info("the canary of revision %d is well: it takes the old one's place", update.revision)
+            self._save()
+
+    def _end(self, desired: Desired, update: Update) -> None:
+        if update.phase is Phase.ROLLING:
+            desired.launch = replace(desired.launch, spec=update.spec)
+            desired.revision = update.revision
+            desired.makes |= dict.fromkeys(update.roles, update.revision)
+            desired.last_update = f"revision {update.revision} serves"
+        else:
+            desired.last_update = f"revision {update.revision} was taken back: {update.reason}"
+        desired.update, desired.made = None, {}
+        self._tried_since, self._share = None, 0.0
+        logger.info("the update is over: %s", desired.last_update)
+        self._save()
+
+    def _problem(self, desired: Desired, update: Update) -> str:
+        """Why the new revision must not stay; "" where nothing speaks against it."""
+        for role in update.roles:
+            report = self._pools[role].of(update.revision).report(0)
+            final = [failure for failure in report["failures"] if failure["will_repeat"]]
+            if final or report["failed_rounds"] >= _FAILED_ROUNDS:
+                return (final or report["failures"])[-1]["text"]
+        counts = self._teller.counts
+        old, new = counts.get(desired.revision), counts.get(update.revision)
+        return problem_of(old, new, slo=update.options.slo)
+
+    def _views(self, desired: Desired, update: Update) -> dict[Role, RoleView]:
+        """Of the roles that are replaced, from the revision that leaves to the one that comes."""
+        is_back = update.phase is Phase.RETURNING
+        targets = {role: (desired.spec.pool(role), self._pool_now(update, role)) for role in update.roles}
+        tallies = {
+            role: tuple(_tally(self._pools[role].of(make)) for make in (desired.makes[role], update.revision))
+            for role in update.roles
+        }
+        coming_pools = {role: targets[role][0 if is_back else 1] for role in update.roles}
+        lacking = {}
+        for role, pool in coming_pools.items():
+            missing = pool.replicas - tallies[role][0 if is_back else 1].staying
+            lacking[role] = min(max(0, missing), surge_of(max(each.replicas for each in targets[role])))
+        rooms = lacking if update.options.waits_for_nodes else self._room(coming_pools, lacking)
+        views = {}
+        for role in update.roles:
+            old, new = ((tally, pool.replicas) for tally, pool in zip(tallies[role], targets[role], strict=True))
+            (leaving, leaving_target), (coming, coming_target) = (new, old) if is_back else (old, new)
+            views[role] = RoleView(
+                leaving=leaving,
+                coming=coming,
+                leaving_target=leaving_target,
+                coming_target=coming_target,
+                room=rooms[role],
+            )
+        return views
+
+    def _pool_now(self, update: Update, role: Role) -> PoolSpec:
+        """Of the new revision: a share of it, as long as it is a canary."""
+        pool = update.spec.pool(role)
+        if update.phase is not Phase.CANARY or not update.options.canary:
+            return pool
+        return pool.model_copy(
+            update={"replicas": min(pool.replicas, max(1, round(update.options.canary * pool.replicas)))}
+        )
+
+    def _step(self, update: Update, views: Mapping[Role, RoleView]) -> dict[Role, Wanted]:
+        short = sorted(role for role, view in views.items() if view.is_short_of_room)
+        self._waits_for = f"no room for another {' and '.join(short)} replica" if short else ""
+        return next_step(views, is_trial=update.phase is Phase.CANARY)
+
+    def _room(self, pools: Mapping[Role, PoolSpec], lacking: Mapping[Role, int]) -> dict[Role, int]:
+        """For how many of what each lacks there is room now."""
+        waiting = {role: sum(view.state is ReplicaState.PENDING for view in self._pools[role].views) for role in pools}
+        try:
+            return share_out(live_nodes(), pools, waiting, lacking)
+        except RayError:  # what lives stays as it is
+            return dict.fromkeys(pools, 0)
+
+    def _check_room(self, desired: Desired, spec: Spec, roles: Iterable[Role]) -> None:
+        """There must be room for one replica of each role beside the old ones, or for all but the last of these to make
+        it. Raises DeployError."""
+        nodes = live_nodes()
+        demands = [ResourceDemand(role, spec.pool(role), min(1, spec.pool(role).replicas)) for role in roles]
+        try:
+            check_fit(demands, nodes)
+        except DeployError as error:
+            check_fit(demands, [replace(node, available=node.total) for node in nodes])  # it never fits
+            alone = [role for role in roles if desired.spec.pool(role).replicas == 1]
+            if alone:
+                raise DeployError(
+                    f"{error}: there is no room for a new revision beside the old one, whose only {alone[0]} replica "
+                    f"cannot make it without a gap; `cluster scale {alone[0]}=2` where there is room, add a node, or "
+                    "`cluster down` and deploy anew"
+                ) from None
+
+    def _revisions(self, desired: Desired) -> tuple[Revision, ...]:
+        update = desired.update
+        if update is None:
+            return ()
+        is_new_taking = update.phase is Phase.ROLLING
+        old, new = (
+            Revision(
+                number=number,
+                share=share,
+                takes_more=takes_more,
+                tokens=tokens_of(spec),
+                kind=kind_of(spec),
+                replicas=frozenset(replica for role in Role for replica in self._ids(desired, update, role, number)),
+            )
+            for number, share, takes_more, spec in (
+                (desired.revision, 1 - self._share, True, desired.spec),
+                (update.revision, self._share, is_new_taking, update.spec),
+            )
+        )
+        return (old, new)
+
+    def _ids(self, desired: Desired, update: Update, role: Role, number: int) -> list[str]:
+        is_new = number == update.revision and role in update.roles
+        return self._pools[role].of(update.revision if is_new else desired.makes[role]).ids
+
+    def _step_in_words(self, desired: Desired, update: Update) -> str:
+        parts = []
+        for role in sorted(update.roles):
+            old, new = (_tally(self._pools[role].of(make)) for make in (desired.makes[role], update.revision))
+            parts.append(
+                f"{role} {old.staying} old, {new.ready} of {update.spec.pool(role).replicas} new"
+                + (f", {old.draining + new.draining} draining" if old.draining + new.draining else "")
+            )
+        return "; ".join([*parts, self._waits_for] if self._waits_for else parts)
+
+
+def roles_of(changes: Iterable[SpecChange], *, restarts_all: bool = False) -> frozenset[Role]:
+    """Whose replicas an update replaces."""
+    return frozenset(Role) if restarts_all else frozenset(role for one in changes for role in one.needs.roles)
+
+
+def _new_share(update: Update, views: Mapping[Role, RoleView], steps: Mapping[Role, Wanted]) -> float:
+    """Of the requests, for the new revision: by what there is of each after this step. The smaller pool counts."""
+    is_coming_whole = all(view.is_coming_there for view in views.values())
+    coming = min((view.share_there for view in views.values()), default=0.0) if is_coming_whole else 0.0
+    leaving = min(
+        (
+            min(view.leaving.ready, steps[role].leaving) / view.leaving_target
+            for role, view in views.items()
+            if view.leaving_target
+        ),
+        default=0.0,
+    )
+    if update.phase is Phase.CANARY:
+        return (update.options.canary or 0.0) if coming else 0.0
+    if update.phase is Phase.RETURNING:
+        return leaving / (leaving + coming) if leaving and not coming else 0.0
+    return coming / (leaving + coming) if coming else 0.0
+
+
+def _by_age(update: Update, wanted: Wanted) -> tuple[int, int]:
+    """Of the old revision, and of the new one."""
+    is_back = update.phase is Phase.RETURNING
+    return (wanted.coming, wanted.leaving) if is_back else (wanted.leaving, wanted.coming)
+
+
+def _tally(pool: ReplicaPool) -> ReplicaCount:
+    now, counts = time.monotonic(), dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
+    for life in pool.lives:
+        state, since = life.view.state, life.serving_since
+        is_seen = life.is_adopted or (since is not None and now - since >= _SEEN_S)
+        if state is ReplicaState.DRAINING:
+            counts["draining"] += 1
+        elif state is ReplicaState.PENDING and life.view.stage:  # else it has hardly been asked for
+            counts["pending"] += 1
+        else:
+            counts["ready" if state is ReplicaState.READY and is_seen else "starting"] += 1
+    return ReplicaCount(**counts)

@@ -1,0 +1,147 @@
+"""A mask that lets an answer think for so many tokens, and then writes the end of its thinking."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.grammar.mask import GrammarMask
+from core.types.thinking_budget import ThinkingBudget
+
+_NEVER = 1 << 62
+
+
+class ThinkingMask:
+    """Implements engine.sampling.params.TokenMask for one sequence, whose tokens only ever grow, around the mask of its
+    grammar. Owned by who steps it.
+
+    All that it knows it reads from the tokens so far: wherever a sequence goes on, it goes on as here.
+    """
+
+    def __init__(
+        self,
+        budget: ThinkingBudget,
+        *,
+        bytes_of: Callable[[int], bytes],
+        vocab_size: int,
+        grammar: GrammarMask | None = None,
+    ) -> None:
+        """bytes_of: a token's. vocab_size: that masks have bits for. grammar: what the answer, its thinking with it,
+        keeps to."""
+        self._budget = budget
+        self._bytes_of = bytes_of
+        self._vocab_size = vocab_size
+        self._grammar = grammar
+        self._thinking = _Thinking(budget, bytes_of, finishes_characters=grammar is not None)
+
+    @property
+    def failure(self) -> str:
+        return self._grammar.failure if self._grammar else ""
+
+    def may_forbid(self, tokens: Sequence[int], start: int, num_coming: int) -> bool:
+        """Without a grammar only where the end of the thinking may be next: before that and behind it a sequence is as
+        any other, and its steps run ahead."""
+        if self._grammar is not None:
+            return True
+        self._thinking.take(tokens, start)
+        return self._thinking.num_seen + num_coming >= self._thinking.earliest_end
+
+    def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
+        forced = self._forced(tokens, start)
+        if forced is None and self._grammar is not None:
+            return self._grammar.allowed(tokens, start)
+        words: NDArray[np.int32] = np.full((self._vocab_size + 31) // 32, -1, dtype=np.int32)
+        if forced is not None:
+            words[:] = 0
+            words.view(np.uint32)[forced >> 5] = 1 << (forced & 31)
+        return words
+
+    def only(self, tokens: Sequence[int], start: int) -> int | None:
+        forced = self._forced(tokens, start)
+        if forced is None and self._grammar is not None:
+            return self._grammar.only(tokens, start)
+        return forced
+
+    def take(self, tokens: Sequence[int], start: int) -> None:
+        """See what is new of tokens[start:]."""
+        self._thinking.take(tokens, start)
+
+    def fork(self) -> ThinkingMask:
+        """It reads the tokens again: mostly there are none yet."""
+        grammar = self._grammar.fork() if self._grammar else None
+        return ThinkingMask(self._budget, bytes_of=self._bytes_of, vocab_size=self._vocab_size, grammar=grammar)
+
+    def _forced(self, tokens: Sequence[int], start: int) -> int | None:
+        self._thinking.take(tokens, start)
+        return self._thinking.forced
+
+
+class _Thinking:
+    """Reads tokens as frontend.parsers.thinking reads their text: thinking is all behind the token that completes the
+    opening marker, up to the one that completes the closing marker."""
+
+    def __init__(self, budget: ThinkingBudget, bytes_of: Callable[[int], bytes], *, finishes_characters: bool) -> None:
+        """finishes_characters: no end comes within one. What is thought keeps to a grammar then, which knows nothing
+        of their pieces, and lets the rest of one follow, 3 tokens at most."""
+        self.num_seen = 0
+        self._budget = budget
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""  # text in which a marker may have begun
+        self._begin: int | None = 0 if budget.is_open else None  # of the thinking, among the generated tokens
+        self._is_over = False  # or there is none
+        self._finishes_characters = finishes_characters
+        self._num_late = 0  # tokens beyond the budget that finish a character
+
+    def take(self, tokens: Sequence[int], start: int) -> None:
+        """See what is new of tokens[start:]."""
+        num_tokens = len(tokens) - start
+        while self.num_seen < num_tokens and not self._is_over:
+            self._held += self._decoder.decode(self._bytes_of(tokens[start + self.num_seen]))
+            self.num_seen += 1
+            if self._begin is None:
+                self._look_for_opening()
+            if self._begin is not None:
+                self._look_for_closing(self._begin)
+                self._num_late += self._finishes_characters and self._is_cut(self._begin)
+        self.num_seen = num_tokens
+
+    @property
+    def forced(self) -> int | None:
+        """The next token, where it is of the end of the thinking."""
+        if self._is_over or self._begin is None:
+            return None
+        number = self._num_over(self._begin)
+        return self._budget.closing_ids[number] if number >= 0 else None
+
+    @property
+    def earliest_end(self) -> int:
+        """How many tokens there are at least when one is forced."""
+        if self._is_over:
+            return _NEVER
+        begin = self.num_seen + 1 if self._begin is None else self._begin
+        return begin + self._budget.num_tokens
+
+    def _look_for_opening(self) -> None:
+        self._held = self._held.lstrip()
+        opening = self._budget.opening
+        if self._held.startswith(opening):
+            self._begin, self._held = self.num_seen, self._held.removeprefix(opening)
+        elif not opening.startswith(self._held):
+            self._is_over = True
+
+    def _look_for_closing(self, begin: int) -> None:
+        closing = self._budget.closing
+        self._is_over = closing in self._held or self._num_over(begin) >= len(self._budget.closing_ids)
+        self._held = self._held[1 - len(closing) :] if len(closing) > 1 else ""
+
+    def _is_cut(self, begin: int) -> bool:
+        """Whether the end of the thinking would come next, and the last character is in pieces."""
+        return self._num_over(begin) == 0 and bool(self._decoder.getstate()[0])
+
+    def _num_over(self, begin: int) -> int:
+        """Tokens behind the last one of the thinking that may be; below 0: it may have more."""
+        return self.num_seen - begin - self._budget.num_tokens - self._num_late

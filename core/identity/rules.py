@@ -1,0 +1,120 @@
+"""Who may call what: one row for every RPC between the processes of a deployment, and for those of the people who
+operate it; nothing without a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from core.identity.operator_account import PersonRole
+from core.identity.process_name import ProcessName
+from core.identity.rendezvous_key import is_of_gang, is_of_link
+
+
+class CallerKind(StrEnum):
+    """What a caller is to the process that it calls."""
+
+    ROUTER = "a router"
+    SAME_REPLICA = "a rank of the same replica"
+    OTHER_REPLICA = "a rank of another replica"
+    VIEWER = "a viewer"
+    OPERATOR = "an operator"
+
+
+@dataclass(frozen=True)
+class RpcRule:
+    """`is_true(message, caller, callee)`: the call's first message claims no more than its caller's certificate."""
+
+    callers: frozenset[CallerKind]
+    is_true: Callable[[Any, ProcessName, ProcessName], bool] = lambda message, caller, callee: True
+
+    def refusal(self, caller: ProcessName | None, callee: ProcessName) -> str | None:
+        """Why `caller` may not call this, whatever it says; None: it may. caller None: nobody of ours."""
+        if (found := relation(caller, callee)) in self.callers:
+            return None
+        allowed = " or ".join(sorted(self.callers))
+        return f"only {allowed} may call this; {_describe(caller, found)}"
+
+
+_PEOPLE = {PersonRole.VIEWER.value: CallerKind.VIEWER, PersonRole.OPERATOR.value: CallerKind.OPERATOR}
+
+
+def relation(caller: ProcessName | None, callee: ProcessName) -> CallerKind | None:
+    """None: a stranger, be it of another deployment."""
+    if caller is None or caller.deployment != callee.deployment:
+        return None
+    if caller.is_router:
+        return CallerKind.ROUTER
+    if caller.group in _PEOPLE:
+        return _PEOPLE[caller.group]
+    if not caller.is_rank:
+        return None
+    return CallerKind.SAME_REPLICA if caller.replica == callee.replica else CallerKind.OTHER_REPLICA
+
+
+def _describe(caller: ProcessName | None, found: CallerKind | None) -> str:
+    if caller is None:
+        return "the caller's certificate names no process"
+    return f"{caller} is {found}" if found else f"{caller.uri} is a stranger"
+
+
+def _as_router(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
+    """The frames, the request or the choice is this router's own."""
+    return bool(message.router == caller.router)
+
+
+def _as_sender(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
+    """Also of whose rank's heads it brings."""
+    return bool(message.hello.sender == str(caller) and str(message.hello.sender_rank) == caller.member)
+
+
+def _as_leader(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
+    return caller.rank == 0
+
+
+def _as_asking_leader(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
+    """Rank 0 of the replica to which the prefix is to go."""
+    return caller.rank == 0 and bool(message.handoff.replica == caller.replica)
+
+
+def _as_rank(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
+    return bool(message.rank == caller.rank)
+
+
+def _as_party(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
+    """A word of the gang, from one of its ranks; or of a link that the caller has opened."""
+    if caller.replica == callee.replica:
+        return is_of_gang(message.key)
+    return is_of_link(message.key, sender=caller, receiver=callee.rank)
+
+
+_ROUTER = frozenset({CallerKind.ROUTER})
+_SAME = frozenset({CallerKind.SAME_REPLICA})
+_OTHER = frozenset({CallerKind.OTHER_REPLICA})
+_CHANGES = frozenset({CallerKind.OPERATOR})
+_LOOKS = _CHANGES | {CallerKind.VIEWER}
+
+RULES: Mapping[str, RpcRule] = {
+    "/cluster.worker.v1.Worker/Frames": RpcRule(_ROUTER, _as_router),
+    "/cluster.worker.v1.PrefillWorker/Prefill": RpcRule(_ROUTER),
+    "/cluster.worker.v1.DecodeWorker/Generate": RpcRule(_ROUTER, _as_router),
+    "/cluster.worker.v1.DecodeWorker/Stop": RpcRule(_ROUTER, _as_router),
+    "/cluster.worker.v1.DecodeWorker/Migrate": RpcRule(_ROUTER, _as_router),
+    "/cluster.worker.v1.PrefixHolder/Pull": RpcRule(_OTHER, _as_asking_leader),
+    "/cluster.transfer.v1.Rank/Connect": RpcRule(_OTHER, _as_sender),
+    "/cluster.transfer.v1.Rank/Open": RpcRule(_SAME, _as_leader),
+    "/cluster.transfer.v1.Rank/Close": RpcRule(_SAME, _as_leader),
+    "/cluster.transfer.v1.Rank/Report": RpcRule(_SAME, _as_rank),
+    "/cluster.transfer.v1.Rank/Tell": RpcRule(_SAME | _OTHER, _as_party),
+    "/cluster.transfer.v1.Rank/Ask": RpcRule(_SAME | _OTHER, _as_party),
+    "/cluster.operate.v1.Operations/Status": RpcRule(_LOOKS),
+    "/cluster.operate.v1.Operations/Logs": RpcRule(_LOOKS),
+    "/cluster.operate.v1.Operations/Scale": RpcRule(_CHANGES),
+    "/cluster.operate.v1.Operations/Drain": RpcRule(_CHANGES),
+    "/cluster.operate.v1.Operations/Switch": RpcRule(_CHANGES),
+    "/cluster.operate.v1.Operations/ListKeys": RpcRule(_CHANGES),
+    "/cluster.operate.v1.Operations/CreateKey": RpcRule(_CHANGES),
+    "/cluster.operate.v1.Operations/RevokeKey": RpcRule(_CHANGES),
+}

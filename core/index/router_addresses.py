@@ -1,0 +1,91 @@
+"""Where the routers of a deployment answer operators: each says so in Redis, and any of them can tell of all.
+
+    <name>:routers             set of router names
+    <name>:router:<router>     its seal, and the address; expires 10 s after its last renewal
+
+Where Redis is away, what was known last is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from core.identity.signing import opened, sealed
+from core.index.redis_client import RedisReach
+
+_LEASE_S, _RENEW_S = 10.0, 3.0
+_MAX_RECORD_BYTES = 1 << 10
+_MAX_ROUTERS = 4096
+
+
+class RouterAddresses:
+    """Belongs to the event loop. Owns `redis`."""
+
+    def __init__(
+        self, redis: Redis, known: dict[str, str], *, name: str, key: bytes, router: str, address: str
+    ) -> None:
+        """known: by the names of the routers, for others to read. name: of the deployment. key: 32 bytes by which its
+        routers sign. address: "host:port" of this router's admin listener, as others reach it."""
+        known[router] = address
+        self._known = known
+        self._is_leaving = False
+        self._redis = redis
+        self._key = key
+        self._router = router
+        self._address = address
+        self._set, self._record = f"{name}:routers", f"{name}:router:"
+        self._reach = RedisReach("the addresses of other routers stay what they were")
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while not self._is_leaving:  # redis-py may swallow a cancellation
+            try:
+                await self._renew()
+                found = await self._read() | {self._router: self._address}
+                self._known.clear()
+                self._known.update(found)
+                self._reach.found()
+            except RedisError as error:
+                self._reach.missed(error)
+            await asyncio.sleep(_RENEW_S)
+
+    async def close(self) -> None:
+        """Be gone at once, as far as Redis can be reached."""
+        self._is_leaving = True
+        try:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                pipeline.delete(self._record + self._router)
+                pipeline.srem(self._set, self._router)
+                await pipeline.execute()
+        except RedisError as error:
+            self._reach.missed(error)
+        await self._redis.aclose()
+
+    async def _renew(self) -> None:
+        text = json.dumps({"router": self._router, "address": self._address}).encode()
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.set(self._record + self._router, sealed(text, self._key), px=int(_LEASE_S * 1e3))
+            pipeline.sadd(self._set, self._router)
+            await pipeline.execute()
+
+    async def _read(self) -> dict[str, str]:
+        """Of those that live. Who can write to Redis makes no router: a record counts if one of us has signed it."""
+        members = await self._redis.smembers(self._set)
+        names = sorted(name.decode(errors="replace") if isinstance(name, bytes) else name for name in members)
+        if not names:
+            return {}
+        records = await self._redis.mget([self._record + name for name in names[:_MAX_ROUTERS]])
+        known = dict(zip(names, records, strict=False))
+        if gone := [name for name, record in known.items() if record is None]:
+            await self._redis.srem(self._set, *gone)
+        return {name: address for name, record in known.items() if record and (address := self._opened(name, record))}
+
+    def _opened(self, name: str, record: str | bytes) -> str | None:
+        record = record.encode() if isinstance(record, str) else record
+        text = opened(record, self._key) if len(record) <= _MAX_RECORD_BYTES else None
+        told = json.loads(text) if text else {}
+        return str(told["address"]) if told.get("router") == name else None

@@ -1,0 +1,308 @@
+"""What a model directory says of its model: the shape of its layers, and a fingerprint of its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from core.model.gguf_table import TABLE, read_table
+from core.model.shape import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
+from core.types.errors import SpecError
+
+SUPPORTED_ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+)
+QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
+
+_SINGLE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
+_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+_ROPE_PARAMETERS = (
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+)
+_SAMPLES = 16  # places at which fingerprint() looks into each weight file
+_SAMPLE_BYTES = 16 * 1024
+
+# Numbers of config.json: those that count, and of rotary positions those that are multiplied and divided by.
+_COUNTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_REALS = ("rope_theta", "factor")
+_MOST = (1 << 31) - 1
+
+
+def load(path: Path, *, architecture: str | None = None) -> ModelConfig:
+    """Read config.json and generation_config.json of a model directory. Raises SpecError.
+
+    architecture: as which it is read; None: as the one that it names."""
+    raw = _read_json(path / "config.json")
+    if architecture:
+        raw["architectures"] = [architecture]
+    try:
+        return _parse(raw, _read_json(path / "generation_config.json", missing_ok=True))
+    except SpecError as error:
+        raise SpecError(f"{path / 'config.json'}: {error}") from None
+    except KeyError as error:
+        raise SpecError(f"{path / 'config.json'}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise SpecError(f"{path / 'config.json'}: {error}") from error
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights of a model directory, sorted. Raises SpecError if there are none."""
+    index = path / "model.safetensors.index.json"
+    if (path / TABLE).exists():
+        files = sorted({Path(tensor.file) for tensor in read_table(path)})
+    elif index.exists():
+        files = sorted({path / name for name in _read_json(index)["weight_map"].values()})
+    elif single := next((path / name for name in _SINGLE_FILES if (path / name).exists()), None):
+        files = [single]
+    else:
+        raise SpecError(f"{path}: no weights: expected model.safetensors, model.safetensors.index.json or a .gguf file")
+    if missing := [str(file) for file in files if not file.exists()]:
+        raise SpecError(f"{path}: weight files are missing: {', '.join(missing)}")
+    return files
+
+
+def quantization_config(path: Path) -> dict[str, Any] | None:
+    """What config.json says of quantised weights; None if they are not."""
+    return _read_json(path / "config.json").get("quantization_config")
+
+
+def fingerprint(path: Path) -> str:
+    """A name for these weights: equal on every machine that holds the same files, quick whatever their size.
+
+    Hashes config.json and, of each weight file, its size and samples of its bytes.
+    """
+    digest = blake2b(digest_size=16, person=b"model")
+    digest.update((path / "config.json").read_bytes())
+    for file in weight_files(path):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as data:
+            for sample in range(_SAMPLES):
+                data.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(data.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text())
+    except FileNotFoundError:
+        if missing_ok:
+            return {}
+        raise SpecError(f"{path}: no such file; a model directory has config.json beside its weights") from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path}: not a JSON object")
+    return tree
+
+
+def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    architecture = (raw.get("architectures") or ["(none)"])[0]
+    _refuse_unsupported(architecture, raw)
+    _check_numbers(raw)
+    hidden_size, num_q_heads = raw["hidden_size"], raw["num_attention_heads"]
+    default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_q_heads
+    latent = _latent(architecture, raw)
+    scaling = _rope_scaling(raw)
+    has_bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=hidden_size,
+        intermediate_size=raw["intermediate_size"],
+        experts=_experts(architecture, raw),
+        num_q_heads=num_q_heads,
+        num_kv_heads=1 if latent else raw.get("num_key_value_heads") or num_q_heads,
+        head_dim=latent.nope_dim + latent.rope_dim if latent else raw.get("head_dim") or default_head_dim,
+        latent=latent,
+        vocab_size=raw["vocab_size"],
+        max_position=raw["max_position_embeddings"],
+        max_context=_max_context(raw["max_position_embeddings"], scaling),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=_rope(raw).get("rope_theta") or 10000.0,
+        rope_scaling=scaling,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        has_qkv_bias=has_bias or (architecture.startswith("Qwen2") and bool(raw.get("qkv_bias", True))),
+        has_output_bias=architecture != "Qwen2ForCausalLM" and has_bias,
+        has_mlp_bias=bool(raw.get("mlp_bias", False)),
+        has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        sliding_windows=_sliding_windows(architecture, raw),
+        bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
+        eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+    )
+
+
+def _check_numbers(raw: Mapping[str, Any]) -> None:
+    """What tensors are made of, and what is computed with. null: as if it were not there."""
+    for name in _COUNTS:
+        if (found := raw.get(name)) is not None and not (type(found) is int and 1 <= found <= _MOST):
+            raise SpecError(f"{name} is {found!r}, and must be a whole number from 1 to {_MOST}")
+    rope = _rope(raw)
+    for name, found in {"rms_norm_eps": raw.get("rms_norm_eps"), **{name: rope.get(name) for name in _REALS}}.items():
+        if found is not None and not (type(found) in (int, float) and 0 < found < math.inf):
+            raise SpecError(f"{name} is {found!r}, and must be a number above 0")
+
+
+def _experts(architecture: str, raw: Mapping[str, Any]) -> ExpertsConfig | None:
+    match architecture:
+        case "MixtralForCausalLM":
+            return ExpertsConfig(
+                num_experts=raw["num_local_experts"],
+                num_per_token=raw["num_experts_per_tok"],
+                intermediate_size=raw["intermediate_size"],
+                normalizes_weights=True,
+                is_sparse=(True,) * raw["num_hidden_layers"],
+            )
+        case "Qwen2MoeForCausalLM" | "Qwen3MoeForCausalLM":
+            return _qwen_experts(raw)
+        case "DeepseekV2ForCausalLM" | "DeepseekV3ForCausalLM":
+            return _deepseek_experts(raw, is_v3=architecture == "DeepseekV3ForCausalLM")
+    return None
+
+
+def _qwen_experts(raw: Mapping[str, Any]) -> ExpertsConfig:
+    num_layers: int = raw["num_hidden_layers"]
+    step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    return ExpertsConfig(
+        num_experts=raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
+        num_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        normalizes_weights=bool(raw.get("norm_topk_prob", False)),
+        is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        shared_size=raw.get("shared_expert_intermediate_size", 0),
+        has_shared_gate="shared_expert_intermediate_size" in raw,
+    )
+
+
+def _deepseek_experts(raw: Mapping[str, Any], *, is_v3: bool) -> ExpertsConfig | None:
+    num_layers: int = raw["num_hidden_layers"]
+    if not raw.get("n_routed_experts") or raw.get("first_k_dense_replace", 0) >= num_layers:
+        return None
+    if raw.get("moe_layer_freq", 1) != 1:
+        raise SpecError("moe_layer_freq other than 1 is not supported")
+    method = raw.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    if method not in (("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")):
+        raise SpecError(f"topk_method {method} is not supported")
+    has_groups = method != "greedy"
+    return ExpertsConfig(
+        num_experts=raw["n_routed_experts"],
+        num_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        # V2 says norm_topk_prob, and neither its own code for greedy models nor transformers' heeds it.
+        normalizes_weights=is_v3 and bool(raw.get("norm_topk_prob", True)),
+        is_sparse=tuple(i >= raw.get("first_k_dense_replace", 0) for i in range(num_layers)),
+        shared_size=raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
+        scores="sigmoid" if is_v3 else "softmax",
+        num_groups=raw.get("n_group") or 1 if has_groups else 1,
+        num_groups_per_token=raw.get("topk_group") or 1 if has_groups else 1,
+        weight_scale=raw.get("routed_scaling_factor", 1.0),
+        scores_in_fp32=True,
+    )
+
+
+def _latent(architecture: str, raw: Mapping[str, Any]) -> LatentConfig | None:
+    if architecture not in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"):
+        return None
+    return LatentConfig(
+        latent_dim=raw["kv_lora_rank"],
+        rope_dim=raw["qk_rope_head_dim"],
+        nope_dim=raw["qk_nope_head_dim"],
+        value_dim=raw["v_head_dim"],
+        query_dim=raw.get("q_lora_rank"),
+        is_interleaved=architecture == "DeepseekV2ForCausalLM" or bool(raw.get("rope_interleave", True)),
+    )
+
+
+def _refuse_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise SpecError(f"architecture {architecture} is not supported; supported: {supported}")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise SpecError(f"hidden_act {raw['hidden_act']} is not supported; supported: silu")
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, *QUANTIZATION_METHODS):
+        known = ", ".join(QUANTIZATION_METHODS)
+        raise SpecError(f"weights quantised by {method} are not supported; supported: {known}, and GGUF files")
+    if (_rope(raw).get("partial_rotary_factor") or 1.0) != 1.0:
+        raise SpecError("partial_rotary_factor other than 1 is not supported")
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings in transformers 5's form: theta and scaling together."""
+    settings = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if settings.get(key) is None and raw.get(key) is not None:
+            settings[key] = raw[key]
+    return settings
+
+
+def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling:
+    given = _rope(raw)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise SpecError(f"rope type {kind} is not supported; supported: {', '.join(_ROPE_KINDS)}")
+    original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    original = original or raw["max_position_embeddings"]
+    factor = 1.0 if kind in ("default", "factors") else given.get("factor")
+    if factor is None and kind == "yarn":
+        factor = raw["max_position_embeddings"] / original
+    if factor is None:
+        raise KeyError("rope_scaling.factor")
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_position=original,
+        factors=tuple(given.get("factors", ())),
+        **{key: given[key] for key in _ROPE_PARAMETERS if given.get(key) is not None},
+    )
+
+
+def _max_context(max_position: int, scaling: RopeScaling) -> int:
+    """Linear and dynamic scaling leave max_position_embeddings as it was trained; yarn may or may not."""
+    if scaling.kind in ("linear", "dynamic"):
+        return math.floor(max_position * scaling.factor)
+    if scaling.kind == "yarn":
+        return max(max_position, math.floor(scaling.original_max_position * scaling.factor))
+    return max_position
+
+
+def _sliding_windows(architecture: str, raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+    num_layers: int = raw["num_hidden_layers"]
+    window: int | None = raw.get("sliding_window")
+    if architecture == "LlamaForCausalLM" or not window:
+        return (None,) * num_layers
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+        return (window,) * num_layers
+    if not raw.get("use_sliding_window", False):
+        return (None,) * num_layers
+    if architecture == "Qwen3MoeForCausalLM":
+        return (window,) * num_layers
+    first = raw.get("max_window_layers", 28)
+    if architecture == "Qwen2MoeForCausalLM" and not raw.get("layer_types"):
+        return tuple(window if i % 2 == 0 and i < first else None for i in range(num_layers))
+    types = raw.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
+    return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])
+
+
+def _token_ids(given: int | list[int] | None) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list) else (given,)

@@ -1,0 +1,203 @@
+"""Heads that draft for a model from its hidden states: what a directory of theirs says. Numbers only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from core.model import config as model_config
+from core.model.shape import ModelConfig
+from core.types.errors import SpecError
+
+HeadsKind = Literal["medusa", "eagle", "mtp"]
+
+STEPS_KEPT = 4  # features of positions that sequences may go on from are kept of so many full steps
+_FURTHER = "num_nextn_predict_layers"
+_MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
+
+
+class HeadsPlace(NamedTuple):
+    """Where heads are."""
+
+    kind: HeadsKind
+    directory: Path  # mtp: the model's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """What drafts beside one model."""
+
+    kind: HeadsKind
+    directory: Path  # mtp: the model's own
+    fingerprint: str
+    layers: tuple[int, ...]  # hidden states that it wants: those after so many layers of the model
+    num_kv_layers: int = 0  # of its own, behind the model's in the KV pool
+    keeps_features: bool = False  # of the last position of every block, beside the block's KV
+    num_heads: int = 0  # medusa: each guesses one token further
+    num_residuals: int = 0  # medusa: blocks before each head's projection
+    shape: ModelConfig | None = None  # eagle, mtp: of its layer
+    draft_vocab_size: int = 0  # EAGLE-3: tokens that it knows; 0: the model's head says all of them
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises SpecError where so many ranks cannot draft by them. What keeps nothing in the pool is rank 0's."""
+        if size == 1 or not self.num_kv_layers:
+            return
+        try:
+            assert self.shape
+            self.shape.check_tensor_parallel(size)
+        except SpecError as error:
+            raise SpecError(f"speculation.model: {self.directory}: {error}") from None
+
+    def feature_bytes(self, model: ModelConfig, *, itemsize: int) -> int:
+        """Beside each block. itemsize: of a number of the model's activations."""
+        return model.hidden_size * itemsize if self.keeps_features else 0
+
+    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, layer_bytes: int) -> int:
+        """On each rank, whatever the pool's size: features of the positions that rows may go on from, and a spare block
+        of the heads' own layers for every row. layer_bytes: of one block of one layer."""
+        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + self.num_kv_layers * layer_bytes)
+
+
+def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
+    """Read the config.json of a directory of heads; of `mtp` the model's own. Raises SpecError where they are no such
+    heads, or not for this model."""
+    raw = _read_json(directory / "config.json")
+    try:
+        return _READERS[kind](directory, raw, model)
+    except KeyError as error:
+        raise SpecError(f"{directory / 'config.json'}: {error.args[0]} is missing: are these {kind} heads?") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise SpecError(f"{directory / 'config.json'}: {error}") from error
+
+
+def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
+    hidden_size = raw.get("hidden_size", model.hidden_size)
+    _check_same(directory, "hidden_size", hidden_size, model.hidden_size)
+    return HeadsConfig(
+        kind="medusa",
+        directory=directory,
+        fingerprint=model_config.fingerprint(directory),
+        layers=(model.num_layers,),
+        num_heads=_count(raw["medusa_num_heads"], "medusa_num_heads", least=1),
+        num_residuals=_count(raw.get("medusa_num_layers", 1), "medusa_num_layers", least=0),
+    )
+
+
+def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
+    """EAGLE-3: Li et al. 2025, arXiv:2503.01840; config.json as of its own repository, and of vLLM's and SGLang's.
+    EAGLE-1: Li et al. 2024, arXiv:2401.15077; its config.json is often a Llama's, so that its weights say what it
+    is."""
+    if model.latent:
+        raise SpecError(f"{directory}: EAGLE heads keep keys and values, and {model.architecture} keeps latents")
+    architecture = str((raw.get("architectures") or ["(none)"])[0])
+    is_third = "Eagle3" in architecture
+    if not is_third and not is_eagle1(directory):
+        raise SpecError(
+            f"{directory}: architecture {architecture} is not EAGLE-3; expected LlamaForCausalLMEagle3, or the weights "
+            "of EAGLE-1, where fc.weight is hidden_size times twice that"
+        )
+    shape = model_config.load(directory, architecture="LlamaForCausalLM")
+    if shape.num_layers != 1:
+        raise SpecError(f"{directory}: EAGLE heads of {shape.num_layers} layers are not supported; supported: 1")
+    for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
+        _check_same(directory, name, getattr(shape, name), getattr(model, name))
+    draft_vocab_size = raw.get("draft_vocab_size") or model.vocab_size
+    if type(draft_vocab_size) is not int or not 1 <= draft_vocab_size <= model.vocab_size:
+        raise ValueError(f"draft_vocab_size is {draft_vocab_size!r}, and must be from 1 to {model.vocab_size}")
+    return HeadsConfig(
+        kind="eagle",
+        directory=directory,
+        fingerprint=model_config.fingerprint(directory),
+        layers=_eagle_layers(directory, raw, model) if is_third else (model.num_layers,),
+        num_kv_layers=1,
+        keeps_features=True,
+        shape=replace(shape, sliding_windows=(None,)),
+        draft_vocab_size=draft_vocab_size if is_third else 0,
+    )
+
+
+def _eagle_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> tuple[int, ...]:
+    """Low, middle and high: what is said, or else what every server takes."""
+    said = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    said = said or raw.get("eagle_aux_hidden_state_layer_ids")
+    layers = tuple(sorted(said)) if said else tuple(sorted((2, model.num_layers // 2, model.num_layers - 3)))
+    are_numbers = all(type(layer) is int for layer in layers)
+    if not are_numbers or len({*layers}) != 3 or not 0 <= layers[0] <= layers[2] <= model.num_layers:
+        raise SpecError(
+            f"{directory}: hidden states after layers {layers} of {model.num_layers}: no three of the model"
+        )
+    return layers
+
+
+def is_eagle1(directory: Path) -> bool:
+    """By the tensors that it holds. Raises SpecError where it holds none."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in model_config.weight_files(directory):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                if "fc.weight" in tensors.keys():
+                    rows, columns = tensors.get_slice("fc.weight").get_shape()
+                    return bool(columns == 2 * rows)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise SpecError(f"{file}: not readable as safetensors: {error}") from None
+    return False
+
+
+def predicts_further(directory: Path) -> bool:
+    """Whether a model directory has layers of its own that predict further tokens."""
+    return bool(_read_json(directory / "config.json").get(_FURTHER))
+
+
+def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
+    """DeepSeek-V3, arXiv:2412.19437, section 2.2: a layer more, behind the model's last."""
+    if model.architecture != "DeepseekV3ForCausalLM" or not raw.get(_FURTHER):
+        raise SpecError(
+            f"{directory}: mtp drafts by layers of a DeepseekV3ForCausalLM's own ({_FURTHER} in config.json), and this "
+            f"{model.architecture} has none; choose another speculation.method"
+        )
+    if raw[_FURTHER] != 1:
+        raise SpecError(f"{directory}: {_FURTHER} {raw[_FURTHER]} is not supported; supported: 1")
+    experts = model.experts and replace(model.experts, is_sparse=(*model.experts.is_sparse, True))
+    return HeadsConfig(
+        kind="mtp",
+        directory=directory,
+        fingerprint="mtp",  # beside that of the weights, whose part it is
+        layers=(model.num_layers,),
+        num_kv_layers=1,
+        keeps_features=True,
+        shape=replace(
+            model, num_layers=model.num_layers + 1, experts=experts, sliding_windows=(*model.sliding_windows, None)
+        ),
+    )
+
+
+_READERS: Mapping[HeadsKind, Callable[[Path, Mapping[str, Any], ModelConfig], HeadsConfig]] = {
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "mtp": _mtp,
+}
+
+
+def _count(found: Any, name: str, *, least: int) -> int:
+    if type(found) is not int or not least <= found <= _MOST:
+        raise ValueError(f"{name} is {found!r}, and must be a number from {least} to {_MOST}")
+    return found
+
+
+def _check_same(directory: Path, name: str, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise SpecError(f"{directory}: {name} is {found}, and the model's is {wanted}: these heads are for another one")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path}: not a JSON object")
+    return tree

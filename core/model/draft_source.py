@@ -1,0 +1,130 @@
+"""What drafts beside the served model, by what a spec says of it: a smaller model, or heads."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from core.model import source as model_source
+from core.model.draft_heads import HeadsKind, is_eagle1, predicts_further
+from core.model.source import Progress
+from core.types.errors import SpecError
+from core.types.request import Role
+
+if TYPE_CHECKING:
+    from core.spec.schema import Spec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """A directory, and what of it drafts; `mtp`: that of the served model."""
+
+    kind: Literal["draft"] | HeadsKind
+    directory: Path
+
+    @property
+    def heads(self) -> HeadsKind | None:
+        """Which; None: it is a model of its own."""
+        return None if self.kind == "draft" else self.kind
+
+
+def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource | None:
+    """What `speculation` names beside what looks up; None: nothing. May download. Raises SpecError."""
+    method, source = spec.speculation.method, spec.speculation.model
+    if method == "mtp" or (method == "auto" and source == spec.model.source):
+        own = model_source.resolve(spec.model.source, progress=progress)
+        if method == "mtp" or predicts_further(own):
+            return DraftSource("mtp", own)
+    if source is None or method == "off":
+        return None
+    if spec.speculation.heads:
+        return DraftSource(spec.speculation.heads, model_source.resolve_heads(source, progress=progress))
+    if method == "auto" and (heads := _heads(source, progress)):
+        return heads
+    try:
+        return DraftSource("draft", model_source.resolve(source, progress=progress))
+    except SpecError as error:
+        if kind := _heads_here(source):
+            raise SpecError(
+                f"speculation.model: {source}: these are {kind} heads; set speculation.method to {kind} or auto"
+            ) from None
+        raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
+
+
+def heads_source(spec: Spec) -> DraftSource | None:
+    """The heads that every replica loads with its model; None: there are none, and a smaller model that `draft` names
+    need not be on this host. May download. Raises SpecError."""
+    source = None if spec.speculation.method == "draft" else draft_source(spec)
+    return source if source and source.heads else None
+
+
+def fetch_for_a_switch(spec: Spec, role: Role) -> None:
+    """What a replica that may become a decode replica will load then, fetched with its model, so that the switch waits
+    for no download. May download. What cannot be had here is the switch's to say."""
+    from core.types.role_switch import hindrance  # the engine loads without specs
+
+    if role is Role.DECODE or spec.speculation.method != "draft" or hindrance(spec):
+        return
+    try:
+        draft_source(spec)
+    except SpecError as error:
+        logger.info("as a decode replica this one would not start: %s", error)
+
+
+def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:
+    """Raises SpecError unless the same text is the same tokens for both models."""
+    from tokenizers import Tokenizer
+
+    ours, theirs = (
+        Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
+        for directory in (model_dir, draft_dir)
+    )
+    if ours != theirs:
+        same = len(ours.items() & theirs.items())
+        raise SpecError(
+            f"speculation.model: {draft_dir} has another vocabulary than the served model: {same} of {len(ours)} "
+            "tokens are the same; name a smaller model of the same family"
+        )
+
+
+def _heads(source: str, progress: Progress | None) -> DraftSource | None:
+    """Where a source holds heads: which they are, by their config.json."""
+    is_of_hub, place = source.startswith("hf:"), Path(source).expanduser()
+    if source.endswith(".gguf") or not (is_of_hub or place.is_dir()):
+        return None
+    if not is_of_hub and any(place.glob("*.gguf")) and not any(place.glob("*.safetensors")):
+        return None  # a model
+    directory = model_source.resolve_heads(source, progress=progress)
+    try:
+        raw = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # whoever reads it as a model says what is wrong
+    if not isinstance(raw, dict):
+        return None
+    if "medusa_num_heads" in raw:
+        return DraftSource("medusa", directory)
+    is_eagle = "eagle" in str(raw.get("architectures")).lower() or (
+        raw.get("num_hidden_layers") == 1 and _is_eagle1(directory)
+    )
+    return DraftSource("eagle", directory) if is_eagle else None
+
+
+def _heads_here(source: str) -> HeadsKind | None:
+    """Of a directory on this host; None also where nothing can be said."""
+    try:
+        found = None if source.startswith("hf:") else _heads(source, None)
+    except SpecError:
+        return None
+    return found.heads if found else None
+
+
+def _is_eagle1(directory: Path) -> bool:
+    try:
+        return is_eagle1(directory)
+    except SpecError:
+        return False  # whoever reads it as a model says what is wrong

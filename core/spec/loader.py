@@ -1,0 +1,119 @@
+"""From a YAML file, or a shorthand, to a Spec. Unknown keys and bad values are refused by path, in one line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from core.spec.schema import Spec
+from core.types.errors import SpecError
+
+_SHORTHAND = re.compile(r"(?P<prefill>[0-9]+)P(?P<decode>[0-9]+)D", re.IGNORECASE)
+
+
+def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:
+    """Read a spec from a YAML file, or from a shorthand such as "2P4D", and apply `PATH=VALUE` overrides.
+
+    Raises SpecError, whose one line names the path of every mistake and, where we can guess, the fix.
+    """
+    tree = _read(source)
+    for override in overrides or []:
+        _override(tree, override)
+    return parse_spec(tree, origin=source)
+
+
+def named_keys(source: str | None, overrides: list[str]) -> dict[str, Any]:
+    """The plain values that a file or a shorthand (None: neither) and overrides name, without any default. Raises
+    SpecError."""
+    tree = _read(source) if source is not None else {}
+    for override in overrides:
+        _override(tree, override)
+    return tree
+
+
+def parse_spec(tree: dict[str, Any], *, origin: str = "spec") -> Spec:
+    """Validate a tree of plain values. Raises SpecError."""
+    try:
+        return Spec.model_validate(tree)
+    except ValidationError as error:
+        raise SpecError(f"{origin}: " + "; ".join(_explain(e) for e in error.errors())) from None
+
+
+def _read(source: str) -> dict[str, Any]:
+    path = Path(source)
+    if not path.exists():
+        if shorthand := _SHORTHAND.fullmatch(source):
+            return {
+                "prefill": {"replicas": int(shorthand["prefill"])},
+                "decode": {"replicas": int(shorthand["decode"])},
+            }
+        raise SpecError(f"{source}: no such file, and not a topology such as 2P4D")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise SpecError(f"{source}: a spec is a mapping with keys such as model, prefill and decode")
+    return tree
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise SpecError(f"--set {override}: write PATH=VALUE, such as --set model.dtype=float32")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SpecError(f"--set {override}: the value is not readable as YAML") from None
+    node = tree
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise SpecError(f"--set {override}: {key} is a value, not a section")
+        node = child
+    node[keys[-1]] = value
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{path}: unknown key{_did_you_mean(error['loc'])}"
+    # a section would be long, and the message names its keys
+    got = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
+    if error["type"] == "model_type":
+        return f"{path}: a section of keys is expected, such as {path}.{_keys(error['loc'])[0]}{got}"
+    message = error["msg"].removeprefix("Value error, ")
+    where = f"{path}: " if path else ""  # what is about several sections names them itself
+    meant = _word_meant(error) if error["type"] == "literal_error" else ""
+    return f"{where}{message[0].lower()}{message[1:]}{got}{meant}"
+
+
+def _word_meant(error: Any) -> str:
+    words = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+    close = difflib.get_close_matches(str(error["input"]), words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _did_you_mean(path: tuple[str | int, ...]) -> str:
+    known = _keys(path[:-1])
+    if close := difflib.get_close_matches(str(path[-1]), known, n=1):
+        return f"; did you mean {close[0]}?"
+    if len(path) > 1 and path[-1] in Spec.model_fields:
+        return f"; {path[-1]} stands beside {path[0]}, not in it"
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _keys(path: tuple[str | int, ...]) -> list[str]:
+    """Of the section at that path; none where it is no section."""
+    section: Any = Spec
+    for key in path:
+        field = section.model_fields.get(key) if hasattr(section, "model_fields") else None
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()  # `autoscale` may be None
+        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+    return list(getattr(section, "model_fields", {}))

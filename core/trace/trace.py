@@ -1,0 +1,154 @@
+"""Traces of traffic: when requests came, how long they were, and which of them began alike.
+
+mooncake   JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens: equal ids, equal prefixes);
+           where blocks are of other sizes, as `cluster capture` writes them, tokens_per_id says so
+azure      CSV: TIMESTAMP, ContextTokens, GeneratedTokens; nothing is known of shared prefixes
+
+`cluster bench` replays them against a deployment, `cluster simulate` against a simulated one.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from fractions import Fraction
+from pathlib import Path
+
+from core.types.errors import SpecError
+
+TOKENS_PER_ID = 512
+_MAX_TOKENS = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRequest:
+    """One request. `ids` name its blocks of `tokens_per_id`; None: it shares nothing with anyone."""
+
+    number: int
+    arrival_s: float  # after the first
+    num_tokens: int
+    num_output: int
+    ids: tuple[int, ...] | None
+    tokens_per_id: int = TOKENS_PER_ID
+
+
+def read_trace(
+    path: Path, *, format: str | None = None, speedup: float = 1.0, scale: str = "1", max_requests: int | None = None
+) -> list[TraceRequest]:
+    """Requests in order of arrival, `speedup` times as fast, with all lengths times `scale`. Raises SpecError.
+
+    format: "mooncake" or "azure"; None: what the file's name says. scale: such as "1/16"; a block of the trace must
+    have a whole number of tokens.
+    """
+    factor = _fraction(scale)
+    if not 0 < speedup < math.inf:
+        raise SpecError(f"--speedup {speedup:g}: must be above 0, and finite")
+    kind = format or ("azure" if path.suffix == ".csv" else "mooncake")
+    try:
+        with path.open(newline="") as lines:
+            rows = sorted(_azure(lines) if kind == "azure" else _mooncake(lines), key=lambda row: row[0])
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, csv.Error) as error:
+        raise SpecError(f"{path}: not a trace in {kind} format: {error}") from None
+    if not rows:
+        raise SpecError(f"{path}: holds no request")
+    begin = rows[0][0]
+    return [
+        TraceRequest(
+            number=number,
+            arrival_s=(when - begin) / speedup,
+            num_tokens=math.ceil(num_tokens * factor),
+            num_output=math.ceil(num_output * factor),
+            ids=ids,
+            tokens_per_id=_scaled(tokens_per_id, factor),
+        )
+        for number, (when, num_tokens, num_output, ids, tokens_per_id) in enumerate(rows[:max_requests])
+    ]
+
+
+def poisson(*, rate: float, num_requests: int, num_tokens: int, num_output: int, seed: int) -> list[TraceRequest]:
+    """Requests without a common prefix that come at random, `rate` a second, all equally long."""
+    draw = random.Random(seed)
+    arrivals = [0.0, *itertools.accumulate(draw.expovariate(rate) for _ in range(num_requests - 1))]
+    return [
+        TraceRequest(number=number, arrival_s=when, num_tokens=num_tokens, num_output=num_output, ids=None)
+        for number, when in enumerate(arrivals)
+    ]
+
+
+def _fraction(scale: str) -> Fraction:
+    try:
+        factor = Fraction(scale)
+    except (ValueError, ZeroDivisionError):
+        factor = Fraction(0)
+    if factor <= 0 or (TOKENS_PER_ID * factor).denominator != 1:
+        raise SpecError(
+            f"--scale-tokens {scale}: write a share such as 1/16 that leaves {TOKENS_PER_ID} a whole number"
+        )
+    return factor
+
+
+def write_trace(trace: Sequence[TraceRequest], path: Path) -> None:
+    """In mooncake format. Requests that share nothing get ids that nobody else has."""
+    unknown = 1 + max((id for request in trace for id in request.ids or ()), default=0)
+    with path.open("w") as lines:
+        for request in trace:
+            num_ids = -(-request.num_tokens // request.tokens_per_id)
+            ids = request.ids or range(unknown, unknown := unknown + num_ids)
+            row = {
+                "timestamp": round(request.arrival_s * 1e3, 3),
+                "input_length": request.num_tokens,
+                "output_length": request.num_output,
+                "hash_ids": [*ids[:num_ids]],
+                "tokens_per_id": request.tokens_per_id,
+            }
+            print(json.dumps(row), file=lines)
+
+
+def _scaled(tokens_per_id: int, factor: Fraction) -> int:
+    scaled = tokens_per_id * factor
+    if scaled.denominator != 1:
+        raise SpecError(f"--scale-tokens {factor}: its blocks of {tokens_per_id} tokens would not be whole numbers")
+    return int(scaled)
+
+
+_Row = tuple[float, int, int, tuple[int, ...] | None, int]
+
+
+def _mooncake(lines: Iterator[str]) -> Iterator[_Row]:
+    for line in lines:
+        if line.strip():
+            row = json.loads(line)
+            ids = tuple(int(id) for id in row["hash_ids"])
+            num_tokens = int(row["input_length"])
+            tokens_per_id = _count(int(row.get("tokens_per_id", TOKENS_PER_ID)))
+            if len(ids) * tokens_per_id < num_tokens:
+                raise ValueError(f"{len(ids)} hash_ids do not cover {num_tokens} tokens")
+            when, num_output = _time(row["timestamp"] / 1e3), _count(int(row["output_length"]))
+            yield when, _count(num_tokens), num_output, ids, tokens_per_id
+
+
+def _azure(lines: Iterator[str]) -> Iterator[_Row]:
+    for row in csv.DictReader(lines):
+        when = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+        yield when, _count(int(row["ContextTokens"])), _count(int(row["GeneratedTokens"])), None, TOKENS_PER_ID
+
+
+def _time(when: float) -> float:
+    if not math.isfinite(when):
+        raise ValueError(f"{when} is no time")
+    return when
+
+
+def _count(number: int) -> int:
+    """Tokens; at least one."""
+    if number > _MAX_TOKENS:
+        raise ValueError(f"{number} tokens are too many")
+    return max(1, number)

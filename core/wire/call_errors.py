@@ -1,0 +1,65 @@
+"""Errors of ours that end a gRPC call, and are of the same kind on its other side."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar, cast
+
+import grpc
+from grpc import aio
+
+from core.types import errors
+from core.types.errors import CapacityError, ClusterError, ReplicaLost, RequestError, outcome_of
+
+_MAX_RETRY_S = 3600.0
+# Of an error that crosses a call: its class, and what a caller acts upon.
+_ERROR_KEY, _PARAM_KEY, _RETRY_KEY = "cluster-error", "cluster-error-param", "cluster-error-retry-after-s"
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
+
+
+async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError) -> NoReturn:
+    """End a call with `error`; the other side gets it back from `error_of`."""
+    status = getattr(grpc.StatusCode, outcome_of(error).grpc)
+    facts = [(_ERROR_KEY, type(error).__name__)]
+    if isinstance(error, RequestError) and error.param is not None:
+        facts.append((_PARAM_KEY, error.param))
+    if isinstance(error, CapacityError):
+        facts.append((_RETRY_KEY, str(error.retry_after_s)))
+    await context.abort(status, str(error), tuple(facts))
+    raise AssertionError("abort returned")
+
+
+def refuses(method: Method) -> Method:
+    """A method of a servicer, of one request and one answer, that may raise ClusterError: the call ends with it."""
+
+    @functools.wraps(method)
+    async def call(servicer: Any, request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(servicer, request, context)
+        except ClusterError as error:
+            await abort_with(context, error)
+
+    return cast(Method, call)
+
+
+def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:
+    """What a failed call to `peer` means here: its own error, or ReplicaLost if it could not even answer."""
+    facts = {key: str(value) for key, value in error.trailing_metadata() or ()}
+    kind = getattr(errors, facts.get(_ERROR_KEY, ""), None)
+    text = error.details() or ""
+    if isinstance(kind, type) and issubclass(kind, ClusterError):
+        with suppress(TypeError, ValueError):  # what a peer says of its error may make no sense
+            if issubclass(kind, CapacityError) and _RETRY_KEY in facts:
+                return kind(text, retry_after_s=_seconds(facts[_RETRY_KEY]))
+            return kind(text, param=facts.get(_PARAM_KEY)) if issubclass(kind, RequestError) else kind(text)
+    return ReplicaLost(f"{peer}: {error.code().name}: {error.details()}")
+
+
+def _seconds(text: str) -> float:
+    """Until a caller may try again. Raises ValueError."""
+    if not 0 <= (seconds := float(text)) <= _MAX_RETRY_S:
+        raise ValueError(f"{text} is no time to wait")
+    return seconds

@@ -1,0 +1,160 @@
+"""Requests and tokens as protobuf messages, and back. The dataclasses are what the code speaks; this is the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from core.rpc import worker_pb2 as pb
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import RequestError
+from core.types.handoff import Handoff, Holder
+from core.types.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from core.types.step_timing import PromptSpent, StepTiming
+from core.types.thinking_budget import ThinkingBudget
+from core.types.token_rules import TokenRules
+from core.wire.proto_fields import from_message, to_message
+
+_MOST_STEPS, _MOST_DRAFTED = 256, 64  # of a tally, for it is told often; and tokens of a draft
+_MOST_FLOOR = 1000.0  # more than 1 where no draft pays
+
+
+def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
+    grammar = to_message(pb.Grammar, request.grammar) if request.grammar else None
+    thinking = to_message(pb.ThinkingBudget, request.thinking) if request.thinking else None
+    sampling = _sampling_to_proto(request.sampling)
+    return to_message(pb.Sequence, request, sampling=sampling, grammar=grammar, thinking=thinking)
+
+
+def sequence_from_proto(message: pb.Sequence) -> SequenceRequest:
+    """Raises RequestError for a grammar of a kind that we do not know: without it, other tokens would be chosen."""
+    grammar = _grammar_from_proto(message.grammar) if message.HasField("grammar") else None
+    thinking = from_message(ThinkingBudget, message.thinking) if message.HasField("thinking") else None
+    sampling = _sampling_from_proto(message.sampling)
+    return from_message(SequenceRequest, message, sampling=sampling, grammar=grammar, thinking=thinking)
+
+
+def handoff_to_proto(handoff: Handoff) -> pb.Handoff:
+    return to_message(pb.Handoff, handoff)
+
+
+def handoff_from_proto(message: pb.Handoff) -> Handoff:
+    return from_message(Handoff, message)
+
+
+def holder_to_proto(holder: Holder) -> pb.Holder:
+    return to_message(pb.Holder, holder)
+
+
+def holder_from_proto(message: pb.Holder) -> Holder:
+    return from_message(Holder, message)
+
+
+def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:
+    messages = []
+    for token in tokens:
+        messages.append(message := pb.SampledToken(token_id=token.token_id))
+        _tell_more(message, token)
+    return messages
+
+
+def stream_token_to_proto(stream: int, token: SampledToken) -> pb.StreamTokens:
+    """A step makes one for each of its rows: where a message is made inside another, nothing is copied."""
+    message = pb.StreamTokens(stream=stream)
+    _tell_more(message.tokens.add(token_id=token.token_id), token)
+    return message
+
+
+def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]:
+    return [
+        SampledToken(
+            token_id=message.token_id,
+            logprob=_logprob_from_proto(message.logprob) if message.HasField("logprob") else None,
+            finish_reason=_reason_from(message.finish_reason) if message.finish_reason else None,
+            drafts=_drafts_from_proto(message.drafts) if message.HasField("drafts") else None,
+        )
+        for message in messages
+    ]
+
+
+def _drafts_from_proto(message: pb.DraftTally) -> DraftTally:
+    """Figures that are shown and added up, and nothing else: what cannot be is made the nearest that can, so that no
+    answer fails by it."""
+    steps = min(message.steps, _MOST_STEPS)
+    drafts = min(message.drafts, steps)
+    drafted = min(message.drafted, drafts * _MOST_DRAFTED)
+    return DraftTally(
+        steps=steps,
+        drafts=drafts,
+        unguessed=min(message.unguessed, steps - drafts),
+        drafted=drafted,
+        accepted=min(message.accepted, drafted),
+        floors=max(0.0, min(message.floors, steps * _MOST_FLOOR)) if math.isfinite(message.floors) else 0.0,
+    )
+
+
+def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:
+    rules = sampling.token_rules
+    if rules is None:
+        return to_message(pb.Sampling, sampling, token_rules=None)
+    bad_words = [pb.BadWord(token_ids=word) for word in rules.bad_words]
+    told = to_message(pb.TokenRules, rules, logit_bias=dict(rules.logit_bias), bad_words=bad_words)
+    return to_message(pb.Sampling, sampling, token_rules=told)
+
+
+def _sampling_from_proto(message: pb.Sampling) -> Sampling:
+    if not message.HasField("token_rules"):
+        return from_message(Sampling, message, token_rules=None)
+    told = message.token_rules
+    rules = TokenRules(
+        logit_bias=tuple(sorted(told.logit_bias.items())),
+        allowed_token_ids=tuple(told.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in told.bad_words),
+    )
+    return from_message(Sampling, message, token_rules=None if rules.says_nothing else rules)
+
+
+def _grammar_from_proto(message: pb.Grammar) -> Grammar:
+    try:
+        return Grammar(kind=GrammarKind(message.kind), text=message.text)
+    except ValueError:
+        raise RequestError(f"grammar: no kind {message.kind[:64]!r} is known here", param="grammar") from None
+
+
+def _reason_from(text: str) -> FinishReason:
+    """A reason that we do not know, as a newer worker may have one, is an end all the same."""
+    try:
+        return FinishReason(text)
+    except ValueError:
+        return FinishReason.STOP
+
+
+def _tell_more(message: pb.SampledToken, token: SampledToken) -> None:
+    """What is there beside its id: mostly nothing, and each further field would cost time, token by token."""
+    if token.logprob:
+        message.logprob.CopyFrom(_logprob_to_proto(token.logprob))
+    if token.finish_reason:
+        message.finish_reason = token.finish_reason
+    if token.drafts:
+        message.drafts.CopyFrom(to_message(pb.DraftTally, token.drafts))
+
+
+def _logprob_to_proto(logprob: TokenLogprob) -> pb.Logprob:
+    top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprob.top]
+    return pb.Logprob(logprob=logprob.logprob, top=top)
+
+
+def _logprob_from_proto(message: pb.Logprob) -> TokenLogprob:
+    return TokenLogprob(logprob=message.logprob, top=tuple((top.token_id, top.logprob) for top in message.top))
+
+
+def timing_to_proto(timing: StepTiming | None) -> pb.StepTiming | None:
+    return to_message(pb.StepTiming, timing) if timing else None
+
+
+def spent_to_proto(spent: PromptSpent) -> pb.Spent:
+    return to_message(pb.Spent, spent)
+
+
+def timing_from_proto(timing: pb.StepTiming) -> StepTiming:
+    return from_message(StepTiming, timing)

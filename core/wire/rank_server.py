@@ -1,0 +1,80 @@
+"""What every rank's process has beside its step loop: an event loop on a thread of its own, and a gRPC server on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvloop
+from grpc import aio
+
+from core.identity.credentials import Identity
+from core.types.errors import DeployError
+from core.wire.channel import listen, make_server
+
+T = TypeVar("T")
+
+
+class RankHost:
+    """Owns the event loop. The loop never blocks on a device, and the step thread never awaits; they meet in
+    `call_soon_threadsafe` and `StepLoop.post`."""
+
+    def __init__(self, host: str, identity: Identity) -> None:
+        """host: where it listens. identity: of this process, to whoever calls it and whom it calls."""
+        self.host = host
+        self.identity = identity
+        self.loop = uvloop.new_event_loop()
+        self._server: aio.Server | None = None
+        self._thread = threading.Thread(target=self._run, name="event-loop", daemon=True)
+        self._thread.start()
+
+    def serve(self, register: Callable[[aio.Server], None], *, timeout_s: float = 30.0) -> str:
+        """Open a port of our own and serve what `register` adds. Returns "host:port"."""
+        return self.call(self._serve(register), timeout_s=timeout_s)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
+        """Run a coroutine on the event loop and wait for it. Never from the event loop itself."""
+        return self.spawn(coroutine).result(timeout_s)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def post(self, callback: Callable[..., object], *args: Any) -> None:
+        """Run a callback on the event loop; from any thread. Does nothing once the loop has ended."""
+        try:
+            self.loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """Stop the server and end the loop."""
+        self.call(self._stop(), timeout_s=timeout_s)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    async def _serve(self, register: Callable[[aio.Server], None]) -> str:
+        self._server = make_server(self.identity)
+        register(self._server)
+        try:
+            port = listen(self._server, f"{self.host}:0", self.identity)
+        except RuntimeError as error:
+            raise DeployError(f"cannot listen on {self.host}: {error}") from error
+        await self._server.start()
+        return f"{self.host}:{port}"
+
+    async def _stop(self) -> None:
+        if self._server:
+            await self._server.stop(None)
+        ours = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in ours:
+            task.cancel()
+        await asyncio.gather(*ours, return_exceptions=True)

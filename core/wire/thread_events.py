@@ -1,0 +1,36 @@
+"""What happens on a thread, on its way to the gRPC call that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+from core.types.errors import ClusterError
+
+E = TypeVar("E")
+
+
+class CallEvents(Generic[E]):
+    """Made and iterated over by a call on its event loop; `put` and `end` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[E | ClusterError | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, event: E) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def end(self, error: ClusterError | None = None) -> None:
+        """Nothing more comes; whoever iterates gets the error raised."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, error)
+
+    def __aiter__(self) -> CallEvents[E]:
+        return self
+
+    async def __anext__(self) -> E:
+        event = await self._events.get()
+        if event is None:
+            raise StopAsyncIteration
+        if isinstance(event, ClusterError):
+            raise event
+        return event

@@ -1,0 +1,494 @@
+"""Attention of rows of few queries over their blocks: what a decode step waits for, so every byte is read once.
+
+The keys of all strips of queries (strips.py) are shared out among programs (splits.py), whose results are put together
+(Dao et al. 2023, "Flash-Decoding"). The G query heads that share a kv head, of all queries of a strip, are computed by
+one program.
+
+In a pool of 8 bits the numbers of a row lie so close together that a matrix unit's operand would be picked up byte by
+byte. So values are read two features at a time, as one number of 16 bits, and split into even and odd features when
+they lie in registers. Both products are in fp16, which holds every code; values' scales are divided by the largest that
+came so far, so that weights stay in its range.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
+from engine.kernels.attention.online_softmax import gather_row, places_of, reference_row
+from engine.kernels.attention.query_groups import TILE_ROWS, QueryStrips
+from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+from engine.kernels.quant.row_quantization import as_bytes, from_code, from_codes
+
+# T tokens of the step, R rows of splits.py, each a strip of up to Q queries, N queries, H query heads, K kv heads,
+# G = H / K, D head_dim, B blocks, S block_size, W programs of a kv head, P = W + R parts
+
+_PARTS_COMBINED, _FEATURES_COMBINED = 16, 128  # at a time, in one program
+
+
+def decode_attention(
+    q_THD: Tensor,
+    codes_B2KSD: Tensor,
+    scales_B2KS: Tensor | None,
+    *,
+    strips: QueryStrips,
+    window: int | None,
+    splits: Splits,
+    out_THD: Tensor,
+) -> None:
+    """softmax(q k / sqrt(D)) v of the queries of all strips, each over the keys up to its own.
+
+    q, out: (T, H, D) bf16, fp16 or fp32; out is written at the strips' tokens only. codes, scales: a layer of the pool,
+    of 8 bits or of q's dtype; see KVPool. The queries of a strip without keys get zeros. splits: of the strips'
+    contexts and `window_of_strips`; results differ by rounding only. Where the value of a key is no number, the results
+    of all queries of its strip are none, also of those before it.
+    """
+    attend = launch_decode_attention if q_THD.is_cuda else reference_decode_attention
+    attend(
+        q_THD,
+        codes_B2KSD,
+        scales_B2KS,
+        strips=strips,
+        window=window,
+        splits=splits,
+        out_THD=out_THD,
+    )
+
+
+def window_of_strips(window: int | None, most: int) -> int | None:
+    """Up to so many keys before the last query of a strip one of its queries sees."""
+    return None if window is None else window + most - 1
+
+
+def resident_programs(*, has_scales: bool) -> int:
+    """How many of the kernel's programs a processor runs at once: of four warps each, or, over 8 bits, of one."""
+    return 8 if has_scales else 4
+
+
+def reference_decode_attention(
+    q_THD: Tensor,
+    codes_B2KSD: Tensor,
+    scales_B2KS: Tensor | None,
+    *,
+    strips: QueryStrips,
+    window: int | None,
+    splits: Splits,
+    out_THD: Tensor,
+) -> None:
+    rows = [*zip(strips.firsts_U.tolist(), strips.counts_U.tolist(), strips.contexts_U.tolist(), strict=True)]
+    for token, seat in zip(strips.tokens_N.tolist(), strips.seats_N.tolist(), strict=True):
+        (first, count, context), table = rows[seat // strips.most], strips.tables_UB[seat // strips.most]
+        if not context:
+            out_THD[token] = 0
+            continue
+        assert token == first + seat % strips.most
+        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context - (count - 1 - seat % strips.most))
+        out_THD[token] = reference_row(q_THD[token].unsqueeze(0), kv_2KLD, window=window)[0]
+
+
+def launch_decode_attention(
+    q_THD: Tensor,
+    codes_B2KSD: Tensor,
+    scales_B2KS: Tensor | None,
+    *,
+    strips: QueryStrips,
+    window: int | None,
+    splits: Splits,
+    out_THD: Tensor,
+) -> None:
+    num_rows, num_heads, dim = len(strips.firsts_U), q_THD.shape[1], q_THD.shape[2]
+    _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
+    assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and strips.tables_UB.stride(-1) == 1
+    num_programs = len(splits.rows_W)
+    part_PXD = torch.empty(  # X = Q H: of each query all heads
+        num_programs + num_rows, strips.most * num_heads, dim, dtype=torch.float32, device=q_THD.device
+    )
+    largest_PX, total_PX = torch.empty(2, *part_PXD.shape[:2], dtype=torch.float32, device=q_THD.device)
+    group = num_heads // num_kv_heads
+    block_m, block_d = max(TILE_ROWS, power_of_2(strips.most * group)), max(TILE_ROWS, power_of_2(dim))
+    codes = as_bytes(codes_B2KSD)
+    sizes = {"Q": strips.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
+    sizes |= {"BLOCK_M": block_m, "BLOCK_D": block_d, "WINDOW": window or 0}
+    shared = (
+        *(strips.firsts_U, strips.counts_U, strips.tables_UB, strips.contexts_U),
+        *(splits.starts_R, splits.rows_W, part_PXD, largest_PX, total_PX),
+    )
+    numbers = (
+        num_rows,
+        math.log2(math.e) / math.sqrt(dim),
+        q_THD.stride(0),
+        q_THD.stride(1),
+        strips.tables_UB.stride(0),
+    )
+    if scales_B2KS is None:
+        _attend_part[(num_programs, num_kv_heads)](
+            q_THD,
+            codes,
+            codes,
+            codes,
+            *shared,
+            *numbers,
+            **sizes,
+            BLOCK_N=KEYS,
+            SHARED_N=KEYS,
+            HAS_SCALES=False,
+            NATIVE=False,
+            num_stages=2,  # of three, a processor would hold three programs, not four
+        )
+    else:
+        # One warp, so that nothing waits for a barrier; as many as there are registers for run side by side.
+        is_small = block_m == TILE_ROWS and block_d <= 128
+        _attend_part[(num_programs, num_kv_heads)](
+            q_THD,
+            codes,
+            codes.view(torch.int16),
+            scales_B2KS.view(torch.int32) if block_size % 2 == 0 else scales_B2KS,
+            *shared,
+            *numbers,
+            **sizes,
+            BLOCK_N=32,
+            SHARED_N=KEYS,
+            HAS_SCALES=True,
+            NATIVE=has_fp8_casts(q_THD.device),
+            num_warps=1 if is_small else 4,
+            num_stages=4 if is_small else 3,
+        )
+    block_d = min(_FEATURES_COMBINED, power_of_2(dim))
+    _combine_parts[(len(strips.tokens_N), num_heads, cdiv(dim, block_d))](
+        part_PXD,
+        largest_PX,
+        total_PX,
+        splits.starts_R,
+        strips.tokens_N,
+        strips.seats_N,
+        out_THD,
+        num_rows,
+        Q=strips.most,
+        H=num_heads,
+        D=dim,
+        BLOCK_P=_PARTS_COMBINED,
+        BLOCK_D=block_d,
+    )
+
+
+@partial(jit, do_not_specialize=["num_rows", "table_stride"])
+def _attend_part(
+    q: tl.tensor,
+    codes: tl.tensor,
+    pairs: tl.tensor,
+    scales: tl.tensor,
+    firsts: tl.tensor,
+    counts: tl.tensor,
+    tables: tl.tensor,
+    contexts: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    part: tl.tensor,
+    largest_out: tl.tensor,
+    total_out: tl.tensor,
+    num_rows: tl.tensor,
+    scale: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    Q: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHARED_N: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    NATIVE: tl.constexpr,
+) -> None:
+    """One program: the queries of a strip that one kv head has, Q times G at most, over the program's share of blocks,
+    of one strip or of several."""
+    program, head = tl.program_id(0), tl.program_id(1)
+    SEEN: tl.constexpr = WINDOW + Q - 1 if WINDOW > 0 else 0
+    share = tl.load(starts + num_rows + 1)
+    place = program * share
+    stop = tl.minimum(place + share, tl.load(starts + num_rows))
+    row = tl.load(rows + program)
+    m, d, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    query, of_head = m // G, m % G
+    while place < stop:
+        context, num_queries = tl.load(contexts + row), tl.load(counts + row)
+        skipped, num_blocks = blocks_of(context, SEEN, SHARED_N)
+        before = place - tl.load(starts + row)
+        taken = tl.minimum(num_blocks - before, stop - place)
+        first = (skipped + before) * SHARED_N
+        end = tl.minimum(first + taken * SHARED_N, context)
+        token = tl.load(firsts + row).to(tl.int64) + query
+        is_query = (m < Q * G) & (query < num_queries)
+        mask = is_query[:, None] & (d < D)[None, :]
+        place_of_q = token * q_token_stride + (head * G + of_head) * q_head_stride
+        queries = tl.load(q + place_of_q[:, None] + d[None, :], mask=mask, other=0.0)
+        sees = context - num_queries + 1 + query  # how many keys each query sees
+        table = tables + row.to(tl.int64) * table_stride
+        at = (((program + row).to(tl.int64) * Q + query) * K + head) * G + of_head
+        if HAS_SCALES:
+            even, odd, largest, total = _attend_codes(
+                queries, codes, pairs, scales, table, head, first, end, sees, scale,
+                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, NATIVE,
+            )  # fmt: skip
+            if taken > 0:
+                target = part + at[:, None] * D + 2 * e[None, :]
+                mask_e = is_query[:, None] & (e < D // 2)[None, :]
+                tl.store(target, even, mask=mask_e)
+                tl.store(target + 1, odd, mask=mask_e)
+        else:
+            out, largest, total = _attend_numbers(
+                queries, codes, table, head, first, end, sees, scale,
+                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW,
+            )  # fmt: skip
+            if taken > 0:
+                tl.store(part + at[:, None] * D + d[None, :], out, mask=mask)
+        if taken > 0:
+            tl.store(largest_out + at, largest, mask=is_query)
+            tl.store(total_out + at, total, mask=is_query)
+        place += taken
+        row += 1
+
+
+@jit
+def _attend_numbers(
+    q: tl.tensor,
+    numbers: tl.tensor,
+    table: tl.tensor,
+    head: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    sees: tl.tensor,
+    scale: tl.tensor,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Keys [first, end) of a row, of q's dtype -> out (M, D), largest (M), total (M): see online_softmax.py."""
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    for n in range(first, end, BLOCK_N):
+        key = n + tl.arange(0, BLOCK_N)
+        is_key, is_d = key < end, d < D
+        cell, slot = places_of(n, S, BLOCK_N)
+        block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * (2 * K * S * D)
+        within = (head * S + slot) * D
+        k = tl.load(
+            numbers + block[None, :] + (within[None, :] + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0.0
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW)
+        v = tl.load(
+            numbers + block[:, None] + ((within + K * S * D)[:, None] + d[None, :]),
+            mask=is_key[:, None] & is_d[None, :],
+            other=0.0,
+        )
+        out = tl.dot(weights.to(q.dtype), v, out * fade[:, None], input_precision="ieee")
+        total = total * fade + tl.sum(weights, axis=1)
+        largest = grown
+    return out, largest, total
+
+
+@jit
+def _attend_codes(
+    q: tl.tensor,
+    codes: tl.tensor,
+    pairs: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
+    head: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    sees: tl.tensor,
+    scale: tl.tensor,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NATIVE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Keys [first, end) of a row, of 8 bits -> even features of out (M, D / 2), odd ones, largest (M), total (M)."""
+    dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+    q, power = _fit(q, dtype)
+    scale *= power
+    even = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+    odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    unit = 7.52316384526264e-37  # what values are multiples of: the largest scale so far, or 2^-120
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    for n in range(first, end, BLOCK_N):
+        key = n + tl.arange(0, BLOCK_N)
+        is_key = key < end
+        cell, slot = places_of(n, S, BLOCK_N)
+        block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * (2 * K * S)
+        within = head * S + slot
+        k_scale = _scales_of(scales, table, head * S, n, end, K, S, BLOCK_N)
+        v_scale = _scales_of(scales, table, (head + K) * S, n, end, K, S, BLOCK_N)
+        k = tl.load(
+            codes + (block * D)[None, :] + (within[None, :] * D + d[:, None]),
+            mask=is_key[None, :] & (d < D)[:, None],
+            other=0,
+        )
+        scores = tl.dot(q, from_code(k, dtype, NATIVE), input_precision="ieee")
+        scores *= (k_scale * scale)[None, :]
+        grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW)
+        total = total * fade + tl.sum(weights, axis=1)
+        v = tl.load(
+            pairs + (block * (D // 2))[:, None] + ((within + K * S)[:, None] * (D // 2) + e[None, :]),
+            mask=is_key[:, None] & (e < D // 2)[None, :],
+            other=0,
+        )
+        v_even, v_odd = from_codes(v, codes.dtype.element_ty == tl.int8, dtype, NATIVE)
+        wider = tl.maximum(unit, tl.max(v_scale, axis=0))
+        fade *= unit / wider
+        weights = (weights * (v_scale * (1.0 / wider))[None, :]).to(dtype)
+        even = tl.dot(weights, v_even, even * fade[:, None], input_precision="ieee")
+        odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+        largest, unit = grown, wider
+    return even * unit, odd * unit, largest, total
+
+
+@jit
+def _weigh(
+    scores: tl.tensor,
+    largest: tl.tensor,
+    key: tl.tensor,
+    end: tl.tensor,
+    sees: tl.tensor,
+    Q: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """-> the largest score now, what came before is multiplied by, and the weights of these keys."""
+    is_seen = (key < end)[None, :]
+    if Q > 1:
+        is_seen = is_seen & (key[None, :] < sees[:, None])
+    if WINDOW > 0:
+        is_seen = is_seen & (key[None, :] >= sees[:, None] - WINDOW)
+    scores = tl.where(is_seen, scores, -float("inf"))
+    grown = tl.maximum(largest, tl.max(scores, axis=1))
+    base = grown
+    if Q > 1 or WINDOW > 0:
+        base = tl.where(grown == -float("inf"), 0.0, grown)  # of these keys none is seen
+    return grown, tl.exp2(largest - base), tl.exp2(scores - base[:, None])
+
+
+@jit
+def _fit(q: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Queries (M, D) as `dtype`, and the power of two that they are multiples of: so fp16 has room for bf16."""
+    power = 1.0
+    if dtype != q.dtype:
+        wide = q.to(tl.float32)
+        most = tl.max(tl.max(tl.abs(wide), axis=1), axis=0).to(tl.int32, bitcast=True)
+        power = (tl.minimum(tl.maximum(most, 0x03800000), 0x7B000000) & 0x7F800000).to(tl.float32, bitcast=True)
+        q = (wide / power).to(dtype)
+    return q, power
+
+
+@jit
+def _scales_of(
+    scales: tl.tensor,
+    table: tl.tensor,
+    place: tl.tensor,
+    n: tl.tensor,
+    end: tl.tensor,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """The scales of keys n, n + 1, …, as fp32 (BLOCK_N); `place`: where they begin in a block. Zero from `end` on.
+
+    Two are read at once, if they are given as int32: copies into shared memory, which run ahead, have 4 bytes or more.
+    """
+    if scales.dtype.element_ty == tl.int32:
+        key = n + 2 * tl.arange(0, BLOCK_N // 2)
+        cell, slot = places_of(n // 2, S // 2, BLOCK_N // 2)
+        block = tl.load(table + cell, mask=key < end, other=0).to(tl.int64) * (K * S)
+        words = tl.load(scales + block + (place // 2 + slot), mask=key < end, other=0)
+        first = (words << 16).to(tl.float32, bitcast=True)
+        second = tl.where(key + 1 < end, words & -0x10000, 0).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(first, second), [BLOCK_N])
+    key = n + tl.arange(0, BLOCK_N)
+    cell, slot = places_of(n, S, BLOCK_N)
+    block = tl.load(table + cell, mask=key < end, other=0).to(tl.int64) * (2 * K * S)
+    return tl.load(scales + block + (place + slot), mask=key < end, other=0.0).to(tl.float32)
+
+
+@partial(jit, do_not_specialize=["num_rows"])
+def _combine_parts(
+    part: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    starts: tl.tensor,
+    tokens: tl.tensor,
+    seats: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    Q: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: BLOCK_D features of one head of one query, BLOCK_P parts at a time."""
+    number, head = tl.program_id(0), tl.program_id(1)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    token, seat = tl.load(tokens + number).to(tl.int64), tl.load(seats + number)
+    row, query = seat // Q, seat % Q
+    whole = whole_of_parts(part, largest, total, starts, row, query * H + head, d, num_rows, Q * H, D, BLOCK_P)
+    tl.store(out + (token * H + head) * D + d, whole.to(out.dtype.element_ty), mask=d < D)
+
+
+@jit
+def whole_of_parts(
+    part: tl.tensor,
+    largest_in: tl.tensor,
+    total_in: tl.tensor,
+    starts: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    d: tl.tensor,
+    num_rows: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tl.tensor:
+    """The features `d` of one row's head, BLOCK_P parts at a time; zeros of a row without keys."""
+    share = tl.load(starts + num_rows + 1)
+    begin, end = tl.load(starts + row), tl.load(starts + row + 1)
+    first, last = begin // share, (end + share - 1) // share  # programs; of a row without keys, none
+    last = tl.where(begin < end, last, first)
+    p = tl.arange(0, BLOCK_P)
+    base = -1e30
+    total = 0.0
+    result = tl.zeros(d.shape, tl.float32)
+    for start in range(first, last, BLOCK_P):
+        is_part = start + p < last
+        place = (start + p + row).to(tl.int64) * H + head
+        largest = tl.load(largest_in + place, mask=is_part, other=-float("inf"))
+        grown = tl.maximum(base, tl.max(largest, axis=0))
+        fade = tl.exp2(base - grown)
+        weight = tl.exp2(largest - grown)
+        total = total * fade + tl.sum(weight * tl.load(total_in + place, mask=is_part, other=0.0), axis=0)
+        parts = tl.load(part + place[:, None] * D + d[None, :], mask=is_part[:, None] & (d < D)[None, :], other=0.0)
+        result = result * fade + tl.sum(parts * weight[:, None], axis=0)
+        base = grown
+    return result / tl.where(total == 0.0, 1.0, total)

@@ -1,0 +1,369 @@
+"""Attention of many queries per row over keys and values that stand one token behind the other, gathered for this step.
+
+    s_j = (q k_j + q' key_j) scale          key_j: a part of the keys that all heads share; latent layouts have one
+
+They came out of the pool (gather_rows.py), or were made from latents (latent_heads.py): either way they are read by
+many queries, and whole tiles of them by one copy of the device's own (TMA, where it has one). Queries are cut into
+tiles as in prefill_attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.attention.online_softmax import weigh
+from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
+from engine.kernels.language import descriptor, has_tile_copies, jit, power_of_2, tl
+
+# T tokens of the step, L keys of all rows, H query heads of this rank, K kv heads, N dim of a head's own part of keys,
+# P of the shared part, W of values
+
+_KEYS = 64  # of one step of a program
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What earlier keys came to, where a row's keys are attended to slice by slice. Written by all slices but the last.
+
+    Not normalised; see online_softmax.py.
+    """
+
+    out_THW: Tensor
+    largest_TH: Tensor
+    total_TH: Tensor
+
+    @classmethod
+    def empty(cls, num_tokens: int, num_heads: int, dim: int, device: torch.device) -> Carry:
+        largest_TH, total_TH = torch.empty(2, num_tokens, num_heads, dtype=torch.float32, device=device)
+        return cls(torch.empty(num_tokens, num_heads, dim, dtype=torch.float32, device=device), largest_TH, total_TH)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Of each row, the keys at positions [begin, end)."""
+
+    begin: int
+    end: int
+    is_last: bool
+    carry: Carry | None = None  # None: of one slice
+
+
+WHOLE = Slice(0, 1 << 30, is_last=True)
+
+
+def dense_prefill_attention(
+    q_THD: Tensor,
+    k_LKN: Tensor,
+    shared_LP: Tensor | None,
+    v_LKW: Tensor,
+    *,
+    tiles: QueryTiles,
+    firsts_R: Tensor,
+    contexts_R: Tensor,
+    scale: float,
+    out_THW: Tensor,
+    part: Slice = WHOLE,
+) -> None:
+    """softmax(q (k, shared) scale) v of each row's queries, its last positions, over the keys not after them.
+
+    q: (T, H, N + P); all bf16, fp16 or fp32, k, v and out contiguous, K divides H. firsts, contexts: (R,) int32; a
+    row's keys of this slice begin at `first` of L. out is written at the tiles' queries only, by the last slice.
+    """
+    attend = launch_dense_prefill_attention if q_THD.is_cuda else reference_dense_prefill_attention
+    attend(
+        q_THD,
+        k_LKN,
+        shared_LP,
+        v_LKW,
+        tiles=tiles,
+        firsts_R=firsts_R,
+        contexts_R=contexts_R,
+        scale=scale,
+        out_THW=out_THW,
+        part=part,
+    )
+
+
+def reference_dense_prefill_attention(
+    q_THD: Tensor,
+    k_LKN: Tensor,
+    shared_LP: Tensor | None,
+    v_LKW: Tensor,
+    *,
+    tiles: QueryTiles,
+    firsts_R: Tensor,
+    contexts_R: Tensor,
+    scale: float,
+    out_THW: Tensor,
+    part: Slice = WHOLE,
+) -> None:
+    rows = (tiles.begins_R, tiles.lengths_R, firsts_R, contexts_R)
+    group = q_THD.shape[1] // k_LKN.shape[1]
+    for begin, length, first, context in zip(*(numbers.tolist() for numbers in rows), strict=True):
+        low, high = min(part.begin, context), min(part.end, context)
+        queries, keys = slice(begin, begin + length), slice(first, first + high - low)
+        k_LHD = k_LKN[keys].float().repeat_interleave(group, 1)
+        if shared_LP is not None:
+            k_LHD = torch.cat((k_LHD, shared_LP[keys].float().unsqueeze(1).expand(-1, k_LHD.shape[1], -1)), dim=-1)
+        scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[queries].float(), k_LHD) * scale
+        positions_Q1 = torch.arange(context - length, context, device=q_THD.device).unsqueeze(-1)
+        is_hidden_QL = torch.arange(low, high, device=q_THD.device) > positions_Q1
+        scores_HQL = scores_HQL.masked_fill(is_hidden_QL, -torch.inf)
+        v_LHW = v_LKW[keys].float().repeat_interleave(group, 1)
+        _reference_merge(scores_HQL, v_LHW, queries, out_THW, part)
+
+
+def _reference_merge(scores_HQL: Tensor, v_LHW: Tensor, queries: slice, out_THW: Tensor, part: Slice) -> None:
+    out_QHW = torch.zeros(scores_HQL.shape[1], *v_LHW.shape[1:], device=v_LHW.device)
+    largest_HQ = scores_HQL.new_full(scores_HQL.shape[:2], -torch.inf)
+    total_HQ = torch.zeros_like(largest_HQ)
+    if part.carry is not None and part.begin:
+        out_QHW, largest_HQ = part.carry.out_THW[queries], part.carry.largest_TH[queries].T
+        total_HQ = part.carry.total_TH[queries].T
+    if scores_HQL.shape[2]:
+        grown_HQ = torch.maximum(largest_HQ, scores_HQL.amax(-1))
+        weights_HQL = (scores_HQL - grown_HQ.unsqueeze(-1)).exp()
+        fade_HQ = (largest_HQ - grown_HQ).exp()
+        out_QHW = out_QHW * fade_HQ.T.unsqueeze(-1) + torch.einsum("hql,lhw->qhw", weights_HQL, v_LHW)
+        largest_HQ, total_HQ = grown_HQ, total_HQ * fade_HQ + weights_HQL.sum(-1)
+    if part.is_last:
+        out_THW[queries] = (out_QHW / total_HQ.T.unsqueeze(-1)).to(out_THW.dtype)
+    else:
+        assert part.carry is not None
+        part.carry.out_THW[queries], part.carry.largest_TH[queries] = out_QHW, largest_HQ.T
+        part.carry.total_TH[queries] = total_HQ.T
+
+
+def launch_dense_prefill_attention(
+    q_THD: Tensor,
+    k_LKN: Tensor,
+    shared_LP: Tensor | None,
+    v_LKW: Tensor,
+    *,
+    tiles: QueryTiles,
+    firsts_R: Tensor,
+    contexts_R: Tensor,
+    scale: float,
+    out_THW: Tensor,
+    part: Slice = WHOLE,
+) -> None:
+    num_heads, num_kv_heads = q_THD.shape[1], k_LKN.shape[1]
+    nope_dim, value_dim = k_LKN.shape[2], v_LKW.shape[2]
+    rope_dim = 0 if shared_LP is None else shared_LP.shape[1]
+    assert q_THD.stride(-1) == 1 and k_LKN.is_contiguous() and v_LKW.is_contiguous() and out_THW.is_contiguous()
+    blocks = {"BLOCK_N": max(16, power_of_2(nope_dim)), "BLOCK_P": max(16, power_of_2(rope_dim or 1))}
+    blocks["BLOCK_W"] = max(16, power_of_2(value_dim))
+    # Whole tiles are copied where a tile's columns are a head's: others would come with columns of the next.
+    is_tiled = has_tile_copies(q_THD.device) and q_THD.dtype != torch.float32
+    is_tiled &= (nope_dim, value_dim) == (blocks["BLOCK_N"], blocks["BLOCK_W"])
+    if shared_LP is not None:  # which may be columns of wider rows, that then have to begin at multiples of 16 bytes
+        starts = shared_LP.stride(0), shared_LP.storage_offset()
+        is_tiled &= rope_dim == blocks["BLOCK_P"] and all(start % 8 == 0 for start in starts)
+    k_LN, v_LW = k_LKN.view(len(k_LKN), -1), v_LKW.view(len(v_LKW), -1)
+    shared_LP = k_LN if shared_LP is None else shared_LP
+    sources: tuple[Any, ...] = (k_LN, shared_LP, v_LW)
+    if is_tiled:
+        widths = (nope_dim, rope_dim or nope_dim, value_dim)
+        sources = tuple(descriptor(x, [_KEYS, width]) for x, width in zip(sources, widths, strict=True))
+    carry = part.carry
+    nothing = q_THD.new_empty(1, dtype=torch.float32)
+    _attend_tile[(len(tiles.rows_N), num_heads)](
+        q_THD,
+        *sources,
+        tiles.rows_N,
+        tiles.firsts_N,
+        tiles.begins_R,
+        tiles.lengths_R,
+        firsts_R,
+        contexts_R,
+        out_THW,
+        *((carry.out_THW, carry.largest_TH, carry.total_TH) if carry else (nothing, nothing, nothing)),
+        scale * math.log2(math.e),
+        part.begin,
+        part.end,
+        int(part.is_last),
+        q_THD.stride(0),
+        q_THD.stride(1),
+        k_LN.stride(0),
+        shared_LP.stride(0),
+        v_LW.stride(0),
+        H=num_heads,
+        K=num_kv_heads,
+        N=nope_dim,
+        P=rope_dim,
+        W=value_dim,
+        BLOCK_M=TILE_QUERIES,
+        BLOCK_L=_KEYS,
+        **blocks,
+        IS_TILED=is_tiled,
+        num_warps=4,
+        num_stages=2 if rope_dim else 3,  # two programs share a processor's memory
+    )
+
+
+@partial(jit, do_not_specialize=["begin", "end", "is_last"])
+def _attend_tile(
+    q: tl.tensor,
+    k: tl.tensor,
+    shared: tl.tensor,
+    v: tl.tensor,
+    tile_rows: tl.tensor,
+    tile_firsts: tl.tensor,
+    begins: tl.tensor,
+    lengths: tl.tensor,
+    key_firsts: tl.tensor,
+    contexts: tl.tensor,
+    out: tl.tensor,
+    carried: tl.tensor,
+    carried_largest: tl.tensor,
+    carried_total: tl.tensor,
+    scale: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    is_last: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    k_stride: tl.tensor,
+    shared_stride: tl.tensor,
+    v_stride: tl.tensor,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    IS_TILED: tl.constexpr,
+) -> None:
+    """One program: BLOCK_M queries of one row and one head.
+
+    keys   begin ........ plain ........ end       [begin, plain): seen by every query of the tile, no mask needed
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row, first_query = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
+    length, context = tl.load(lengths + row), tl.load(contexts + row)
+    m, w = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_W)
+    position = context - length + m
+    is_query = (m < length)[:, None]
+    token = (tl.load(begins + row) + m).to(tl.int64)
+    i, p = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
+    query = q + token[:, None] * q_token_stride + head * q_head_stride
+    q_own = tl.load(query + i[None, :], mask=is_query & (i < N)[None, :], other=0.0)
+    q_shared = q_own
+    if P > 0:
+        q_shared = tl.load(query + N + p[None, :], mask=is_query & (p < P)[None, :], other=0.0)
+
+    kv_head = head // (H // K)
+    first_key = tl.load(key_firsts + row) - begin
+    end = tl.minimum(tl.minimum(context, end), context - length + first_query + BLOCK_M)
+    seen = tl.minimum(context - length + first_query + 1, end)  # keys that every query of the tile sees
+    plain = begin + tl.maximum(seen - begin, 0) // BLOCK_L * BLOCK_L
+    place = token * H + head
+    mask = is_query & (w < W)[None, :]
+    is_carried = m < tl.where(begin > 0, length, 0)
+    total = tl.load(carried_total + place, mask=is_carried, other=0.0)
+    largest = tl.load(carried_largest + place, mask=is_carried, other=-float("inf"))
+    result = tl.load(carried + place[:, None] * W + w[None, :], mask=is_carried[:, None] & (w < W)[None, :], other=0.0)
+    for n in range(begin, plain, BLOCK_L):
+        result, largest, total = _step(
+            result, largest, total, q_own, q_shared, k, shared, v, first_key + n, n, kv_head, position, end, scale,
+            k_stride, shared_stride, v_stride, N, P, W, BLOCK_L, BLOCK_N, BLOCK_P, BLOCK_W, IS_TILED, False,
+        )  # fmt: skip
+    for n in range(plain, end, BLOCK_L):
+        result, largest, total = _step(
+            result, largest, total, q_own, q_shared, k, shared, v, first_key + n, n, kv_head, position, end, scale,
+            k_stride, shared_stride, v_stride, N, P, W, BLOCK_L, BLOCK_N, BLOCK_P, BLOCK_W, IS_TILED, True,
+        )  # fmt: skip
+    if is_last != 0:
+        total = tl.where(total == 0.0, 1.0, total)  # places behind the row's last query
+        tl.store(out + place[:, None] * W + w[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(carried + place[:, None] * W + w[None, :], result, mask=mask)
+        tl.store(carried_largest + place, largest, mask=m < length)
+        tl.store(carried_total + place, total, mask=m < length)
+
+
+@jit
+def _step(
+    result: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    q_own: tl.tensor,
+    q_shared: tl.tensor,
+    k: tl.tensor,
+    shared: tl.tensor,
+    v: tl.tensor,
+    at: tl.tensor,
+    n: tl.tensor,
+    head: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    k_stride: tl.tensor,
+    shared_stride: tl.tensor,
+    v_stride: tl.tensor,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    IS_TILED: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Take keys n, n + 1, …, which lie from place `at` on."""
+    key = n + tl.arange(0, BLOCK_L)
+    is_key = (key < end) if MASKED else tl.full([BLOCK_L], True, tl.int1)
+    scores = tl.dot(
+        q_own, _tile(k, at, head, k_stride, is_key, N, BLOCK_L, BLOCK_N, IS_TILED).T, input_precision="ieee"
+    )
+    if P > 0:
+        k_shared = _tile(shared, at, 0, shared_stride, is_key, P, BLOCK_L, BLOCK_P, IS_TILED)
+        scores = tl.dot(q_shared, k_shared.T, scores, input_precision="ieee")
+    is_seen = (key[None, :] <= position[:, None]) & is_key[None, :]
+    grown, fade, weights = weigh(scores, largest, is_seen, scale, MASKED)
+    total = total * fade + tl.sum(weights, axis=1)
+    values = _tile(v, at, head, v_stride, is_key, W, BLOCK_L, BLOCK_W, IS_TILED)
+    if MASKED and IS_TILED:
+        values = tl.where(is_key[:, None], values, 0.0)  # what is no key may be no number
+    weights = weights.to(values.dtype)
+    if P > 0:
+        # Two products before the third are started one by one where the third goes on in the accumulator of the last
+        # step: ptxas (C7515) then lets none of them run beside anything.
+        fades = tl.broadcast_to(fade[:, None], result.shape)
+        result = tl.fma(result, fades, tl.dot(weights, values, input_precision="ieee"))
+    else:
+        result = tl.dot(weights, values, result * fade[:, None], input_precision="ieee")
+    return result, grown, total
+
+
+@jit
+def _tile(
+    source: tl.tensor,
+    at: tl.tensor,
+    head: tl.tensor,
+    stride: tl.tensor,
+    is_key: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_TILED: tl.constexpr,
+) -> tl.tensor:
+    """(BLOCK_L, BLOCK_D) of one head from place `at` on; a tiled one has numbers behind the last key, too."""
+    if IS_TILED:
+        tile = source.load([at, head * D])
+    else:
+        rows, d = at.to(tl.int64) + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_D)
+        mask = is_key[:, None] & (d < D)[None, :]
+        tile = tl.load(source + rows[:, None] * stride + (head * D + d[None, :]), mask=mask, other=0.0)
+    return tile

@@ -1,0 +1,120 @@
+"""Keys and values of a step into their blocks, quantised on the way if the pool has 8 bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.language import cdiv, jit, power_of_2, tl
+from engine.kernels.quant.row_quantization import as_bytes, quantize_row, quantize_rows
+
+# T tokens, B blocks, K kv heads of this rank, S block_size, D head_dim; 2: keys, then values
+
+_VALUES_PER_PROGRAM = 4096
+
+
+def write_kv(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+    """Store keys and values at `slots_T` (int32 or int64, block id * S + offset).
+
+    codes: (B, 2, K, S, D), a pool's layer: bf16, fp16 or fp32, or float8_e4m3fn or int8 with scales (B, 2, K, S)
+    bf16.
+    k, v: (T, K, D) of any float dtype, dense in D; they may be views of a larger tensor. A negative slot writes
+    nothing: it is that of a row which only fills up a batch.
+    """
+    store = launch_write_kv if k_TKD.is_cuda else reference_write_kv
+    store(codes_B2KSD, scales_B2KS, slots_T, k_TKD, v_TKD)
+
+
+def reference_write_kv(
+    codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor
+) -> None:
+    is_stored_T = slots_T >= 0
+    rows_T2KD = torch.stack((k_TKD, v_TKD), dim=1)
+    write_rows(codes_B2KSD, scales_B2KS, slots_T[is_stored_T], rows_T2KD[is_stored_T])
+
+
+def write_rows(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, rows_T2KD: Tensor) -> None:
+    """By torch, on any device, whatever the number of sides. Where the pool's rows of codes are longer than those
+    given, the numbers at the end stay in bf16: see quantize_rows. Slots are not negative."""
+    block_size = codes_B2KSD.shape[3]
+    blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
+    if scales_B2KS is None:
+        codes_B2KSD[blocks_T, :, :, offsets_T] = rows_T2KD.to(codes_B2KSD.dtype)
+        return
+    codes_T2KD, scales_T2K = quantize_rows(
+        rows_T2KD, codes_B2KSD.dtype, exact=codes_B2KSD.shape[-1] - rows_T2KD.shape[-1]
+    )
+    scales_B2KS[blocks_T, :, :, offsets_T] = scales_T2K
+    as_bytes(codes_B2KSD)[blocks_T, :, :, offsets_T] = as_bytes(codes_T2KD)
+
+
+def launch_write_kv(
+    codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor
+) -> None:
+    num_tokens, num_heads, dim = k_TKD.shape
+    block_d = power_of_2(dim)
+    rows = max(1, _VALUES_PER_PROGRAM // block_d)
+    assert k_TKD.stride(-1) == v_TKD.stride(-1) == 1 and codes_B2KSD.is_contiguous()
+    has_scales = scales_B2KS is not None
+    _write_kv[(cdiv(num_tokens * num_heads, rows), 2)](
+        as_bytes(codes_B2KSD),
+        scales_B2KS if has_scales else codes_B2KSD,
+        slots_T,
+        k_TKD,
+        v_TKD,
+        num_tokens,
+        k_TKD.stride(0),
+        k_TKD.stride(1),
+        v_TKD.stride(0),
+        v_TKD.stride(1),
+        K=num_heads,
+        S=codes_B2KSD.shape[3],
+        D=dim,
+        ROWS=rows,
+        BLOCK_D=block_d,
+        HAS_SCALES=has_scales,
+    )
+
+
+@partial(jit, do_not_specialize=["num_tokens"])
+def _write_kv(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    slots: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    num_tokens: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+) -> None:
+    """One program: ROWS rows (token, head) of the keys (program 0 of axis 1) or of the values."""
+    side = tl.program_id(1)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    token, head = row // K, row % K
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    place = ((slot // S * 2 + side) * K + head) * S + slot % S
+    d = tl.arange(0, BLOCK_D)
+    mask = (slot >= 0)[:, None] & (d < D)[None, :]
+    if side == 0:
+        source = k + (token * k_token_stride + head * k_head_stride)[:, None] + d[None, :]
+        x = tl.load(source, mask=mask, other=0.0)
+    else:
+        source = v + (token * v_token_stride + head * v_head_stride)[:, None] + d[None, :]
+        x = tl.load(source, mask=mask, other=0.0)
+    target = codes + place[:, None] * D + d[None, :]
+    if HAS_SCALES:
+        code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
+        tl.store(target, code, mask=mask)
+        tl.store(scales + place[:, None], scale.to(tl.bfloat16), mask=(slot >= 0)[:, None])
+    else:
+        tl.store(target, x.to(codes.dtype.element_ty), mask=mask)

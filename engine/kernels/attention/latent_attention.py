@@ -1,0 +1,266 @@
+"""Absorbed latent attention of one query per row over its blocks: all heads share one key per token, the row itself.
+
+    s_hj = (q_h . row_j) scale      out_h = V_h (softmax(s_h) latents)      row_j = (latent_j, rotated key_j)
+
+Values are the first part of the keys, so that a block is read once for both, and for as many heads as a program has
+registers for: all of them up to 64. As in decode_attention, the keys of all rows are shared out among programs whose
+results are put together (latent_values.py). Row format: engine/kv/layout.py.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
+from engine.kernels.attention.latent_values import launch_latent_values
+from engine.kernels.attention.online_softmax import places_of, weigh
+from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+from engine.kernels.quant.code_words import widen
+from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_codes
+
+# R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, W value_dim, B blocks, S block_size;
+# in launching, P: parts of results, as many as programs and rows together
+
+_MIN_HEADS, _MOST_HEADS = 16, 64  # of one program
+
+
+def latent_decode_attention(
+    q_RHD: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    value_HWC: Tensor,
+    *,
+    scale: float,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    splits: Splits,
+) -> Tensor:
+    """The values, (R, H, W), that queries get whose absorbed part comes first.
+
+    q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, 8
+    bits with scales or of q's dtype. value: contiguous, of q's dtype; weighed sums of latents are rounded to it before
+    it expands them. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; a row of none gets zeros.
+    splits: of these contexts.
+    """
+    attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
+    return attend(
+        q_RHD,
+        codes_B11SD,
+        scales_B11S,
+        value_HWC,
+        scale=scale,
+        tables_RB=tables_RB,
+        contexts_R=contexts_R,
+        splits=splits,
+    )
+
+
+def heads_at_once(num_heads: int) -> int:
+    """Of one program."""
+    return min(_MOST_HEADS, max(_MIN_HEADS, power_of_2(num_heads)))
+
+
+def splits_of_latents(contexts_R: Tensor, *, num_heads: int, longest: int) -> Splits:
+    """See Splits.of."""
+    block_h = heads_at_once(num_heads)
+    resident = 2 if block_h == _MIN_HEADS else 1
+    return Splits.of(contexts_R, window=None, num_heads=cdiv(num_heads, block_h), longest=longest, resident=resident)
+
+
+def reference_latent_decode_attention(
+    q_RHD: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    value_HWC: Tensor,
+    *,
+    scale: float,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    splits: Splits,
+) -> Tensor:
+    latent_dim = value_HWC.shape[2]
+    latents_RHC = q_RHD.new_empty(*q_RHD.shape[:2], latent_dim)
+    for row, (table, context) in enumerate(zip(tables_RB, contexts_R.tolist(), strict=True)):
+        blocks = table[: cdiv(context, codes_B11SD.shape[3])].long()
+        if scales_B11S is None:
+            rows_B11SD = codes_B11SD[blocks].float()
+        else:
+            codes = as_bytes(codes_B11SD)[blocks].view(codes_B11SD.dtype)
+            exact = codes.shape[-1] - q_RHD.shape[-1]
+            rows_B11SD = dequantize_rows(codes, scales_B11S[blocks], torch.float32, exact=exact)
+        rows_LD = rows_B11SD.flatten(0, 3)[:context]
+        weights_HL = (q_RHD[row].float() @ rows_LD.T * scale).softmax(dim=-1)
+        latents_RHC[row] = weights_HL @ rows_LD[:, :latent_dim]
+    return torch.einsum("rhc,hwc->rhw", latents_RHC, value_HWC)
+
+
+def launch_latent_decode_attention(
+    q_RHD: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    value_HWC: Tensor,
+    *,
+    scale: float,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    splits: Splits,
+) -> Tensor:
+    (num_rows, num_heads, dim), device = q_RHD.shape, q_RHD.device
+    _, value_dim, latent_dim = value_HWC.shape
+    has_scales, rope_dim = scales_B11S is not None, dim - latent_dim
+    assert q_RHD.is_contiguous() and tables_RB.stride(-1) == 1 and codes_B11SD.is_contiguous()
+    codes = as_bytes(codes_B11SD)
+    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD  # where rotated keys are numbers
+    num_programs, block_h = len(splits.rows_W), heads_at_once(num_heads)
+    part_PHC = torch.empty(num_programs + num_rows, num_heads, latent_dim, dtype=torch.float32, device=device)
+    largest_PH, total_PH = torch.empty(2, *part_PHC.shape[:2], dtype=torch.float32, device=device)
+    out_RHW = q_RHD.new_empty(num_rows, num_heads, value_dim)
+    is_small = block_h == _MIN_HEADS
+    _attend_latents[(num_programs, cdiv(num_heads, block_h))](
+        q_RHD,
+        codes.view(torch.int16) if has_scales else codes,
+        exact,
+        scales_B11S if has_scales else codes,
+        tables_RB,
+        contexts_R,
+        splits.starts_R,
+        splits.rows_W,
+        part_PHC,
+        largest_PH,
+        total_PH,
+        num_rows,
+        scale * math.log2(math.e),
+        tables_RB.stride(0),
+        H=num_heads,
+        S=codes_B11SD.shape[3],
+        C=latent_dim,
+        P=rope_dim,
+        WIDTH=codes.shape[-1] // (2 if has_scales else 1),
+        EXACT_WIDTH=exact.shape[-1],
+        BLOCK_H=block_h,
+        BLOCK_N=32 if is_small else 64,
+        SHARED_N=KEYS,
+        BLOCK_C=max(16, power_of_2(latent_dim)),
+        BLOCK_P=max(16, power_of_2(rope_dim)),
+        HAS_SCALES=has_scales,
+        IS_INT8=codes.dtype == torch.int8,
+        NATIVE=has_fp8_casts(device),
+        IN_PAIRS=q_RHD.dtype == torch.bfloat16 and device.type == "cuda",
+        num_warps=4 if is_small else 8,
+        num_stages=3 if is_small else 2,
+    )
+    launch_latent_values(part_PHC, largest_PH, total_PH, splits, value_HWC, out_RHW)
+    return out_RHW
+
+
+@partial(jit, do_not_specialize=["num_rows", "table_stride"])
+def _attend_latents(
+    q: tl.tensor,
+    codes: tl.tensor,
+    exact: tl.tensor,
+    scales: tl.tensor,
+    tables: tl.tensor,
+    contexts: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    part: tl.tensor,
+    largest_out: tl.tensor,
+    total_out: tl.tensor,
+    num_rows: tl.tensor,
+    scale: tl.tensor,
+    table_stride: tl.tensor,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXACT_WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHARED_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+) -> None:
+    """One program: BLOCK_H heads over their share of blocks, of one row or of several."""
+    program = tl.program_id(0)
+    share = tl.load(starts + num_rows + 1)
+    place = program * share
+    stop = tl.minimum(place + share, tl.load(starts + num_rows))
+    row = tl.load(rows + program)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    p = tl.arange(0, BLOCK_P)
+    is_head = h < H
+    while place < stop:
+        context = tl.load(contexts + row)
+        _, count = blocks_of(context, 0, SHARED_N)
+        before = place - tl.load(starts + row)
+        taken = tl.minimum(count - before, stop - place)
+        end = tl.minimum((before + taken) * SHARED_N, context)
+        query = q + (row.to(tl.int64) * H + h)[:, None] * (C + P)
+        q_rope = tl.load(query + C + p[None, :], mask=is_head[:, None] & (p < P)[None, :], other=0.0)
+        table = tables + row.to(tl.int64) * table_stride
+        # Numbers of 8 bits are read two at a time, and split: a matrix unit's operand would be picked up byte by byte.
+        STEP: tl.constexpr = 2 if HAS_SCALES else 1
+        c = tl.arange(0, BLOCK_C // STEP)
+        is_c = c * STEP < C
+        q_mask = is_head[:, None] & is_c[None, :]
+        q_latent = tl.load(query + c[None, :] * STEP, mask=q_mask, other=0.0)
+        out = tl.zeros([BLOCK_H, BLOCK_C // STEP], tl.float32)
+        if HAS_SCALES:
+            q_odd = tl.load(query + c[None, :] * STEP + 1, mask=q_mask, other=0.0)
+            out_odd = tl.zeros([BLOCK_H, BLOCK_C // STEP], tl.float32)
+        largest = tl.full([BLOCK_H], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        for n in range(before * SHARED_N, end, BLOCK_N):
+            is_key = n + tl.arange(0, BLOCK_N) < end
+            cell, slot = places_of(n, S, BLOCK_N)
+            block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * S
+            latent = tl.load(
+                codes + (block * WIDTH)[:, None] + (slot[:, None] * WIDTH + c[None, :]),
+                mask=is_key[:, None] & is_c[None, :],
+                other=0,
+            )
+            if HAS_SCALES:
+                if IN_PAIRS:
+                    latent, odd = widen(latent, latent, 0, 1 if IS_INT8 else 0, q_latent.dtype, True)
+                else:
+                    latent, odd = from_codes(latent, IS_INT8, q_latent.dtype, NATIVE)
+            scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+            if HAS_SCALES:
+                scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision="ieee")
+                row_scale = tl.load(scales + (block + slot), mask=is_key, other=0.0).to(tl.float32)
+                scores *= row_scale[None, :]
+            rope = tl.load(
+                exact + (block * EXACT_WIDTH)[:, None] + (slot[:, None] * EXACT_WIDTH + (EXACT_WIDTH - P) + p[None, :]),
+                mask=is_key[:, None] & (p < P)[None, :],
+                other=0.0,
+            ).to(q_rope.dtype)
+            scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
+            # Every step has a key, so that the largest score is a number.
+            scores = tl.where(is_key[None, :], scores, -float("inf"))
+            largest, fade, weights = weigh(scores, largest, is_key[None, :], scale, False)
+            total = total * fade + tl.sum(weights, axis=1)
+            if HAS_SCALES:
+                weights *= row_scale[None, :]
+            weights = weights.to(q_latent.dtype)
+            out = tl.dot(weights, latent, out * fade[:, None], input_precision="ieee")
+            if HAS_SCALES:
+                out_odd = tl.dot(weights, odd, out_odd * fade[:, None], input_precision="ieee")
+        if taken > 0:
+            at = (program + row).to(tl.int64) * H + h
+            target = part + at[:, None] * C + c[None, :] * STEP
+            tl.store(target, out, mask=q_mask)
+            if HAS_SCALES:
+                tl.store(target + 1, out_odd, mask=q_mask)
+            tl.store(largest_out + at, largest, mask=is_head)
+            tl.store(total_out + at, total, mask=is_head)
+        place += taken
+        row += 1

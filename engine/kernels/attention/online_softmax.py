@@ -1,0 +1,168 @@
+"""What the attention kernels share: one step of an online softmax over keys that lie in a pool's blocks.
+
+For a block of keys k_j and values v_j, with m the largest score so far (Milakov and Gimelshein 2018, arXiv:1805.02867):
+
+    s_j = q k_j / sqrt(D)      m' = max(m, max s_j)      l' = l e^(m - m') + sum e^(s_j - m')
+                               o' = o e^(m - m') + sum e^(s_j - m') v_j                             out = o / l
+
+A pool of 8 bits is never widened to numbers: its codes are exact in fp16 and bf16, so that a key's scale multiplies its
+scores, and a value's scale its weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.language import jit, tl
+from engine.kernels.quant.code_words import widen
+from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_code, from_codes
+
+# M queries (or heads of one query), N keys, L keys of a row, B blocks, K kv heads, S block_size, D head_dim
+
+
+def gather_row(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, table: Tensor, length: int) -> Tensor:
+    """The keys and values of one row of block ids, for the references: (2, K, L, D) fp32."""
+    table = table[: -(-length // codes_B2KSD.shape[3])].long()
+    if scales_B2KS is None:
+        kv_B2KSD = codes_B2KSD[table].float()
+    else:
+        codes = as_bytes(codes_B2KSD)[table].view(codes_B2KSD.dtype)
+        kv_B2KSD = dequantize_rows(codes, scales_B2KS[table], torch.float32)
+    return kv_B2KSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+
+
+def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, *, window: int | None) -> Tensor:
+    """Attention of the last Q positions of a row over its L keys, in fp32: (Q, H, D)."""
+    num_queries, num_heads, dim = q_QHD.shape
+    k_KLD, v_KLD = kv_2KLD
+    length = k_KLD.shape[1]
+    q_QKGD = q_QHD.float().view(num_queries, k_KLD.shape[0], -1, dim)
+    scores_QKGL = torch.einsum("qkgd,kld->qkgl", q_QKGD, k_KLD) * dim**-0.5
+    positions_Q1 = torch.arange(length - num_queries, length, device=q_QHD.device).unsqueeze(-1)
+    keys_L = torch.arange(length, device=q_QHD.device)
+    is_hidden_QL = keys_L > positions_Q1
+    if window is not None:
+        is_hidden_QL |= keys_L <= positions_Q1 - window
+    weights_QKGL = scores_QKGL.masked_fill(is_hidden_QL[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("qkgl,kld->qkgd", weights_QKGL, v_KLD).reshape(num_queries, num_heads, dim)
+
+
+@jit
+def places_of(first: tl.tensor, S: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """-> in which cell of its row's table each of the keys [first, first + BLOCK_N) is, and where in that block. What
+    does not change from step to step is computed once. first: a multiple of BLOCK_N."""
+    i = tl.arange(0, BLOCK_N)
+    if BLOCK_N % S == 0:
+        return first // S + i // S, i % S
+    return (first + i) // S, (first + i) % S
+
+
+@jit
+def weigh(
+    scores: tl.tensor, largest: tl.tensor, is_seen: tl.tensor, scale: tl.tensor, MASKED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Scores (M, N) of some more keys -> the largest so far (M), what came of earlier keys is to be multiplied by (M),
+    and the keys' weights (M, N). scale: of the scores; positive. MASKED: some are not seen; else all are."""
+    if MASKED:
+        scores = tl.where(is_seen, scores, -float("inf"))
+    grown = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+    base = grown
+    if MASKED:
+        base = tl.where(grown == -float("inf"), 0.0, grown)  # a query that has seen no key yet
+    return grown, tl.exp2(largest - base), tl.exp2(scores * scale - base[:, None])  # product and difference are fused
+
+
+@jit
+def attend_block(
+    out: tl.tensor,
+    odd: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    q: tl.tensor,
+    q_odd: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
+    head: tl.tensor,
+    scale: tl.tensor,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    STEP: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Take keys [first, first + BLOCK_N) of a row into (out (M, D), odd, largest (M), total (M)), which are returned.
+
+    q: (M, D). position: (M), of each query. end: keys from there on do not exist. table: where the row's block ids
+    begin. scale: log2(e) / sqrt(D), for powers of two are what the device computes. MASKED: some key may be hidden from
+    some query; else all of them are there and seen by all.
+
+    STEP: 1, or of codes of 8 bits 2: D counts pairs of them then, each an int16 of `numbers`; q and out are the even
+    features, q_odd and odd the others, which else nobody looks at. NATIVE: see from_code; IN_PAIRS: see widen, STEP 2.
+    """
+    n = first + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    is_d = d < D
+    is_key = (n < end) if MASKED else tl.full([BLOCK_N], True, tl.int1)
+    cell, slot = places_of(first, S, BLOCK_N)
+    block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * (2 * K * S)
+    key = head * S + slot
+    value = key + K * S
+
+    k = tl.load(
+        numbers + (block * D)[None, :] + (key[None, :] * D + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0
+    )
+    if STEP == 2:
+        k, k_odd = _widened(k, IS_INT8, q.dtype, NATIVE, IN_PAIRS)
+    elif HAS_SCALES:
+        k = from_code(k, q.dtype, NATIVE)
+    scores = tl.dot(q, k, input_precision="ieee")
+    if STEP == 2:
+        scores = tl.dot(q_odd, k_odd, scores, input_precision="ieee")
+    if HAS_SCALES:
+        scores *= (tl.load(scales + (block + key), mask=is_key, other=0.0).to(tl.float32) * scale)[None, :]
+        scale = 1.0
+    is_seen = (n[None, :] <= position[:, None]) & is_key[None, :]
+    if WINDOW > 0:
+        is_seen = is_seen & (n[None, :] > position[:, None] - WINDOW)
+    grown, fade, weights = weigh(scores, largest, is_seen, scale, MASKED)
+    total = total * fade + tl.sum(weights, axis=1)
+
+    v = tl.load(
+        numbers + (block * D)[:, None] + (value[:, None] * D + d[None, :]),
+        mask=is_key[:, None] & is_d[None, :],
+        other=0,
+    )
+    if STEP == 2:
+        v, v_odd = _widened(v, IS_INT8, q.dtype, NATIVE, IN_PAIRS)
+    elif HAS_SCALES:
+        v = from_code(v, q.dtype, NATIVE)
+    if HAS_SCALES:
+        weights *= tl.load(scales + (block + value), mask=is_key, other=0.0).to(tl.float32)[None, :]
+    weights = weights.to(q.dtype)
+    out = tl.dot(weights, v, out * fade[:, None], input_precision="ieee")
+    if STEP == 2:
+        odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+    return out, odd, grown, total
+
+
+@jit
+def _widened(
+    pair: tl.tensor, IS_INT8: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr, IN_PAIRS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    if IN_PAIRS:
+        even, odd = widen(pair, pair, 0, 1 if IS_INT8 else 0, dtype, True)
+    else:
+        even, odd = from_codes(pair, IS_INT8, dtype, NATIVE)
+    return even, odd

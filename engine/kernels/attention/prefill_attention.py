@@ -1,0 +1,276 @@
+"""Attention of many queries per row over its blocks: a prompt, or a chunk of one behind a prefix that is there already.
+
+Queries are cut into tiles (tiles.py). Where few of them come behind many keys, the keys of a tile are split among
+programs, too. This reads the pool's blocks where they lie; keys that many queries see are gathered first: see
+dense_prefill.py. An A100, whose matrix units take codes of 8 bits out of registers, would load those of values byte by
+byte. There they are read two features at a time, as one number of 16 bits, and split into even and odd features when
+they lie in registers; devices that multiply out of shared memory have fewer instructions one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.attention.online_softmax import attend_block, gather_row, reference_row
+from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
+from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
+from engine.kernels.quant.row_quantization import as_bytes
+
+# T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
+# P splits of a tile's keys
+
+_KEYS = 64  # of one step of a program; of pairs half as many, for even and odd features take registers
+_PROGRAMS_PER_PROCESSOR = 2
+_MIN_KEYS_PER_SPLIT = 512
+
+
+def prefill_attention(
+    q_THD: Tensor,
+    codes_B2KSD: Tensor,
+    scales_B2KS: Tensor | None,
+    *,
+    tiles: QueryTiles,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    window: int | None,
+    out_THD: Tensor,
+) -> None:
+    """softmax(q k / sqrt(D)) v of each row's queries, its last positions, over the keys not after them.
+
+    q, out: (T, H, D) bf16, fp16 or fp32; out is written at the tiles' queries only. codes, scales: a layer of the pool,
+    of 8 bits or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, the queries'
+    included.
+    """
+    attend = launch_prefill_attention if q_THD.is_cuda else reference_prefill_attention
+    attend(
+        q_THD,
+        codes_B2KSD,
+        scales_B2KS,
+        tiles=tiles,
+        tables_RB=tables_RB,
+        contexts_R=contexts_R,
+        window=window,
+        out_THD=out_THD,
+    )
+
+
+def reference_prefill_attention(
+    q_THD: Tensor,
+    codes_B2KSD: Tensor,
+    scales_B2KS: Tensor | None,
+    *,
+    tiles: QueryTiles,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    window: int | None,
+    out_THD: Tensor,
+) -> None:
+    rows = zip(tiles.begins_R.tolist(), tiles.lengths_R.tolist(), tables_RB, contexts_R.tolist(), strict=True)
+    for begin, length, table, context in rows:
+        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context)
+        queries = slice(begin, begin + length)
+        out_THD[queries] = reference_row(q_THD[queries], kv_2KLD, window=window).to(out_THD.dtype)
+
+
+def launch_prefill_attention(
+    q_THD: Tensor,
+    codes_B2KSD: Tensor,
+    scales_B2KS: Tensor | None,
+    *,
+    tiles: QueryTiles,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    window: int | None,
+    out_THD: Tensor,
+    num_splits: int | None = None,
+    codes_at_once: int | None = None,
+) -> None:
+    """num_splits: for tests; else as many as keep the device busy. codes_at_once: one or two, of 8 bits, for tests."""
+    _, num_heads, dim = q_THD.shape
+    _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
+    has_scales = scales_B2KS is not None
+    assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
+    step = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales else 1
+    num_tiles, block_d = len(tiles.rows_N), max(16 * step, power_of_2(dim))
+    codes = as_bytes(codes_B2KSD)
+    if num_splits is None:
+        num_splits = _splits_for(num_tiles * num_heads, tables_RB.shape[1] * block_size, q_THD.device)
+    sums = [q_THD.new_empty(1, dtype=torch.float32)] * 3
+    if num_splits > 1:
+        shape = (num_tiles, num_heads, num_splits, TILE_QUERIES)
+        part = torch.empty(*shape, dim, dtype=torch.float32, device=q_THD.device)
+        sums = [part, *torch.empty(2, *shape, dtype=torch.float32, device=q_THD.device)]
+    where = (tiles.rows_N, tiles.firsts_N, tiles.begins_R, tiles.lengths_R)
+    _attend_tile[(num_tiles, num_heads, num_splits)](
+        q_THD,
+        codes.view(torch.int16) if step == 2 else codes,
+        scales_B2KS if has_scales else codes,
+        *where,
+        tables_RB,
+        contexts_R,
+        out_THD,
+        *sums,
+        math.log2(math.e) / math.sqrt(dim),
+        q_THD.stride(0),
+        q_THD.stride(1),
+        tables_RB.stride(0),
+        H=num_heads,
+        K=num_kv_heads,
+        S=block_size,
+        D=dim,
+        BLOCK_M=TILE_QUERIES,
+        BLOCK_N=_KEYS // step,
+        BLOCK_D=block_d,
+        WINDOW=window or 0,
+        HAS_SCALES=has_scales,
+        STEP=step,
+        IS_INT8=codes.dtype == torch.int8,
+        NATIVE=has_fp8_casts(q_THD.device),
+        IN_PAIRS=q_THD.dtype == torch.bfloat16 and q_THD.is_cuda,
+        num_warps=4,
+        num_stages=2,
+    )
+    if num_splits > 1:
+        sizes = {"H": num_heads, "D": dim, "BLOCK_M": TILE_QUERIES, "BLOCK_D": block_d}
+        _combine_splits[(num_tiles, num_heads)](*where, out_THD, *sums, num_splits, **sizes)
+
+
+def _splits_for(num_programs: int, longest: int, device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    wanted = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR // num_programs
+    # Two at least of a few queries, however short their row is: so a worker's warm-up meets what long ones will need.
+    return min(wanted, max(2, cdiv(longest, _MIN_KEYS_PER_SPLIT))) if wanted > 1 else 1
+
+
+@partial(jit, do_not_specialize=["table_stride"])
+def _attend_tile(
+    q: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    tile_rows: tl.tensor,
+    tile_firsts: tl.tensor,
+    begins: tl.tensor,
+    lengths: tl.tensor,
+    tables: tl.tensor,
+    contexts: tl.tensor,
+    out: tl.tensor,
+    part: tl.tensor,
+    part_largest: tl.tensor,
+    part_total: tl.tensor,
+    scale: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    STEP: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+) -> None:
+    """One program: BLOCK_M queries of one row and one head, over one part of the keys that they see.
+
+    keys   first ........ plain ........ end       [first, plain): seen by every query of the tile, no mask needed
+    """
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, first_query = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
+    length, context = tl.load(lengths + row), tl.load(contexts + row)
+    m, d = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    first_position = context - length + first_query
+    position = context - length + m
+    token = (tl.load(begins + row) + m).to(tl.int64)
+    mask = (m < length)[:, None] & (d < D)[None, :]
+    queries = tl.load(q + token[:, None] * q_token_stride + head * q_head_stride + d[None, :], mask=mask, other=0.0)
+
+    end = tl.minimum(context, first_position + BLOCK_M)
+    first = context * 0
+    plain = (first_position + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        plain = first
+    share = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
+    first += split * share
+    end = tl.minimum(end, first + share)
+    plain = tl.maximum(first, tl.minimum(plain, end))
+    table = tables + row.to(tl.int64) * table_stride
+    kv_head = head // (H // K)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    q_odd = queries
+    if STEP == 2:
+        queries, q_odd = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
+    result = tl.zeros([BLOCK_M, BLOCK_D // STEP], tl.float32)
+    odd = result
+    for n in range(first, plain, BLOCK_N):
+        result, odd, largest, total = attend_block(
+            result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, NATIVE, IN_PAIRS, False,
+        )  # fmt: skip
+    for n in range(plain, end, BLOCK_N):
+        result, odd, largest, total = attend_block(
+            result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, NATIVE, IN_PAIRS, True,
+        )  # fmt: skip
+    if STEP == 2:
+        result = tl.reshape(tl.join(result, odd), [BLOCK_M, BLOCK_D])
+    if tl.num_programs(2) > 1:
+        in_parts = ((tile.to(tl.int64) * H + head) * tl.num_programs(2) + split) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(part + in_parts[:, None] * D + d[None, :], result, mask=mask)
+        tl.store(part_largest + in_parts, largest)
+        tl.store(part_total + in_parts, total)
+    else:
+        total = tl.where(total == 0.0, 1.0, total)  # places behind the row's last query may see nothing
+        place = (token[:, None] * H + head) * D + d[None, :]
+        tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@partial(jit, do_not_specialize=["num_splits"])
+def _combine_splits(
+    tile_rows: tl.tensor,
+    tile_firsts: tl.tensor,
+    begins: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    part: tl.tensor,
+    part_largest: tl.tensor,
+    part_total: tl.tensor,
+    num_splits: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: one tile of one head."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row, first_query = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
+    i, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m = first_query + i
+    mask = (m < tl.load(lengths + row))[:, None] & (d < D)[None, :]
+    base = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(num_splits):
+        place = ((tile.to(tl.int64) * H + head) * num_splits + split) * BLOCK_M + i
+        largest = tl.load(part_largest + place)
+        grown = tl.maximum(base, largest)
+        fade, weight = tl.exp2(base - grown), tl.exp2(largest - grown)
+        total = total * fade + tl.load(part_total + place) * weight
+        numbers = tl.load(part + place[:, None] * D + d[None, :], mask=mask, other=0.0)
+        result = result * fade[:, None] + numbers * weight[:, None]
+        base = grown
+    total = tl.where(total == 0.0, 1.0, total)
+    token = (tl.load(begins + row) + m).to(tl.int64)
+    target = out + (token[:, None] * H + head) * D + d[None, :]
+    tl.store(target, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)

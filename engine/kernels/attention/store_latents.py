@@ -1,0 +1,267 @@
+"""From the projections of a latent layer to its queries, and to a row of each token in the pool: all in one kernel.
+
+    row = (norm(latent), rotate(key))      q_h = (nope_h, rotate(rope_h))
+
+In a pool of 8 bits the latent is quantised, the rotated key is not. Rotary pairs that lie side by side are turned into
+the other order, half a head apart: queries and keys alike, so that their products do not show it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.attention.kv_write import write_rows
+from engine.kernels.attention.rotary import reference_rotate
+from engine.kernels.language import cdiv, jit, power_of_2, tl
+from engine.kernels.quant.row_quantization import as_bytes, quantize_row
+from engine.kernels.rms_norm import normed, reference_rms_norm
+
+# T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, D = C + P, F = P / 2, Q numbers of a query,
+# of which the last P are rotated
+
+_HEADS_AT_ONCE = 8
+
+
+def store_latents(
+    q_THQ: Tensor,
+    row_TD: Tensor,
+    norm_C: Tensor,
+    eps: float,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    slots_T: Tensor,
+    *,
+    is_interleaved: bool,
+    out_THN: Tensor,
+) -> None:
+    """Store rows at `slots_T` (int32 or int64, block id * S + offset; a negative slot stores nothing), and the last N
+    numbers of each query, with what is to be rotated turned, in `out`: P of them, or Q.
+
+    q, row: dense in their last dimension, row with the latent first. cos, sin: (T, 1, F). codes, scales: a layer of a
+    latent pool; see engine/kv/layout.py. out: dense in N; may be a view of a larger tensor, not of q.
+    """
+    store = launch_store_latents if q_THQ.is_cuda else reference_store_latents
+    store(
+        q_THQ,
+        row_TD,
+        norm_C,
+        eps,
+        cos_T1F,
+        sin_T1F,
+        codes_B11SD,
+        scales_B11S,
+        slots_T,
+        is_interleaved=is_interleaved,
+        out_THN=out_THN,
+    )
+
+
+def reference_store_latents(
+    q_THQ: Tensor,
+    row_TD: Tensor,
+    norm_C: Tensor,
+    eps: float,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    slots_T: Tensor,
+    *,
+    is_interleaved: bool,
+    out_THN: Tensor,
+) -> None:
+    rope_dim = 2 * cos_T1F.shape[-1]
+
+    def turned(x_THP: Tensor) -> Tensor:
+        if is_interleaved:
+            x_THP = torch.unflatten(x_THP, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return reference_rotate(x_THP, cos_T1F, sin_T1F)
+
+    out_THN[..., -rope_dim:] = turned(q_THQ[..., -rope_dim:])
+    out_THN[..., :-rope_dim] = q_THQ[..., -out_THN.shape[-1] : -rope_dim]
+    latent_TC, key_TP = row_TD.tensor_split((-rope_dim,), dim=-1)
+    latent_TC = reference_rms_norm(latent_TC, norm_C, eps)
+    kept_TD = torch.cat((latent_TC, turned(key_TP.unsqueeze(1)).squeeze(1)), dim=-1)
+    is_stored_T = slots_T >= 0
+    write_rows(codes_B11SD, scales_B11S, slots_T[is_stored_T], kept_TD[is_stored_T, None, None])
+
+
+def launch_store_latents(
+    q_THQ: Tensor,
+    row_TD: Tensor,
+    norm_C: Tensor,
+    eps: float,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    slots_T: Tensor,
+    *,
+    is_interleaved: bool,
+    out_THN: Tensor,
+) -> None:
+    (num_tokens, num_heads, query_dim), rope_dim = q_THQ.shape, 2 * cos_T1F.shape[-1]
+    assert q_THQ.stride(-1) == row_TD.stride(-1) == out_THN.stride(-1) == 1 and codes_B11SD.is_contiguous()
+    has_scales, latent_dim = scales_B11S is not None, row_TD.shape[1] - rope_dim
+    codes = as_bytes(codes_B11SD)
+    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD  # where rotated keys are numbers
+    num_copied = out_THN.shape[-1] - rope_dim
+    _store_latents[(num_tokens, 1 + cdiv(num_heads, _HEADS_AT_ONCE))](
+        q_THQ[..., query_dim - rope_dim - num_copied :],
+        row_TD,
+        norm_C,
+        cos_T1F.contiguous(),
+        sin_T1F.contiguous(),
+        codes,
+        exact,
+        scales_B11S if has_scales else codes,
+        slots_T,
+        out_THN,
+        q_THQ.stride(0),
+        q_THQ.stride(1),
+        row_TD.stride(0),
+        out_THN.stride(0),
+        out_THN.stride(1),
+        eps,
+        H=num_heads,
+        N=num_copied,
+        C=latent_dim,
+        F=rope_dim // 2,
+        WIDTH=codes.shape[-1],
+        EXACT_WIDTH=exact.shape[-1],
+        BLOCK_H=_HEADS_AT_ONCE,
+        BLOCK_N=power_of_2(max(1, num_copied)),
+        BLOCK_C=power_of_2(latent_dim),
+        BLOCK_F=power_of_2(rope_dim // 2),
+        IS_INTERLEAVED=is_interleaved,
+        HAS_SCALES=has_scales,
+        num_warps=2,
+    )
+
+
+@jit
+def _store_latents(
+    q: tl.tensor,
+    rows: tl.tensor,
+    norm: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    codes: tl.tensor,
+    exact: tl.tensor,
+    scales: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    row_stride: tl.tensor,
+    out_token_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    eps: tl.tensor,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    F: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXACT_WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+) -> None:
+    """One program: the row of one token (program 0 of axis 1), or BLOCK_H of its query heads."""
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        store_row(
+            rows, norm, cos, sin, codes, exact, scales, slots, token, row_stride, eps,
+            C, F, WIDTH, EXACT_WIDTH, BLOCK_C, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
+        )  # fmt: skip
+    else:
+        h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        source = q + token * q_token_stride + h[:, None] * q_head_stride
+        target = out + token * out_token_stride + h[:, None] * out_head_stride
+        if N > 0:
+            n = tl.arange(0, BLOCK_N)
+            mask = (h < H)[:, None] & (n < N)[None, :]
+            tl.store(target + n[None, :], tl.load(source + n[None, :], mask=mask), mask=mask)
+        turn, tilt, is_f = _angles(cos, sin, token, F, BLOCK_F)
+        turn_rows(source + N, target + N, (h < H)[:, None] & is_f, turn, tilt, F, BLOCK_F, IS_INTERLEAVED)
+
+
+@jit
+def store_row(
+    rows: tl.tensor,
+    norm: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    codes: tl.tensor,
+    exact: tl.tensor,
+    scales: tl.tensor,
+    slots: tl.tensor,
+    token: tl.tensor,
+    row_stride: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    F: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXACT_WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+) -> None:
+    """One token's row into its slot, if it has one."""
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        row = rows + token * row_stride
+        c, one = tl.arange(0, BLOCK_C), tl.arange(0, 1)
+        latent = tl.load(row + c, mask=c < C, other=0.0)
+        weight = tl.load(norm + c, mask=c < C, other=0.0)
+        latent = normed(latent.to(tl.float32), weight, C, eps, latent.dtype)
+        if HAS_SCALES:
+            code, scale = quantize_row(latent[None, :].to(tl.float32), (c < C)[None, :], codes.dtype.element_ty)
+            tl.store(codes + slot * WIDTH + c[None, :], code, mask=(c < C)[None, :])
+            tl.store(scales + slot + one[:, None], scale.to(tl.bfloat16))
+        else:
+            tl.store(codes + slot * WIDTH + c, latent.to(codes.dtype.element_ty), mask=c < C)
+        key = exact + slot * EXACT_WIDTH + (EXACT_WIDTH - 2 * F) + one[:, None]
+        turn, tilt, is_f = _angles(cos, sin, token, F, BLOCK_F)
+        turn_rows(row + C + one[:, None], key, is_f, turn, tilt, F, BLOCK_F, IS_INTERLEAVED)
+
+
+@jit
+def _angles(
+    cos: tl.tensor, sin: tl.tensor, token: tl.tensor, F: tl.constexpr, BLOCK_F: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """-> of one token: the numbers by which pairs are turned, and which pairs there are, each (1, BLOCK_F)."""
+    f = tl.arange(0, BLOCK_F)
+    turn = tl.load(cos + token * F + f, mask=f < F, other=0.0).to(tl.float32)
+    tilt = tl.load(sin + token * F + f, mask=f < F, other=0.0).to(tl.float32)
+    return turn[None, :], tilt[None, :], (f < F)[None, :]
+
+
+@jit
+def turn_rows(
+    source: tl.tensor,
+    target: tl.tensor,
+    mask: tl.tensor,
+    turn: tl.tensor,
+    tilt: tl.tensor,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+) -> None:
+    """Rows (N, 1) of 2 F numbers each, rotated into others, by angles of each (N, F) or of all (1, F)."""
+    f = tl.arange(0, BLOCK_F)[None, :]
+    if IS_INTERLEAVED:
+        first, second = tl.load(source + 2 * f, mask=mask, other=0.0), tl.load(source + 2 * f + 1, mask=mask, other=0.0)
+    else:
+        first, second = tl.load(source + f, mask=mask, other=0.0), tl.load(source + F + f, mask=mask, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    # Rounded to the activations' dtype, whatever the target has.
+    tl.store(target + f, (x * turn - y * tilt).to(first.dtype).to(target.dtype.element_ty), mask=mask)
+    tl.store(target + F + f, (y * turn + x * tilt).to(first.dtype).to(target.dtype.element_ty), mask=mask)

@@ -1,0 +1,193 @@
+"""KV between a pool and the payload of a segment: gathered, re-sliced by heads, and quantised if the wire has 8 bits.
+
+A payload's rows lie in the order (token, side, head), where side is keys, then values: so a segment's heads of a rank
+that holds more of them, or fewer, are picked while copying. One layer at a time. A latent layout has one side; on a
+wire of 8 bits its rows are longer than in the pool, for their last numbers travel in bf16 (quantize_rows).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from engine.cpu.library import Kernels, open_copies
+from engine.cpu.wire import can_carry, wire_of
+from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_code, quantize_row, quantize_rows
+
+# T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim;
+# 2: the sides, keys, then values
+
+_VALUES_PER_PROGRAM = 4096
+_MAX_ROWS = 512  # of a program: scales are rows of one number
+
+
+def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> None:
+    """Copy the heads' keys and values at `slots_T` (int64) out of a pool's layer into a payload.
+
+    codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn or int8 with scales (T, 2, K) bf16, for a
+    pool (B, 2, P, S, D) of bf16, fp16 or fp32, which is quantised on the way.
+    """
+    if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
+        launch_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+    elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
+        kernels.pack_wire(wire_of(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K))
+    else:
+        reference_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+
+
+def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice) -> None:
+    """The inverse of `pack_kv`: write a payload's rows to a pool's layer at `slots_T`."""
+    if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
+        launch_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+    elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
+        kernels.unpack_wire(wire_of(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K))
+    else:
+        reference_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+
+
+def _compiled_for(pool_B2PSD: Tensor, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Kernels | None:
+    """The CPU kernels, where there are any for this: see engine/cpu/wire.py."""
+    if pool_B2PSD.shape[1] != 2 or _exact(pool_B2PSD, codes_T2KD):
+        return None
+    return open_copies(pool_B2PSD.device) if can_carry(pool_B2PSD, is_quantized=scales_T2K is not None) else None
+
+
+def reference_pack_kv(
+    pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None
+) -> None:
+    blocks_T, offsets_T = slots_T // pool_B2PSD.shape[3], slots_T % pool_B2PSD.shape[3]
+    kv_T2KD = as_bytes(pool_B2PSD)[blocks_T, :, heads, offsets_T]
+    if scales_T2K is None:
+        as_bytes(codes_T2KD).copy_(kv_T2KD)
+        return
+    codes, scales = quantize_rows(kv_T2KD, codes_T2KD.dtype, exact=_exact(pool_B2PSD, codes_T2KD))
+    codes_T2KD.copy_(codes)
+    scales_T2K.copy_(scales)
+
+
+def reference_unpack_kv(
+    codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice
+) -> None:
+    blocks_T, offsets_T = slots_T // pool_B2PSD.shape[3], slots_T % pool_B2PSD.shape[3]
+    if scales_T2K is not None:
+        codes_T2KD = dequantize_rows(codes_T2KD, scales_T2K, pool_B2PSD.dtype, exact=_exact(pool_B2PSD, codes_T2KD))
+    as_bytes(pool_B2PSD)[blocks_T, :, heads, offsets_T] = as_bytes(codes_T2KD)
+
+
+def launch_pack_kv(
+    pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None
+) -> None:
+    grid, sizes = _work(pool_B2PSD, codes_T2KD, heads)
+    has_scales = scales_T2K is not None
+    pool, codes = as_bytes(pool_B2PSD), as_bytes(codes_T2KD)
+    _pack_kv[grid](
+        pool, slots_T, codes, scales_T2K if has_scales else codes, codes_T2KD.shape[0], **sizes, HAS_SCALES=has_scales
+    )
+
+
+def launch_unpack_kv(
+    codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice
+) -> None:
+    grid, sizes = _work(pool_B2PSD, codes_T2KD, heads)
+    has_scales = scales_T2K is not None
+    pool, codes = as_bytes(pool_B2PSD), as_bytes(codes_T2KD)
+    scales, native = scales_T2K if has_scales else codes, has_fp8_casts(codes.device)
+    _unpack_kv[grid](codes, scales, pool, slots_T, codes_T2KD.shape[0], **sizes, HAS_SCALES=has_scales, NATIVE=native)
+
+
+def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[int], dict[str, int]]:
+    num_tokens, num_sides, num_heads, dim = codes_T2KD.shape
+    assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous()
+    block_d = power_of_2(dim)
+    rows = max(1, min(_MAX_ROWS, _VALUES_PER_PROGRAM // block_d))
+    grid = (cdiv(num_tokens * num_sides * num_heads, rows),)
+    first, _, _ = heads.indices(pool_B2PSD.shape[2])
+    sizes = {"first_head": first, "P": pool_B2PSD.shape[2], "S": pool_B2PSD.shape[3], "D": dim, "K": num_heads}
+    return grid, sizes | {"SIDES": num_sides, "ROWS": rows, "BLOCK_D": block_d}
+
+
+def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
+    """How many numbers at the end of each row are not quantised."""
+    return codes_T2KD.shape[-1] - pool_B2PSD.shape[-1]
+
+
+@jit
+def _rows(
+    slots: tl.tensor,
+    num_tokens: tl.tensor,
+    first_head: tl.tensor,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    SIDES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """-> for each row of this program: its number in the payload, where its values lie in both, and what is real."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    token, side, head = row // (SIDES * K), row // K % SIDES, row % K
+    is_row = token < num_tokens
+    slot = tl.load(slots + token, mask=is_row, other=0)
+    place = ((slot // S * SIDES + side) * P + first_head + head) * S + slot % S
+    d = tl.arange(0, BLOCK_D)
+    mask = is_row[:, None] & (d < D)[None, :]
+    return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
+
+
+@partial(jit, do_not_specialize=["num_tokens", "first_head"], anywhere=["slots"])
+def _pack_kv(
+    pool: tl.tensor,
+    slots: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    num_tokens: tl.tensor,
+    first_head: tl.tensor,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    SIDES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+) -> None:
+    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
+    x = tl.load(pool + in_pool, mask=mask, other=0)
+    if HAS_SCALES:
+        code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
+        tl.store(codes + in_payload, code, mask=mask)
+        tl.store(scales + row[:, None], scale.to(tl.bfloat16), mask=is_row[:, None])
+    else:
+        tl.store(codes + in_payload, x, mask=mask)
+
+
+@partial(jit, do_not_specialize=["num_tokens", "first_head"], anywhere=["slots"])
+def _unpack_kv(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    pool: tl.tensor,
+    slots: tl.tensor,
+    num_tokens: tl.tensor,
+    first_head: tl.tensor,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    SIDES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    NATIVE: tl.constexpr,
+) -> None:
+    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
+    x = tl.load(codes + in_payload, mask=mask, other=0)
+    if HAS_SCALES:
+        scale = tl.load(scales + row, mask=is_row, other=0.0).to(tl.float32)
+        tl.store(
+            pool + in_pool, (from_code(x, tl.float32, NATIVE) * scale[:, None]).to(pool.dtype.element_ty), mask=mask
+        )
+    else:
+        tl.store(pool + in_pool, x, mask=mask)

@@ -1,0 +1,280 @@
+"""All that a router does for the few tokens of a decode step, in one kernel: its product, the choice, the sorting.
+
+    logits = x @ weight.T          chosen, weights = choose(logits)          tiles = sort_into_tiles(chosen)
+
+See expert_choice.py and expert_tiles.py. Programs share the logits' outputs and inputs, and write their sums; the last
+one to come of a tile of tokens adds them up, in their order, and chooses for these tokens; the last one of all sorts.
+Counters are left at zero. A token's bits do not depend on the tokens beside it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.language import cdiv, jit, power_of_2, tl
+from engine.kernels.moe.expert_tiles import Tiles, new_tiles, rows_of_tiles
+from engine.kernels.moe.top_k import (
+    TINY,
+    ChoiceRule,
+    choose,
+    constants,
+    experts_of_places,
+    new_choices,
+    reference_choose_experts,
+)
+
+# T tokens, E hidden_size, X experts to choose from, L logits: X, and perhaps one more, C experts of each token
+
+MOST_TOKENS = 64
+_ROWS = 16  # tokens that are chosen for at once
+_OUTPUTS, _DEPTH = 64, 128  # of a program, and inputs multiplied at a time
+_LEAST_INPUTS, _MOST_SPLITS = 256, 16  # of a program, and programs that share the inputs
+_SORTED = 64  # experts at a time
+
+
+class RoutedTokens(NamedTuple):
+    """The experts of each token."""
+
+    chosen_TC: Tensor  # int64
+    weights_TC: Tensor  # fp32
+    tiles: Tiles | None = None  # of `chosen`, where it is sorted already
+
+
+def new_counters(device: torch.device) -> Tensor:
+    """For one router: zeros that stay zeros; no two streams may use them at a time."""
+    return torch.zeros(MOST_TOKENS // _ROWS + 1, dtype=torch.int32, device=device)
+
+
+def route(
+    x_TE: Tensor,
+    weight_LE: Tensor,
+    bias_X: Tensor | None,
+    counters: Tensor,
+    rule: ChoiceRule,
+    *,
+    is_exact: bool,
+) -> RoutedTokens:
+    """x: at most MOST_TOKENS. weight: contiguous. is_exact: whether logits stay in fp32, in which they are summed; else
+    they are rounded to x's dtype."""
+    compute = launch_route if x_TE.is_cuda else reference_route
+    return compute(x_TE, weight_LE, bias_X, counters, rule, is_exact=is_exact)
+
+
+def reference_route(
+    x_TE: Tensor,
+    weight_LE: Tensor,
+    bias_X: Tensor | None,
+    counters: Tensor,
+    rule: ChoiceRule,
+    *,
+    is_exact: bool,
+) -> RoutedTokens:
+    """Not sorted: that is for the GPU's kernels. On a CPU exact routers have their weights in fp32."""
+    return RoutedTokens(*reference_choose_experts(F.linear(x_TE.to(weight_LE.dtype), weight_LE), bias_X, rule))
+
+
+def launch_route(
+    x_TE: Tensor,
+    weight_LE: Tensor,
+    bias_X: Tensor | None,
+    counters: Tensor,
+    rule: ChoiceRule,
+    *,
+    is_exact: bool,
+) -> RoutedTokens:
+    (num_tokens, num_inputs), num_logits = x_TE.shape, len(weight_LE)
+    x_TE, device = x_TE.contiguous(), x_TE.device
+    assert weight_LE.is_contiguous() and num_tokens <= MOST_TOKENS
+    chosen_TC, weights_TC = new_choices(num_tokens, rule, device)
+    if not num_tokens:
+        return RoutedTokens(chosen_TC, weights_TC)
+    num_experts = num_logits - rule.weighs_shared + rule.num_shared
+    rows = rows_of_tiles(chosen_TC.numel(), num_experts, most=MOST_TOKENS)
+    tiles = new_tiles(chosen_TC.numel(), num_experts, rows, device)
+    splits = max(1, min(_MOST_SPLITS, num_inputs // _LEAST_INPUTS))
+    per_split = cdiv(num_inputs, splits * _DEPTH) * _DEPTH
+    splits = cdiv(num_inputs, per_split)
+    parts = torch.empty(splits, num_tokens, num_logits, dtype=torch.float32, device=device)
+    _route[(cdiv(num_logits, _OUTPUTS), splits, cdiv(num_tokens, _ROWS))](
+        x_TE,
+        weight_LE,
+        parts if bias_X is None else bias_X,
+        parts,
+        counters,
+        chosen_TC,
+        weights_TC,
+        *tiles,
+        num_tokens,
+        len(tiles.expert_B),
+        rule.weight_scale,
+        TINY,
+        E=num_inputs,
+        PER_SPLIT=per_split,
+        SPLITS=splits,
+        M=rows,
+        IS_EXACT=is_exact,
+        ROWS=_ROWS,
+        MOST=MOST_TOKENS,
+        BLOCK_L=_OUTPUTS,
+        BLOCK_K=_DEPTH,
+        BLOCK_S=_SORTED,
+        BLOCK_J=power_of_2(cdiv(MOST_TOKENS, rows)),
+        **constants(rule, num_logits, has_bias=bias_X is not None),
+        num_warps=8,
+        num_stages=3 if x_TE.element_size() == 2 else 2,
+    )
+    return RoutedTokens(chosen_TC, weights_TC, tiles)
+
+
+@partial(jit, do_not_specialize=["num_tokens", "num_tiles"])
+def _route(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    parts: tl.tensor,
+    counters: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.tensor,
+    num_tokens: tl.tensor,
+    num_tiles: tl.tensor,
+    weight_scale: tl.tensor,
+    tiny: tl.tensor,
+    E: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    M: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    G: tl.constexpr,
+    X: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+    WEIGHS_SHARED: tl.constexpr,
+) -> None:
+    """One program: BLOCK_L logits of ROWS tokens, over its share of the inputs; and what follows, where it is last.
+
+    X, C: as in `choose` the experts of a group, and those that are chosen."""
+    L: tl.constexpr = G * X + WEIGHS_SHARED
+    tile = tl.program_id(2)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    is_t = t < num_tokens
+    _add_up(
+        x, weight, parts + (tl.program_id(1) * num_tokens + t)[:, None] * L, t, is_t, L, E, PER_SPLIT, BLOCK_L, BLOCK_K
+    )
+    tl.debug_barrier()
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel") < tl.num_programs(0) * SPLITS - 1:
+        return
+    tl.store(counters + tile, 0)
+
+    place, is_place = experts_of_places(G, X, BLOCK_G, BLOCK_X)
+    logits = tl.zeros([ROWS, BLOCK_G * BLOCK_X], tl.float32)
+    of_shared = tl.zeros([ROWS], tl.float32)
+    for split in range(SPLITS):
+        row = parts + (split * num_tokens + t) * L
+        mask = is_t[:, None] & is_place[None, :]
+        logits += tl.load(row[:, None] + place[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        if WEIGHS_SHARED:
+            of_shared += tl.load(row + G * X, mask=is_t, other=0.0, cache_modifier=".cg")
+    if not IS_EXACT:
+        logits = logits.to(x.dtype.element_ty).to(tl.float32)
+        of_shared = of_shared.to(x.dtype.element_ty).to(tl.float32)
+    found, found_weights = choose(
+        logits, of_shared, bias, weight_scale, tiny,
+        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
+    )  # fmt: skip
+    c = tl.arange(0, BLOCK_C)
+    mask = is_t[:, None] & (c < C + SHARED)[None, :]
+    tl.store(chosen + t[:, None] * (C + SHARED) + c[None, :], found.to(tl.int64), mask=mask)
+    tl.store(weights + t[:, None] * (C + SHARED) + c[None, :], found_weights, mask=mask)
+    tl.debug_barrier()
+    if tl.atomic_add(counters + MOST // ROWS, 1, sem="acq_rel") < tl.num_programs(2) - 1:
+        return
+    tl.store(counters + MOST // ROWS, 0)
+    _sort(chosen, choices, experts, num_tokens, num_tiles, G * X + SHARED, C + SHARED, M, MOST, BLOCK_S, BLOCK_J)
+
+
+@jit
+def _add_up(
+    x: tl.tensor,
+    weight: tl.tensor,
+    part: tl.tensor,
+    t: tl.tensor,
+    is_t: tl.tensor,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """This program's sums of products."""
+    o, k = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_K)
+    dtype = weight.dtype.element_ty
+    sums = tl.zeros([t.shape[0], BLOCK_L], tl.float32)
+    for start in range(tl.program_id(1) * PER_SPLIT, tl.minimum((tl.program_id(1) + 1) * PER_SPLIT, E), BLOCK_K):
+        is_k = start + k < E
+        row = tl.load(x + t[:, None] * E + (start + k)[None, :], mask=is_t[:, None] & is_k[None, :], other=0.0)
+        column = tl.load(
+            weight + o[None, :] * E + (start + k)[:, None], mask=(o < L)[None, :] & is_k[:, None], other=0.0
+        )
+        sums = tl.dot(row.to(dtype), column, sums, input_precision="ieee")
+    tl.store(part + o[None, :], sums, mask=is_t[:, None] & (o < L)[None, :])
+
+
+@jit
+def _sort(
+    chosen: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.tensor,
+    num_tokens: tl.tensor,
+    num_tiles: tl.tensor,
+    X: tl.constexpr,
+    C: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+) -> None:
+    """What expert_tiles.py's kernel does, BLOCK_S experts at a time: each token has an expert once, or not at all, so
+    that a choice's rank among those of its expert is how many tokens before it have the expert.
+
+    X, C: all experts, and all that a token has, those of every token included."""
+    t, s, m, j = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S), tl.arange(0, M), tl.arange(0, BLOCK_J)
+    begin = 0
+    for first in range(0, X, BLOCK_S):
+        expert = first + s
+        choice = tl.full([BLOCK_T, BLOCK_S], -1, tl.int32)
+        for c in tl.static_range(C):
+            of_token = tl.load(chosen + t * C + c, mask=t < num_tokens, other=-1, cache_modifier=".cg").to(tl.int32)
+            choice = tl.where(of_token[:, None] == expert[None, :], (t * C + c)[:, None], choice)
+        is_there = (choice >= 0).to(tl.int32)
+        counts = tl.sum(is_there, axis=0)
+        tiles = (counts + M - 1) // M
+        begins = begin + tl.cumsum(tiles, axis=0) - tiles
+        rank = tl.cumsum(is_there, axis=0) - 1
+        tl.store(choices + begins[None, :] * M + rank, choice, mask=choice >= 0)
+        empty = (begins * M + counts)[:, None] + m[None, :]
+        nobody = tl.zeros([BLOCK_S, M], tl.int32) + num_tokens * C
+        tl.store(choices + empty, nobody, mask=empty < ((begins + tiles) * M)[:, None])
+        whose = tl.zeros([BLOCK_S, BLOCK_J], tl.int32) + expert[:, None]
+        tl.store(experts + begins[:, None] + j[None, :], whose, mask=j[None, :] < tiles[:, None])
+        begin += tl.sum(tiles, axis=0)
+    for first in range(begin, num_tiles, BLOCK_S):
+        tl.store(experts + first + s, tl.zeros([BLOCK_S], tl.int32) + X, mask=first + s < num_tiles)

@@ -1,0 +1,219 @@
+"""The gated MLPs of a mixture of experts, all at once: for each token and each of its experts, the expert's output.
+
+    out[t, c] = down_x (silu(gate_x x_t) * (up_x x_t))        x = chosen[t, c]
+
+Choices are sorted by expert and each expert's run is filled up to whole tiles of M rows, so that a program multiplies
+rows of one expert with a part of its weights (a grouped product). Two kernels: gate, up and what is between them; then
+down. Programs are launched for the most tiles that there can be (expert_tiles.py), and those past the end do nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.language import cdiv, jit, tl
+from engine.kernels.moe.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
+from engine.kernels.silu_mul import silu_mul
+
+# T tokens, C choices of each, N = T * C choices, E hidden_size, X experts, I features of one
+
+_MAX_ROWS = 128  # of a tile
+
+
+class _Tile(NamedTuple):
+    """How a program multiplies."""
+
+    outputs: int  # of gate and of up each, or of down
+    depth: int  # inputs multiplied at a time
+    num_warps: int
+    num_stages: int
+
+
+# By the rows of a tile, as measured on an H100 in bf16; see docs/benchmarks/gpu_steps.md.
+_GATE_UP = {16: _Tile(64, 128, 4, 3), 32: _Tile(64, 128, 4, 3), 64: _Tile(128, 64, 8, 3), 128: _Tile(128, 64, 8, 4)}
+_DOWN = {16: _Tile(128, 128, 8, 3), 32: _Tile(128, 128, 8, 3), 64: _Tile(256, 64, 8, 3), 128: _Tile(256, 64, 8, 4)}
+_OF_FP32 = _Tile(64, 32, 4, 3)  # products that are not the matrix units', and are compiled multiplication by one
+_LEAST_DEPTH = 32
+_MOST_SUMS = 128 * 128  # of a program, beside operands in registers
+_RESERVED = 1024  # bytes of a processor's memory that each program cannot have
+
+
+def fused_experts(
+    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
+    """The output of every chosen expert, not yet weighed: (T, C, E) of x's dtype, products accumulated in fp32.
+
+    x: (T, E) bf16, fp16 or fp32. gate_up: (X, 2 I, E), gate rows first. down: (X, E, I). chosen: (T, C) int64, each
+    below X. tiles: of these choices, where somebody has sorted them.
+    """
+    compute = launch_fused_experts if x_TE.is_cuda else reference_fused_experts
+    return compute(x_TE, gate_up_X2IE, down_XEI, chosen_TC, tiles)
+
+
+def reference_fused_experts(
+    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
+    out_TCE = x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
+    for expert in sorted(set(chosen_TC.flatten().tolist())):
+        token, choice = (chosen_TC == expert).nonzero(as_tuple=True)
+        out_TCE[token, choice] = silu_mul(x_TE[token] @ gate_up_X2IE[expert].T) @ down_XEI[expert].T
+    return out_TCE
+
+
+def launch_fused_experts(
+    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
+    (num_tokens, hidden), num_choices = x_TE.shape, chosen_TC.numel()
+    num_experts, features = down_XEI.shape[0], down_XEI.shape[2]
+    x_TE = x_TE.contiguous()
+    assert gate_up_X2IE.is_contiguous() and down_XEI.is_contiguous()
+    out_TCE = x_TE.new_empty(num_tokens, chosen_TC.shape[1], hidden)
+    if not num_choices:
+        return out_TCE
+    if tiles is None:
+        rows = rows_of_tiles(num_choices, num_experts, most=_MAX_ROWS)
+        tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
+    choice_P, expert_B = tiles
+    rows = tiles.rows
+    features_NI = x_TE.new_empty(num_choices, features)
+    # Programs that run at a time are those of few tiles: their rows and their experts' weights are in the cache.
+    tile = _fit(_GATE_UP[rows], rows, 2, x_TE)
+    _gate_up[(cdiv(features, tile.outputs), len(expert_B))](
+        x_TE,
+        gate_up_X2IE,
+        features_NI,
+        choice_P,
+        expert_B,
+        num_choices,
+        num_experts,
+        C=chosen_TC.shape[1],
+        K=hidden,
+        F=features,
+        M=rows,
+        BLOCK_O=tile.outputs,
+        BLOCK_K=tile.depth,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    tile = _fit(_DOWN[rows], rows, 1, x_TE)
+    _down[(cdiv(hidden, tile.outputs), len(expert_B))](
+        features_NI,
+        down_XEI,
+        out_TCE,
+        choice_P,
+        expert_B,
+        num_choices,
+        num_experts,
+        K=features,
+        F=hidden,
+        M=rows,
+        BLOCK_O=tile.outputs,
+        BLOCK_K=tile.depth,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out_TCE
+
+
+def _fit(tile: _Tile, rows: int, num_matrices: int, x: Tensor) -> _Tile:
+    """The same with less of everything, where the device's processors have fewer registers to spare than an H100's,
+    whose matrix units take their operands from memory, or less memory."""
+    if x.element_size() > 2:
+        return _OF_FP32
+    if not x.is_cuda:
+        return tile
+    if torch.cuda.get_device_capability(x.device) < (9, 0) and num_matrices * rows * tile.outputs > _MOST_SUMS:
+        tile = tile._replace(outputs=tile.outputs // 2)
+    room = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor - _RESERVED
+    while tile.num_stages * tile.depth * (rows + num_matrices * tile.outputs) * x.element_size() > room:
+        if tile.num_stages > 2:
+            tile = tile._replace(num_stages=tile.num_stages - 1)
+        elif tile.depth > _LEAST_DEPTH:
+            tile = tile._replace(depth=tile.depth // 2)
+        else:
+            tile = tile._replace(outputs=tile.outputs // 2)
+    return tile
+
+
+@partial(jit, do_not_specialize=["num_choices"])
+def _gate_up(
+    x: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.tensor,
+    num_choices: tl.tensor,
+    num_experts: tl.tensor,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One program: BLOCK_O features of the choices of one tile."""
+    expert = tl.load(experts + tl.program_id(1)).to(tl.int64)
+    if expert >= num_experts:
+        return
+    choice = tl.load(choices + tl.program_id(1) * M + tl.arange(0, M)).to(tl.int64)
+    is_row = choice < num_choices
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    k = tl.arange(0, BLOCK_K)
+    # Rows and outputs past the last multiply what the last one does, and are not stored: so that no load has a mask.
+    row = x + (tl.minimum(choice, num_choices - 1) // C)[:, None] * K + k[None, :]
+    gate_row = weights + (expert * 2 * F + tl.minimum(o, F - 1))[None, :] * K + k[:, None]
+    gate = tl.zeros([M, BLOCK_O], tl.float32)
+    up = tl.zeros([M, BLOCK_O], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        a = _part(row, start, k[None, :], K, BLOCK_K)
+        gate = tl.dot(a, _part(gate_row, start, k[:, None], K, BLOCK_K), gate, input_precision="ieee")
+        up = tl.dot(a, _part(gate_row + F * K, start, k[:, None], K, BLOCK_K), up, input_precision="ieee")
+    # As silu_mul does it: of products rounded to the model's dtype.
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    up = up.to(out.dtype.element_ty).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + choice[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None] & (o < F))
+
+
+@partial(jit, do_not_specialize=["num_choices"])
+def _down(
+    x: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.tensor,
+    num_choices: tl.tensor,
+    num_experts: tl.tensor,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One program: BLOCK_O outputs of the choices of one tile."""
+    expert = tl.load(experts + tl.program_id(1)).to(tl.int64)
+    if expert >= num_experts:
+        return
+    choice = tl.load(choices + tl.program_id(1) * M + tl.arange(0, M)).to(tl.int64)
+    is_row = choice < num_choices
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    k = tl.arange(0, BLOCK_K)
+    row = x + tl.minimum(choice, num_choices - 1)[:, None] * K + k[None, :]
+    weight_row = weights + (expert * F + tl.minimum(o, F - 1))[None, :] * K + k[:, None]
+    result = tl.zeros([M, BLOCK_O], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        a = _part(row, start, k[None, :], K, BLOCK_K)
+        result = tl.dot(a, _part(weight_row, start, k[:, None], K, BLOCK_K), result, input_precision="ieee")
+    tl.store(out + choice[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None] & (o < F))
+
+
+@jit
+def _part(rows: tl.tensor, start: tl.tensor, k: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """The inputs from `start` on of rows that begin at `rows - k`."""
+    if K % BLOCK_K == 0:
+        return tl.load(rows + start)
+    return tl.load(rows + start, mask=start + k < K, other=0.0)

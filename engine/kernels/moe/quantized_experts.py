@@ -1,0 +1,56 @@
+"""The gated MLPs of a mixture of experts, whose matrices stay in few bits: fused_experts.py's sum, by coded products.
+
+Three kernels after the sorting: gate and up of all choices, silu and the product of both, down.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.moe.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
+from engine.kernels.moe.fused_experts import reference_fused_experts
+from engine.kernels.quant.code_panels import CodePanels, numbers_of
+from engine.kernels.quant.quantized_matmul import launch_expert_product, most_rows_of_experts
+from engine.kernels.silu_mul import launch_silu_mul
+
+# T tokens, C choices of each, E hidden_size, X experts, I features of one
+
+
+def coded_experts(
+    x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
+    """The output of every chosen expert, not yet weighed: (T, C, E) of x's dtype.
+
+    gate_up: of X experts, (2 I, E) each, gate rows first. down: (E, I) each. chosen: (T, C) int64, each below X.
+    tiles: of these choices, where somebody has sorted them.
+    """
+    compute = launch_coded_experts if x_TE.is_cuda else reference_coded_experts
+    return compute(x_TE, gate_up, down, chosen_TC, tiles)
+
+
+def reference_coded_experts(
+    x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
+    matrices = [[numbers_of(panels.expert(i)) for i in range(len(panels.words))] for panels in (gate_up, down)]
+    gate_up_X2IE, down_XEI = (torch.stack(each).to(x_TE.dtype) for each in matrices)
+    return reference_fused_experts(x_TE, gate_up_X2IE, down_XEI, chosen_TC)
+
+
+def launch_coded_experts(
+    x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor, tiles: Tiles | None = None
+) -> Tensor:
+    num_choices, num_experts = chosen_TC.numel(), len(down.words)
+    if not num_choices:
+        return x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
+    most = min(most_rows_of_experts(panels, x_TE.device) for panels in (gate_up, down))  # they share the tiles
+    if tiles is None or tiles.rows > most:  # a router's may have more, where tokens have most of the experts
+        rows = rows_of_tiles(num_choices, num_experts, most=most)
+        tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
+    choice_P, expert_B = tiles
+    gate_up_N2I = launch_expert_product(
+        x_TE.contiguous(), gate_up, choice_P, expert_B, num_choices, of_each=chosen_TC.shape[1]
+    )
+    features_NI = launch_silu_mul(gate_up_N2I)
+    out_NE = launch_expert_product(features_NI, down, choice_P, expert_B, num_choices, of_each=1)
+    return out_NE.view(*chosen_TC.shape, x_TE.shape[1])

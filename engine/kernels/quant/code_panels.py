@@ -1,0 +1,173 @@
+"""Matrices of few bits in the order in which a GPU's products read them, and the numbers that they stand for.
+
+Panels of 64 outputs. Inside a panel follows unit after unit of inputs, each as 64 rows of K words of 16 bits: words of
+a unit hold two (8 bits) or four codes, code p of word k that of the unit's input K p + k. So a program reads what lies
+side by side, 16 bytes at a time, and a tile of words is a tile of codes at each position (code_words.py). Beside the
+codes, in the same panels, lies what scales them: weight = scale * code + least, where a scale serves `group` inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.quant.code_words import E4M3, INT8, NIBBLES
+
+# P panels of 64 outputs, U units of inputs, K words of an output in a unit, G groups of inputs with a scale each,
+# N runs of 256 inputs, X experts (in front of all dimensions, where there are several)
+
+ROWS = 64  # outputs of a panel
+RUN = 256  # inputs that share what K formats store twice; rows are filled up to whole ones
+
+
+@dataclass(frozen=True)
+class CodePanels:
+    """One matrix (O, I), or several of one shape.
+
+    kind: of code_words. group: inputs of a scale, 16 to 128; 0: all of an output. words: (P, U, 64, K) int16.
+    high: (P, N, 1 or 2, 64, K) int16, of 5 and 6 bits. scales: (P, G, 64) fp32 or fp16, or whole numbers of 8 bits that
+    multiply supers (P, N, 64) fp16. leasts: what is added as it is (P, G, 64) fp16, or the code that stands for zero
+    (uint8), or whole numbers that multiply super_leasts and are taken away; None: codes count from the middle. What has
+    8 bits lies output by output, (P, N, 64, 256 / group), so that those of a run are read as whole words.
+    """
+
+    kind: int
+    group: int
+    shape: tuple[int, int]
+    words: Tensor
+    scales: Tensor
+    high: Tensor | None = None
+    leasts: Tensor | None = None
+    supers: Tensor | None = None
+    super_leasts: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @property
+    def num_positions(self) -> int:
+        """Codes in a word."""
+        return 2 if self.kind in (E4M3, INT8) else 4
+
+    @property
+    def num_units(self) -> int:
+        return self.words.shape[-3]
+
+    def expert(self, index: int) -> CodePanels:
+        """One of several; nothing is copied."""
+        tensors: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
+        return replace(self, **tensors)
+
+    @classmethod
+    def stack(cls, each: Sequence[CodePanels]) -> CodePanels | None:
+        """Several as one; None where they are not alike."""
+        first = each[0]
+        parts = [panels.tensors() for panels in each]
+        kinds = {(panels.kind, panels.group, panels.shape, tuple(panels.tensors())) for panels in each}
+        if len(kinds) > 1:
+            return None
+        tensors: dict[str, Any] = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        return replace(first, **tensors)
+
+    def tensors(self) -> dict[str, Tensor]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if isinstance(value, Tensor)}
+
+
+def words_of_a_unit(kind: int, group: int) -> int:
+    """K. A group is a unit, or some of its positions; products want 16 inputs at a time at least."""
+    if kind > NIBBLES:
+        return 16
+    inputs, positions = group or 128, 2 if kind < NIBBLES else 4
+    return max(16, inputs // positions)
+
+
+def pack_words(codes_OI: Tensor, kind: int, group: int) -> tuple[Tensor, Tensor | None]:
+    """Codes (O, I) uint8, of int8 and e4m3 their bits -> words and high, with zeros up to whole panels and runs."""
+    num_words = words_of_a_unit(kind, group)
+    padded = torch.nn.functional.pad(codes_OI, (0, -codes_OI.shape[1] % RUN, 0, -len(codes_OI) % ROWS))
+    positions = 2 if kind < NIBBLES else 4
+    panels = padded.view(-1, ROWS, padded.shape[1] // (positions * num_words), positions, num_words)
+    codes_PU64jK = panels.transpose(1, 2)
+    if kind < NIBBLES:
+        return codes_PU64jK.transpose(-1, -2).contiguous().view(torch.int16).squeeze(-1), None
+    words = _shifted(codes_PU64jK & 15, 4)
+    if kind == NIBBLES:
+        return words, None
+    bits = kind - 4
+    upper = torch.unflatten(codes_PU64jK >> 4, 1, (-1, 4 // bits)).transpose(2, 3)  # (P, runs of a word, 64, u, j, K)
+    return words, torch.unflatten(_shifted(upper.flatten(3, 4), bits), 1, (-1, bits))
+
+
+def in_panels(values_OG: Tensor, group: int) -> Tensor:
+    """Numbers (O, G) of groups of inputs -> (P, G, 64), or of 8 bits (P, N, 64, 256 / group); with zeros."""
+    padded = torch.nn.functional.pad(values_OG, (0, 0, 0, -len(values_OG) % ROWS))
+    panels_P64G = padded.view(-1, ROWS, padded.shape[1])
+    if values_OG.element_size() == 1:
+        return torch.unflatten(panels_P64G, 2, (-1, RUN // group)).transpose(1, 2).contiguous()
+    return panels_P64G.transpose(1, 2).contiguous()
+
+
+def as_words(values: Tensor) -> Tensor:
+    """Those of 8 bits of a run as numbers of 32 bits, or of 16 where there are only two."""
+    if values.element_size() > 1:
+        return values
+    return values.view(torch.int32 if values.shape[-1] >= 4 else torch.int16)
+
+
+def numbers_of(panels: CodePanels) -> Tensor:
+    """All of one matrix: (O, I) fp32."""
+    codes_OI = _codes(panels)
+    num_outputs, num_inputs = panels.shape
+    group = panels.group or codes_OI.shape[1]
+    scales_OG, leasts_OG = _by_output(panels.scales), None
+    if panels.supers is not None:
+        scales_OG = scales_OG * _by_output(panels.supers).repeat_interleave(RUN // group, dim=1)
+    if panels.leasts is not None:
+        leasts_OG = _by_output(panels.leasts)
+        if panels.super_leasts is not None:
+            leasts_OG = -(leasts_OG * _by_output(panels.super_leasts).repeat_interleave(RUN // group, dim=1))
+        elif panels.leasts.dtype == torch.uint8:
+            leasts_OG = -(leasts_OG * scales_OG)
+        codes_OI = codes_OI + (1 << panels.kind - 1)
+    numbers_OI = codes_OI * scales_OG.repeat_interleave(group, dim=1)[:, : codes_OI.shape[1]]
+    if leasts_OG is not None:
+        numbers_OI = numbers_OI + leasts_OG.repeat_interleave(group, dim=1)
+    return numbers_OI[:num_outputs, :num_inputs]
+
+
+def _codes(panels: CodePanels) -> Tensor:
+    """(O, I) fp32, with what fills them up; those without a sign count from the middle."""
+    words = panels.words.to(torch.int32)
+    if panels.kind < NIBBLES:
+        bytes_PU64Kj = panels.words.unsqueeze(-1).view(torch.uint8)
+        dtype = torch.int8 if panels.kind == INT8 else torch.float8_e4m3fn
+        return _in_order(bytes_PU64Kj.view(dtype).float().transpose(-1, -2))
+    codes = torch.stack([words >> 4 * p & 15 for p in range(4)], dim=-2)
+    if panels.high is not None:
+        bits = panels.kind - 4
+        high = panels.high.to(torch.int32).flatten(1, 2)  # (P, words' units, 64, K)
+        upper = [[high >> (4 * u + p) * bits & (1 << bits) - 1 for p in range(4)] for u in range(4 // bits)]
+        of_unit = torch.stack([torch.stack(part, dim=-2) for part in upper], dim=2)
+        codes = codes | of_unit.flatten(1, 2) << 4
+    return _in_order(codes.float() - (1 << panels.kind - 1))
+
+
+def _in_order(codes_PU64jK: Tensor) -> Tensor:
+    return codes_PU64jK.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _by_output(values: Tensor) -> Tensor:
+    """(P, G, 64), or (P, N, 64, B) -> (O, G) fp32"""
+    return values.transpose(1, 2).flatten(0, 1).flatten(1).float()
+
+
+def _shifted(codes_jK: Tensor, bits: int) -> Tensor:
+    """(…, j, K) -> (…, K) int16, code j at bit j * bits."""
+    shifts = torch.arange(codes_jK.shape[-2], dtype=torch.int32, device=codes_jK.device).unsqueeze(-1) * bits
+    return (codes_jK.to(torch.int32) << shifts).sum(dim=-2, dtype=torch.int32).to(torch.int16)

@@ -1,0 +1,210 @@
+"""Products of rows and a matrix that have 8 bits both: whole numbers meet whole numbers, and nothing is rounded again.
+
+    x[t] ~ scale[t] * code[t]     scale = max|x| / 127     code = nearest(x / scale)
+    out[t, o] = residual[t, o] + (scale[t] * scale[o] * (code[t] . code[o]) + bias[o])
+
+Rows are quantised as they come. Few rows are shared out as in coded_product.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.language import cdiv, jit, power_of_2, tl
+from engine.kernels.quant.quantized_matmul import splits_for
+from engine.kernels.quant.row_quantization import to_int8
+
+# T tokens, I input features, O output features
+
+DEPTH = 128  # inputs multiplied at a time; codes are filled up to so many with zeros
+_TINY = 1e-30  # the scale of an all-zero row
+
+
+def quantize_to_int8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (T, I filled up with zeros to a multiple of 128) int8 and scales (T,) fp32."""
+    return launch_quantize_to_int8(x_TI) if x_TI.is_cuda else reference_quantize_to_int8(x_TI)
+
+
+def reference_quantize_to_int8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    wide_TI = x_TI.float()
+    scales_T = wide_TI.abs().amax(dim=1).clamp_min(_TINY) / 127
+    codes_TI = (wide_TI / scales_T.unsqueeze(1)).round().to(torch.int8)
+    return torch.nn.functional.pad(codes_TI, (0, -x_TI.shape[1] % DEPTH)), scales_T
+
+
+def launch_quantize_to_int8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    num_rows, num_inputs = x_TI.shape
+    x_TI, width = x_TI.contiguous(), cdiv(num_inputs, DEPTH) * DEPTH
+    codes_TI = torch.empty(num_rows, width, dtype=torch.int8, device=x_TI.device)
+    scales_T = torch.empty(num_rows, dtype=torch.float32, device=x_TI.device)
+    block = power_of_2(width)
+    warps = max(1, min(16, block // 512))
+    _quantize[(num_rows,)](x_TI, codes_TI, scales_T, num_inputs, width, BLOCK=block, num_warps=warps)
+    return codes_TI, scales_T
+
+
+def int8_product(
+    x_TI: Tensor,
+    codes_OI: Tensor,
+    scales_O: Tensor,
+    counters: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    residual_TO: Tensor | None = None,
+) -> Tensor:
+    """(T, O) of x's dtype, rounded to it before the residual is added. codes and scales: of `quantize_to_int8`.
+
+    counters: as in coded_product.
+    """
+    compute = launch_int8_product if x_TI.is_cuda else reference_int8_product
+    return compute(x_TI, codes_OI, scales_O, counters, bias_O=bias_O, residual_TO=residual_TO)
+
+
+def reference_int8_product(
+    x_TI: Tensor,
+    codes_OI: Tensor,
+    scales_O: Tensor,
+    counters: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    residual_TO: Tensor | None = None,
+) -> Tensor:
+    codes_TI, scales_T = reference_quantize_to_int8(x_TI)
+    whole_TO = codes_TI.double() @ codes_OI.double().T  # exact
+    product_TO = whole_TO.float() * scales_T.unsqueeze(1) * scales_O
+    if bias_O is not None:
+        product_TO += bias_O
+    return product_TO.to(x_TI.dtype) if residual_TO is None else residual_TO + product_TO.to(x_TI.dtype)
+
+
+def launch_int8_product(
+    x_TI: Tensor,
+    codes_OI: Tensor,
+    scales_O: Tensor,
+    counters: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    residual_TO: Tensor | None = None,
+    sizes: tuple[int, int, int, int] | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """sizes: outputs and rows of a program, its warps, the stages of its loop."""
+    (num_rows, _), (num_outputs, width) = x_TI.shape, codes_OI.shape
+    out_TO = x_TI.new_empty(num_rows, num_outputs)
+    if not num_rows:
+        return out_TO
+    codes_TI, scales_T = launch_quantize_to_int8(x_TI)
+    outputs, rows, num_warps, num_stages = sizes or _sizes(num_rows)
+    num_tiles, depth = (cdiv(num_outputs, outputs), cdiv(num_rows, rows)), width // DEPTH
+    splits = splits or (splits_for(num_tiles[0], depth, x_TI.device) if num_tiles[1] == 1 else 1)
+    per_split = cdiv(depth, splits)
+    splits = cdiv(depth, per_split)
+    parts = x_TI.new_empty(splits, num_rows, num_outputs, dtype=torch.int32) if splits > 1 else counters
+    _product[(*num_tiles, splits)](
+        codes_TI,
+        scales_T,
+        codes_OI,
+        scales_O,
+        parts,
+        counters,
+        out_TO,
+        out_TO if bias_O is None else bias_O,
+        out_TO if residual_TO is None else residual_TO.contiguous(),
+        num_rows,
+        num_outputs,
+        width,
+        per_split,
+        splits,
+        IS_SPLIT=splits > 1,
+        HAS_BIAS=bias_O is not None,
+        HAS_RESIDUAL=residual_TO is not None,
+        BLOCK_O=outputs,
+        BLOCK_T=rows,
+        DEPTH=DEPTH,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out_TO
+
+
+def _sizes(num_rows: int) -> tuple[int, int, int, int]:
+    if num_rows <= 32:
+        return 64, max(16, power_of_2(num_rows)), 4, 4
+    return (64, 64, 4, 4) if num_rows <= 64 else (128, 128, 8, 3)
+
+
+@jit
+def _quantize(
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, num_inputs: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """One program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    value = tl.load(x + row * num_inputs + i, mask=i < num_inputs, other=0.0).to(tl.float32)
+    sizes = tl.abs(value).to(tl.int32, bitcast=True)  # in the order of the sizes, and NaN comes last
+    scale = tl.div_rn(tl.maximum(tl.max(sizes, axis=0), 0x0DA24260).to(tl.float32, bitcast=True), 127.0)  # 1e-30
+    tl.store(codes + row * width + i, to_int8(tl.div_rn(value, scale)), mask=i < width)
+    tl.store(scales + row, scale)
+
+
+@partial(jit, do_not_specialize=["num_rows", "per_split", "splits"])
+def _product(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    weights: tl.tensor,
+    weight_scales: tl.tensor,
+    parts: tl.tensor,
+    counters: tl.tensor,
+    out: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    width: tl.tensor,
+    per_split: tl.tensor,
+    splits: tl.tensor,
+    IS_SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    """One program: BLOCK_O outputs of BLOCK_T rows, over its share of the inputs."""
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    is_o, is_row = o < num_outputs, t < num_rows
+    k = tl.arange(0, DEPTH)
+    weight_row = weights + tl.where(is_o, o, 0).to(tl.int64)[:, None] * width + k[None, :]
+    row = x + t[None, :] * width + k[:, None]
+    acc = tl.zeros([BLOCK_O, BLOCK_T], tl.int32)
+    first = tl.program_id(2) * per_split * DEPTH
+    for start in range(first, tl.minimum(first + per_split * DEPTH, width), DEPTH):
+        codes = tl.load(row + start, mask=is_row[None, :], other=0)
+        acc = tl.dot(tl.load(weight_row + start), codes, acc, out_dtype=tl.int32)
+    mask = is_o[:, None] & is_row[None, :]
+    if IS_SPLIT:
+        part = parts + t[None, :] * num_outputs + o[:, None]
+        stride = num_rows.to(tl.int64) * num_outputs
+        tl.store(part + tl.program_id(2) * stride, acc, mask=mask)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") < splits - 1:
+            return
+        tl.store(counters + tl.program_id(0), 0)
+        acc = tl.zeros([BLOCK_O, BLOCK_T], tl.int32)
+        for split in range(splits):
+            acc += tl.load(part + split * stride, mask=mask, other=0, cache_modifier=".cg")
+    x_scale = tl.load(x_scales + t, mask=is_row, other=0.0)
+    weight_scale = tl.load(weight_scales + o, mask=is_o, other=0.0)
+    value = acc.to(tl.float32) * x_scale[None, :] * weight_scale[:, None]
+    if HAS_BIAS:
+        value += tl.load(bias + o, mask=is_o, other=0.0).to(tl.float32)[:, None]
+    dtype = out.dtype.element_ty
+    place = t[None, :] * num_outputs + o[:, None]
+    value = value.to(dtype)
+    if HAS_RESIDUAL:
+        value = (value.to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(out + place, value, mask=mask)

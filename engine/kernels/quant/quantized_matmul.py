@@ -1,0 +1,502 @@
+"""Products with matrices of few bits, whose codes are read once, and widened in registers.
+
+    out[t, o] = residual[t, o] + (sum over groups g of scale[o, g] * (code[o, g] . x[t, g]) + least[o, g] * sum x[t, g]
+                                  + bias[o])
+
+Codes are exact in the activations' dtype, and multiplied as such; scales meet the sums, in fp32: only the activations
+have been rounded. Few rows leave most of a device idle where one program computes all inputs of its outputs, so
+programs share them: each writes its sums, and the last one to come adds them up, in their order, and leaves its counter
+at zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.language import (
+    cdiv,
+    has_fp8_casts,
+    has_tensor_memory,
+    has_tile_copies,
+    jit,
+    power_of_2,
+    reuses_tensor_memory,
+    spares_registers,
+    tl,
+)
+from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
+from engine.kernels.quant.code_words import FIVE_BITS, NIBBLES, number_of_byte, widen
+
+# T tokens, I input features, O output features, C experts chosen for each token
+
+_PROGRAMS_PER_PROCESSOR = 4
+_MOST_SPLITS = 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes, and how."""
+
+    outputs: int
+    rows: int
+    num_warps: int
+    num_stages: int
+    is_split: bool  # whether programs may share the inputs
+
+    @classmethod
+    def of(cls, num_rows: int, kind: int, num_words: int, device: torch.device) -> Tile:
+        """num_words: K of code_panels."""
+        if num_rows > 32 and _wants_few_rows(kind, num_words, device):
+            return cls(128, 32, 8, 3, num_rows <= 64)
+        if 32 < num_rows <= 64 and kind == FIVE_BITS and not has_tile_copies(device) and not spares_registers():
+            # By an older Triton 64 rows put registers away, where programs share the inputs.
+            return cls(128, 32, 8, 3, True)
+        if num_rows <= 32:
+            return cls(64, max(16, power_of_2(num_rows)), 4, 4 if kind < NIBBLES else 3, True)
+        if num_rows <= 64:
+            return cls(128, 64, 8, 3, True) if kind < NIBBLES else cls(64, 64, 4, 3, True)
+        return cls(128, 128, 8, 3, False) if kind < NIBBLES else cls(64, 64, 4, 3, False)
+
+
+def new_counters(num_outputs: int, device: torch.device) -> Tensor:
+    """For the products of one matrix: for each tile of outputs, of which a panel has two at most, and of rows."""
+    return torch.zeros(2 * cdiv(num_outputs, ROWS), dtype=torch.int32, device=device)
+
+
+def coded_product(
+    x_TI: Tensor,
+    panels: CodePanels,
+    counters: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    residual_TO: Tensor | None = None,
+    out_TO: Tensor | None = None,
+) -> Tensor:
+    """residual + (x @ weight.T + bias), rounded to x's dtype before the residual is added: (T, O).
+
+    counters: of `new_counters`, zeros that stay zeros; no two streams may use them at a time.
+    """
+    if x_TI.is_cuda:
+        return launch_coded_product(x_TI, panels, counters, bias_O=bias_O, residual_TO=residual_TO, out_TO=out_TO)
+    product_TO = reference_coded_product(x_TI, panels, bias_O=bias_O, residual_TO=residual_TO)
+    return product_TO if out_TO is None else out_TO.copy_(product_TO)
+
+
+def reference_coded_product(
+    x_TI: Tensor, panels: CodePanels, *, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
+) -> Tensor:
+    product_TO = F.linear(x_TI, numbers_of(panels).to(x_TI.dtype), bias_O)
+    return product_TO if residual_TO is None else residual_TO + product_TO
+
+
+def launch_coded_product(
+    x_TI: Tensor,
+    panels: CodePanels,
+    counters: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    residual_TO: Tensor | None = None,
+    out_TO: Tensor | None = None,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """out: some columns of the rows of a wider tensor, as residual's then are; None: a tensor of its own."""
+    (num_outputs, num_inputs), num_rows = panels.shape, len(x_TI)
+    x_TI = x_TI.contiguous()
+    out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO
+    if not num_rows:
+        return out_TO
+    tile = tile or _fitted(Tile.of(num_rows, panels.kind, panels.words.shape[-1], x_TI.device), panels, x_TI.device)
+    num_tiles = cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows)
+    num_spans = panels.num_units // _units_of_a_span(panels)
+    splits = splits or (splits_for(num_tiles[0] * num_tiles[1], num_spans, x_TI.device) if tile.is_split else 1)
+    per_split = cdiv(num_spans, splits)
+    splits = cdiv(num_spans, per_split)
+    is_split = splits > 1
+    parts = x_TI.new_empty(splits, num_rows, num_outputs, dtype=torch.float32) if is_split else out_TO
+    assert not is_split or len(counters) >= num_tiles[0] * num_tiles[1]
+    assert residual_TO is None or residual_TO.stride(1) == 1
+    assert residual_TO is None or num_rows == 1 or residual_TO.stride(0) == out_TO.stride(0)
+    _product[(*num_tiles, splits)](
+        x_TI,
+        *_pointers(panels),
+        parts,
+        counters,
+        out_TO,
+        out_TO if bias_O is None else bias_O,
+        out_TO if residual_TO is None else residual_TO,
+        counters,
+        counters,
+        num_rows,
+        0,
+        num_outputs,
+        out_TO.stride(0),
+        num_inputs,
+        panels.num_units,
+        per_split,
+        splits,
+        IS_SPLIT=is_split,
+        HAS_BIAS=bias_O is not None,
+        HAS_RESIDUAL=residual_TO is not None,
+        CHOICES=0,
+        **_constants(panels, tile, x_TI),
+    )
+    return out_TO
+
+
+def launch_expert_product(
+    x_NI: Tensor, panels: CodePanels, choice_P: Tensor, expert_B: Tensor, num_choices: int, *, of_each: int
+) -> Tensor:
+    """The product of each choice's row with its expert's matrix: (choices, O). See expert_tiles.sort_into_tiles,
+    which makes choice and expert. of_each: choices that share a row of x."""
+    (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
+    out_NO = x_NI.new_empty(num_choices, num_outputs)
+    rows = len(choice_P) // len(expert_B)
+    tile = replace(Tile.of(rows, panels.kind, panels.words.shape[-1], x_NI.device), num_stages=3)
+    assert tile.rows == rows, f"tiles of {rows} choices: see most_rows_of_experts"
+    tile = _fitted(tile, panels, x_NI.device)
+    _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
+        x_NI,
+        *_pointers(panels),
+        out_NO,
+        expert_B,
+        out_NO,
+        out_NO,
+        out_NO,
+        choice_P,
+        expert_B,
+        num_choices,
+        num_experts,
+        num_outputs,
+        num_outputs,
+        num_inputs,
+        panels.num_units,
+        panels.num_units // _units_of_a_span(panels),
+        1,
+        IS_SPLIT=False,
+        HAS_BIAS=False,
+        HAS_RESIDUAL=False,
+        CHOICES=of_each,
+        **_constants(panels, tile, x_NI),
+    )
+    return out_NO
+
+
+def most_rows_of_experts(panels: CodePanels, device: torch.device) -> int:
+    """How many choices a tile of `launch_expert_product` may have: as many as `Tile.of` has rows."""
+    if panels.kind < NIBBLES:
+        return 128
+    is_short_of_registers = not has_tile_copies(device) and not spares_registers()
+    return 32 if is_short_of_registers or _wants_few_rows(panels.kind, panels.words.shape[-1], device) else 64
+
+
+def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Outputs [start, end) as numbers: (end - start, I). start: a multiple of 64."""
+    num_inputs = panels.shape[1]
+    out_OI = torch.empty(end - start, num_inputs, dtype=dtype, device=panels.words.device)
+    constants = _constants(panels, Tile(ROWS, 16, 4, 1, False), out_OI)
+    del constants["BLOCK_T"], constants["IN_PLACE"]
+    num_spans = panels.num_units // constants["SPAN"]
+    _widen[(cdiv(end - start, ROWS), num_spans)](
+        *_pointers(panels), out_OI, start // ROWS, end - start, num_inputs, panels.num_units, **constants
+    )
+    return out_OI
+
+
+def _wants_few_rows(kind: int, num_words: int, device: torch.device) -> bool:
+    """An A100's matrix units take rows out of registers, of which 64 rows of so many inputs have too few."""
+    return kind == NIBBLES and num_words > 16 and not has_tile_copies(device)
+
+
+def _fitted(tile: Tile, panels: CodePanels, device: torch.device) -> Tile:
+    """Triton has the products of all groups of a turn side by side in tensor memory, if a device has that; where they
+    do not fit, what it compiles is a trap. Tiles of 32 outputs are multiplied as on an A100, without it."""
+    if not panels.group or not has_tensor_memory(device):
+        return tile
+    inputs = _units_of_a_span(panels) * panels.num_positions * panels.words.shape[-1]
+    places = inputs // panels.group if reuses_tensor_memory() else 2 * inputs // panels.words.shape[-1]
+    return replace(tile, outputs=32) if places * tile.rows >= 512 else tile
+
+
+def _units_of_a_span(panels: CodePanels) -> int:
+    """So many that a turn of the loop has 256 inputs, or of 8 bits 128: enough to do beside what a turn costs."""
+    inputs = panels.num_positions * panels.words.shape[-1]
+    return (RUN if panels.kind >= NIBBLES else 128) // inputs
+
+
+def splits_for(num_tiles: int, num_spans: int, device: torch.device) -> int:
+    """How many programs share the inputs of a tile. On a CPU two, so that tests see it."""
+    if device.type != "cuda":
+        return min(2, num_spans)
+    wanted = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR
+    return max(1, min(wanted // num_tiles, num_spans, _MOST_SPLITS))
+
+
+def _pointers(panels: CodePanels) -> tuple[Tensor, ...]:
+    """For those that are not there, any that are."""
+    words, scales = panels.words, as_words(panels.scales)
+    rest = (panels.high, panels.leasts, panels.supers, panels.super_leasts)
+    high, leasts, supers, super_leasts = (scales if tensor is None else as_words(tensor) for tensor in rest)
+    return words, high, scales, leasts, supers, super_leasts
+
+
+def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, int | bool]:
+    least = 0
+    if panels.leasts is not None:
+        least = 1 if panels.leasts.dtype != torch.uint8 else 2 if panels.supers is None else 3
+    return {
+        "KIND": panels.kind,
+        "GROUP": panels.group,
+        "LEAST": least,
+        "IS_NESTED": panels.supers is not None,
+        "IS_SIGNED": panels.scales.dtype == torch.int8,
+        "K": panels.words.shape[-1],
+        "SPAN": _units_of_a_span(panels),
+        "IS_EVEN": panels.shape[1] % RUN == 0,
+        "NATIVE": x.dtype == torch.bfloat16 and has_fp8_casts(x.device),
+        "IN_PLACE": panels.group == 0 and not has_tile_copies(x.device),
+        "BLOCK_O": tile.outputs,
+        "BLOCK_T": tile.rows,
+        "num_warps": tile.num_warps,
+        "num_stages": min(tile.num_stages, 2) if x.element_size() == 4 else tile.num_stages,  # of rows that fit
+    }
+
+
+@partial(jit, do_not_specialize=["num_rows", "num_experts", "spans_per_split", "splits"])
+def _product(
+    x: tl.tensor,
+    words: tl.tensor,
+    high: tl.tensor,
+    scales: tl.tensor,
+    leasts: tl.tensor,
+    supers: tl.tensor,
+    super_leasts: tl.tensor,
+    parts: tl.tensor,
+    counters: tl.tensor,
+    out: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    num_outputs: tl.tensor,
+    out_stride: tl.tensor,
+    num_inputs: tl.tensor,
+    num_units: tl.tensor,
+    spans_per_split: tl.tensor,
+    splits: tl.tensor,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEAST: tl.constexpr,
+    IS_NESTED: tl.constexpr,
+    IS_SIGNED: tl.constexpr,
+    K: tl.constexpr,
+    SPAN: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    CHOICES: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> None:
+    """One program: BLOCK_O outputs of BLOCK_T rows, over its share of the inputs. num_rows: of choices, where there are
+    experts."""
+    POSITIONS: tl.constexpr = 2 if KIND < 4 else 4
+    PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS  # positions whose products are summed
+    GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1  # of a unit
+    OF_RUN: tl.constexpr = GROUPS * SPAN  # what has 8 bits is of runs, four or two in a word
+    PACK: tl.constexpr = 4 if OF_RUN >= 4 else 2
+    dtype = x.dtype.element_ty
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    panel = (o // 64).to(tl.int64)
+    if CHOICES:
+        expert = tl.load(experts + tl.program_id(1)).to(tl.int64)
+        if expert >= num_experts:
+            return
+        panel += expert * ((num_outputs + 63) // 64)
+        t = tl.load(choices + t).to(tl.int64)
+        is_row = t < num_rows
+        row = t // CHOICES
+    else:
+        is_row = t < num_rows
+        row = t
+    k = tl.arange(0, K)
+    r = o % 64
+    is_o = o < num_outputs
+    panel = tl.where(is_o, panel, 0)  # what fills up the last tile may lie past the last panel
+    x_row = x + row[None, :] * num_inputs + k[:, None]
+    word_row = words + (panel * num_units * 64 * K)[:, None] + (r * K)[:, None] + k[None, :]
+    ones = tl.full([BLOCK_O, K], 1.0, dtype)
+    acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+    first = tl.program_id(2) * spans_per_split
+    for span in range(first, tl.minimum(first + spans_per_split, num_units // SPAN)):
+        of_run = (panel * (num_units // SPAN) + span) * 64 + r
+        if IS_NESTED:
+            super_scale = tl.load(supers + of_run).to(tl.float32)
+            if LEAST == 3:
+                super_least = tl.load(super_leasts + of_run).to(tl.float32)
+        for u in tl.static_range(SPAN):
+            unit = span * SPAN + u
+            word = tl.load(word_row + unit * 64 * K)
+            if KIND == 5 and u == 0:
+                upper = tl.load(high + ((panel * (num_units // 4) + span) * 64 + r)[:, None] * K + k[None, :])
+            elif KIND == 6 and u % 2 == 0:
+                upper = tl.load(high + ((panel * (num_units // 2) + unit // 2) * 64 + r)[:, None] * K + k[None, :])
+            elif KIND < 5:
+                upper = word
+            codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, dtype, NATIVE)
+            for p in tl.static_range(POSITIONS):
+                i = (unit * POSITIONS + p) * K
+                mask = is_row[None, :] if IS_EVEN else is_row[None, :] & (i + k < num_inputs)[:, None]
+                rows = tl.load(x_row + i, mask=mask, other=0.0)
+                # Every turn ends with sums that are used: Triton (3.6) leaves a last product under way when the next
+                # turn begins, and the compiler then gives the registers of its codes to others, too early.
+                # Where products do not run beside anything, they are summed where they come to be.
+                if p % PER_GROUP == 0:
+                    product = acc if IN_PLACE else tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+                    sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+                product = tl.dot(codes[p], rows, product, input_precision="ieee")
+                if LEAST:
+                    sums = tl.dot(ones, rows, sums, input_precision="ieee")
+                if p % PER_GROUP == PER_GROUP - 1:
+                    if GROUP == 0:
+                        acc = product if IN_PLACE else acc + product
+                    else:
+                        of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
+                        word_of_run = of_run * (OF_RUN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
+                        if IS_NESTED:
+                            if (u * GROUPS + p // PER_GROUP) % PACK == 0:
+                                scale_word = tl.load(scales + word_of_run)
+                            scale = (
+                                number_of_byte(scale_word, (u * GROUPS + p // PER_GROUP) % PACK, IS_SIGNED)
+                                * super_scale
+                            )
+                        else:
+                            scale = tl.load(scales + of_group).to(tl.float32)
+                        acc += product * scale[:, None]
+                        if LEAST:
+                            if LEAST == 1:
+                                least = tl.load(leasts + of_group).to(tl.float32)
+                            else:
+                                if (u * GROUPS + p // PER_GROUP) % PACK == 0:
+                                    least_word = tl.load(leasts + word_of_run)
+                                least = number_of_byte(least_word, (u * GROUPS + p // PER_GROUP) % PACK, False)
+                            if LEAST == 2:
+                                least *= -scale
+                            elif LEAST == 3:
+                                least *= -super_least
+                            acc += sums * (least + scale * (1 << (KIND - 1)))[:, None]
+    mask = is_o[:, None] & is_row[None, :]
+    if IS_SPLIT:
+        part = parts + t[None, :] * num_outputs + o[:, None]
+        stride = num_rows.to(tl.int64) * num_outputs
+        tl.store(part + tl.program_id(2) * stride, acc, mask=mask)
+        tl.debug_barrier()
+        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") < splits - 1:
+            return
+        tl.store(counter, 0)
+        acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+        for split in range(splits):
+            acc += tl.load(part + split * stride, mask=mask, other=0.0, cache_modifier=".cg")
+    if GROUP == 0:
+        acc *= tl.load(scales + panel * 64 + r)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + o, mask=is_o, other=0.0).to(tl.float32)[:, None]
+    place = t[None, :] * out_stride + o[:, None]
+    value = acc.to(dtype)
+    if HAS_RESIDUAL:
+        value = (value.to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(out + place, value, mask=mask)
+
+
+@partial(jit, do_not_specialize=["first_panel", "num_outputs"])
+def _widen(
+    words: tl.tensor,
+    high: tl.tensor,
+    scales: tl.tensor,
+    leasts: tl.tensor,
+    supers: tl.tensor,
+    super_leasts: tl.tensor,
+    out: tl.tensor,
+    first_panel: tl.tensor,
+    num_outputs: tl.tensor,
+    num_inputs: tl.tensor,
+    num_units: tl.tensor,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEAST: tl.constexpr,
+    IS_NESTED: tl.constexpr,
+    IS_SIGNED: tl.constexpr,
+    K: tl.constexpr,
+    SPAN: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """One program: a span of a panel. Rounded once, to the dtype of out."""
+    POSITIONS: tl.constexpr = 2 if KIND < 4 else 4
+    PER_GROUP: tl.constexpr = GROUP // K if GROUP else 1
+    GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1
+    OF_RUN: tl.constexpr = GROUPS * SPAN
+    PACK: tl.constexpr = 4 if OF_RUN >= 4 else 2
+    dtype = out.dtype.element_ty
+    r = tl.arange(0, BLOCK_O)
+    o = tl.program_id(0) * BLOCK_O + r
+    panel = (first_panel + tl.program_id(0)).to(tl.int64)
+    span = tl.program_id(1)
+    k = tl.arange(0, K)
+    tile = r[:, None] * K + k[None, :]
+    of_run = (panel * (num_units // SPAN) + span) * 64 + r
+    if IS_NESTED:
+        super_scale = tl.load(supers + of_run).to(tl.float32)
+        if LEAST == 3:
+            super_least = tl.load(super_leasts + of_run).to(tl.float32)
+    for u in tl.static_range(SPAN):
+        unit = span * SPAN + u
+        word = tl.load(words + (panel * num_units + unit) * 64 * K + tile)
+        if KIND == 5 and u == 0:
+            upper = tl.load(high + (panel * (num_units // 4) + span) * 64 * K + tile)
+        elif KIND == 6 and u % 2 == 0:
+            upper = tl.load(high + (panel * (num_units // 2) + unit // 2) * 64 * K + tile)
+        elif KIND < 5:
+            upper = word
+        codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, dtype, NATIVE)
+        for p in tl.static_range(POSITIONS):
+            if GROUP == 0:
+                of_group = panel * 64 + r
+            else:
+                of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
+            word_of_run = of_run * (OF_RUN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
+            if IS_NESTED:
+                scale = (
+                    number_of_byte(tl.load(scales + word_of_run), (u * GROUPS + p // PER_GROUP) % PACK, IS_SIGNED)
+                    * super_scale
+                )
+            else:
+                scale = tl.load(scales + of_group).to(tl.float32)
+            if LEAST:
+                if LEAST == 1:
+                    least = tl.load(leasts + of_group).to(tl.float32)
+                else:
+                    least = number_of_byte(tl.load(leasts + word_of_run), (u * GROUPS + p // PER_GROUP) % PACK, False)
+                if LEAST == 2:
+                    least *= -scale
+                elif LEAST == 3:
+                    least *= -super_least
+                number = (codes[p].to(tl.float32) + (1 << (KIND - 1))) * scale[:, None] + least[:, None]
+            else:
+                number = codes[p].to(tl.float32) * scale[:, None]
+            i = (unit * POSITIONS + p) * K + k
+            mask = (o < num_outputs)[:, None] & (i < num_inputs)[None, :]
+            tl.store(out + o.to(tl.int64)[:, None] * num_inputs + i[None, :], number.to(dtype), mask=mask)

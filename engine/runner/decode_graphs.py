@@ -1,0 +1,216 @@
+"""Decode steps that were recorded once, and are launched again as a whole: CUDA graphs.
+
+At batch sizes where a step waits for its weights, hundreds of launches from Python take longer than what they launch. A
+graph launches the same kernels over the same addresses again. So what changes from step to step lies in static buffers:
+
+    Batch ──one copy──> device ──two copies──> static inputs ──replay──> static logits      (and the pool)
+
+Block tables stay there from step to step: while the same rows follow each other, only the cells that are new go along.
+
+Shapes are part of a graph, so there is one for each of a few numbers of tokens, and a batch is filled up to the next. A
+token that fills up is of a strip whose context is 0, and is attended to as zeros; its slot is -1, where nothing is
+stored: no block is set aside for it.
+
+Rows are cut into strips (engine/kernels/attention/query_groups.py), of which there are at most as many as tokens: a row
+that decodes is one, one with a draft, or a short chunk of a prompt, has some. A layer stores the keys of all its tokens
+before any of them attends, each up to itself. Keys are read again for each strip, so that only few may be.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch.batch import Batch, FedTokens
+from engine.batch.device_batch import DeviceBatch, upload
+from engine.kernels.attention.query_groups import QueryStrips, Strips, cut_strips
+
+# R rows of a batch, T its tokens, U its strips, N tokens that a graph computes, and as many strips, M those of the
+# largest, B blocks of the longest table, V vocabulary
+
+_MOST_ROWS = 256  # beyond, launching takes less time than computing
+# Of each token; then of each strip.
+_ID, _POSITION, _SLOT, _SEAT, _FIRST, _COUNT, _CONTEXT = range(7)
+_ABSENT = np.array([[0], [0], [-1], [0], [0], [1], [0]], dtype=np.int32)  # of what fills up
+
+Step = Callable[[], None]
+
+
+class Capture(Protocol):
+    """What records a step."""
+
+    def __call__(self, step: Step) -> Step:
+        """Returns what does again everything that `step` has launched, without calling it."""
+        ...
+
+
+class CudaCapture:
+    """Implements Capture. One graph runs at a time, so all share the memory for what lies between their kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                step()  # kernels are compiled and libraries find their workspaces now: neither can be recorded
+            # Other threads of a worker use the device meanwhile: they would break a recording in any other mode.
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+                step()
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay
+
+
+class DecodeGraphs:
+    """The recorded steps of one model over one pool. Owned by the step thread."""
+
+    def __init__(
+        self,
+        compute: Callable[[DeviceBatch], Tensor],
+        capture: Capture,
+        *,
+        max_rows: int,
+        num_sizes: int | None = None,
+        max_context: int,
+        most_read_again: int,
+        most_queries: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """Records a step for each size, of tokens that are all absent: nothing is read or written of the pool.
+
+        compute: from N tokens to their logits (N, V); what it launches must follow from shapes and `longest` alone.
+        num_sizes: only the largest so many. most_queries: of a strip. most_read_again: positions that rows of several
+        strips may read, together, beyond those that they would if each read its own once.
+        """
+        self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]
+        self._compute = compute
+        self._device = device
+        self._longest = max_context
+        self._most_read_again = most_read_again
+        self._most_queries = most_queries
+        largest = self._sizes[-1]
+        self._numbers_7M = torch.from_numpy(_ABSENT).to(device).repeat(1, largest)
+        self._tokens_M = torch.arange(largest, dtype=torch.int32, device=device)
+        self._tables_MB = torch.zeros(largest, -(-max_context // block_size), dtype=torch.int32, device=device)
+        self._last: tuple[int, Any] = (0, None)  # step whose block tables are there, and whose they are
+        self._logits_MV = torch.zeros(largest, vocab_size, dtype=torch.float32, device=device)
+        # The largest first: the others find room in the memory that it needed.
+        self._replays = {size: capture(partial(self._step, size)) for size in reversed(self._sizes)}
+
+    def __call__(self, batch: Batch) -> Tensor | None:
+        """The logits (R, V) fp32 of the positions that rows want, which the next call overwrites.
+
+        None where no graph computes this batch: it has more tokens, or longer tables, than any graph has room for; its
+        rows would read too much again; or somebody wants the logits of a prompt.
+        """
+        num_tokens, width = batch.num_tokens, batch.block_tables.shape[1]
+        if num_tokens > self._sizes[-1] or width > self._tables_MB.shape[1] or len(batch.scored_rows):
+            return None
+        strips = None if num_tokens == len(batch.query_lens) else self._cut(batch)  # mostly None
+        if strips is not None and int(strips.contexts_U.sum() - batch.context_lens.sum()) > self._most_read_again:
+            return None
+        size = self._sizes[bisect_left(self._sizes, num_tokens)]
+        more = [] if batch.wants_all_logits else [batch.logits_rows]
+        numbers, *wanted = self._upload_tables(batch, [self._numbers(batch, strips, size), *more], strips)
+        self._numbers_7M[:, :size].copy_(numbers)
+        if batch.fed:
+            self._feed(batch.fed)
+        self._replays[size]()
+        return self._logits_MV[:num_tokens] if batch.wants_all_logits else self._logits_MV.index_select(0, wanted[0])
+
+    @property
+    def token_ids_M(self) -> Tensor:
+        """Of the last step, on the device: the first are its tokens. The next call overwrites them."""
+        return self._numbers_7M[_ID]
+
+    def _cut(self, batch: Batch) -> Strips:
+        return cut_strips(batch.query_lens, batch.context_lens, most=self._most_queries)
+
+    def _numbers(self, batch: Batch, strips: Strips | None, size: int) -> NDArray[np.int32]:
+        """(7, N): see _ID. strips: None, each token is one, which is mostly so, and needs no cutting."""
+        num_tokens, numbers_7N = batch.num_tokens, np.repeat(_ABSENT, size, axis=1)
+        numbers_7N[: _SLOT + 1, :num_tokens] = batch.token_ids, batch.positions, batch.slots
+        if strips is None:
+            tokens = np.arange(num_tokens)
+            numbers_7N[_SEAT, :num_tokens] = tokens * self._most_queries
+            numbers_7N[_FIRST, :num_tokens], numbers_7N[_CONTEXT, :num_tokens] = tokens, batch.positions + 1
+            num_strips = num_tokens
+        else:
+            num_strips = len(strips.counts_U)
+            numbers_7N[_SEAT, :num_tokens] = strips.seats_N(self._most_queries)
+            numbers_7N[_FIRST, :num_strips] = np.cumsum(strips.counts_U) - strips.counts_U
+            numbers_7N[_COUNT, :num_strips], numbers_7N[_CONTEXT, :num_strips] = strips.counts_U, strips.contexts_U
+        numbers_7N[_SEAT, num_tokens:] = num_strips * self._most_queries  # of one that is not there
+        return numbers_7N
+
+    def _upload_tables(self, batch: Batch, arrays: list[Any], strips: Strips | None) -> list[Tensor]:
+        """Put the batch's block tables in their place, one for each strip. arrays: what goes to the device in the same
+        copy; returned as they are there."""
+        tables_RB, count = batch.block_tables, len(arrays)
+        num_tokens, width = batch.num_tokens, tables_RB.shape[1]
+        if strips is not None:
+            *uploaded, tables, rows = upload([*arrays, tables_RB, strips.rows_U], self._device)
+            self._tables_MB[: len(strips.rows_U), :width].copy_(tables.index_select(0, rows))
+            self._last = 0, None
+            return uploaded
+        if batch.new_cells is not None and self._is_next(batch):
+            new_blocks = tables_RB[batch.new_cells]
+            uploaded = upload([*arrays, *batch.new_cells, new_blocks], self._device)
+            if len(new_blocks):
+                *_, lines, columns, blocks = uploaded
+                self._tables_MB[lines, columns] = blocks
+        else:
+            uploaded = upload([*arrays, tables_RB], self._device)
+            self._tables_MB[:num_tokens, :width].copy_(uploaded[-1])
+        self._last = batch.number, tables_RB.base
+        return uploaded[:count]
+
+    def _feed(self, fed: FedTokens) -> None:
+        """Put the tokens that the step before chooses where the graphs read them."""
+        tokens_M = self._numbers_7M[_ID]
+        if fed.is_in_place:  # mostly
+            num_fed = len(fed.sources)
+            torch.clamp(fed.token_ids[:num_fed], min=0, out=tokens_M[:num_fed])
+        else:
+            sources, places = upload([fed.sources, fed.places], self._device)
+            tokens_M[places] = fed.token_ids[sources].clamp_min(0)
+
+    def _is_next(self, batch: Batch) -> bool:
+        """The block tables of the step before are there, and in the same rows."""
+        number, tables = self._last
+        return batch.number == number + 1 and batch.block_tables.base is tables
+
+    def _step(self, size: int) -> None:
+        """What is recorded."""
+        token_ids, positions, slots, seats, firsts, counts, contexts = self._numbers_7M[:, :size].unbind()
+        strips = QueryStrips(
+            firsts,
+            counts,
+            self._tables_MB[:size],
+            contexts,
+            self._tokens_M[:size],
+            seats,
+            most=self._most_queries,
+            longest=self._longest,
+        )
+        batch = DeviceBatch(token_ids, positions, slots, logits_rows=None, strips=strips, prompts=None)
+        self._logits_MV[:size].copy_(self._compute(batch))
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, 32, … up to the first that holds max_rows, or _MOST_ROWS."""
+    sizes = [1, 2, 4, *range(8, _MOST_ROWS + 1, 8)]
+    return tuple(sizes[: bisect_left(sizes, max_rows) + 1])

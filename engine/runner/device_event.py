@@ -1,0 +1,20 @@
+"""A moment in the work of a GPU's current stream."""
+
+from __future__ import annotations
+
+import torch
+
+
+class DeviceMark:
+    """Implements engine.timing.pace.StepMark."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    @property
+    def is_past(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: DeviceMark) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3

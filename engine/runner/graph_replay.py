@@ -1,0 +1,94 @@
+"""Decode steps of a model, recorded: with the hidden states that heads want of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch
+from engine.config import GIB
+from engine.kv.pool import KVPool
+from engine.model.aux_hidden_states import StaticTaps, Taps
+from engine.model.transformer import Transformer
+from engine.runner.decode_graphs import Capture, DecodeGraphs, graph_sizes
+
+# R positions whose logits are wanted, N rows that a graph computes, V vocabulary
+
+# Of KV that a replayed step may read again: an H100 does in 1.3 ms, and a step that is launched kernel by kernel takes
+# longer than that for launching (320 kernels of Llama 8B's).
+READ_AGAIN_BYTES = 4 * GIB
+
+
+class RecordedSteps:
+    """Of one rank, over one pool. Owned by the step thread."""
+
+    def __init__(self, graphs: DecodeGraphs, static_taps: StaticTaps | None) -> None:
+        self._graphs = graphs
+        self._static_taps = static_taps
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Taps | None] | None:
+        """The logits (R, V) fp32, and the hidden states that are wanted: both until the next step. None where no graph
+        computes this batch."""
+        logits_RV = self._graphs(batch)
+        if logits_RV is None:
+            return None
+        if self._static_taps is None:
+            return logits_RV, None
+        return logits_RV, self._static_taps.of(self._graphs.token_ids_M[: batch.num_tokens])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder:
+    """Of one rank's model. Its ranks record the same steps in the same order."""
+
+    model: Transformer
+    max_rows: int
+    tapped: Sequence[int] | None  # see Taps; None: nobody wants any
+    block_size: int
+    bytes_per_token: int  # of KV
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype  # of hidden states
+    device: torch.device
+
+    @torch.inference_mode()
+    def record(
+        self, pool: KVPool, capture: Capture, *, max_context: int, num_sizes: int | None = None
+    ) -> RecordedSteps:
+        """num_sizes: only the largest so many."""
+        static_taps = None if self.tapped is None else self._static_taps(self.tapped)
+
+        def compute(batch: DeviceBatch) -> Tensor:
+            if static_taps is None:
+                return self.model.compute(batch, pool)
+            taps = static_taps.new()
+            logits_NV = self.model.compute(batch, pool, taps=taps)
+            static_taps.keep(taps)
+            return logits_NV
+
+        graphs = DecodeGraphs(
+            compute,
+            capture,
+            max_rows=self.max_rows,
+            num_sizes=num_sizes,
+            max_context=max_context,
+            most_read_again=READ_AGAIN_BYTES // self.bytes_per_token,
+            most_queries=self.model.most_queries,
+            block_size=self.block_size,
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
+        return RecordedSteps(graphs, static_taps)
+
+    def _static_taps(self, layers: Sequence[int]) -> StaticTaps:
+        return StaticTaps(
+            layers,
+            max_tokens=graph_sizes(self.max_rows)[-1],
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+        )

@@ -1,0 +1,131 @@
+"""Tries what a rank of a GPU will do at most, before it has a pool: to see how much memory that takes.
+
+    weights, kernels ──> the largest step ──> graphs of a few sizes ──> all given back ──> the pool ──> all graphs
+
+Every row lies in the same few blocks. The numbers that come out mean nothing, and nobody sees them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.config import EngineConfig
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.runner.decode_graphs import Capture, Step, graph_sizes
+from engine.runner.device_memory import DeviceMemory, Gauge, does_not_fit
+
+_NUM_BLOCKS = 16
+_NUM_GRAPHS = 4  # are recorded to see what one more takes
+_SCORED_BYTES = 128 << 20  # four times engine.model.transformer.SLICE_BYTES: bf16, fp32, and what is made of them
+# Of one logit: what sorting a whole vocabulary for top-p took, and summing it up in fp64. A GPU's sampler does neither
+# any more, and needs less: a test for a GPU (tests/engine/runner/test_device_memory.py) fails where this is too little.
+SAMPLING_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTrial:
+    """A model, as it is tried: over a pool that is not yet the rank's."""
+
+    warm_up: Callable[[KVPool], None]  # has every kernel loaded
+    compute: Callable[[Batch, KVPool], object]
+    # Records decode steps of the largest sizes, so many: pool, capture, longest context, sizes. What it returns keeps
+    # them.
+    record: Callable[[KVPool, Capture, int, int], object]
+    make_capture: Callable[[], Capture] | None  # None: nothing will be recorded
+    least: Callable[[int], int]  # of what each rank says: all try the same steps, in which they meet
+
+    def measure(
+        self,
+        config: EngineConfig,
+        gauge: Gauge,
+        *,
+        layout: KVLayout,
+        weights: int,
+        vocab_size: int,
+        max_context: int,
+        device: torch.device,
+        num_spare: int = 0,
+    ) -> DeviceMemory:
+        """weights: bytes. max_context: of a sequence. num_spare: blocks of heads' own layers. When this returns,
+        nothing of the trial is left. Raises SpecError where memory runs out."""
+        try:
+            step, graphs = self._try(config, gauge, layout, max_context, device, num_spare)
+        except torch.OutOfMemoryError as error:
+            raise does_not_fit(device, f"steps of {config.max_batch_tokens} tokens", error) from error
+        gc.collect()  # graphs and what they call are circles
+        return DeviceMemory(
+            total=gauge.total,
+            free=gauge.free(),
+            weights=weights,
+            step=step + _SCORED_BYTES,
+            sampling=config.max_running * vocab_size * SAMPLING_BYTES,
+            graphs=graphs,
+            links=config.link_bytes,
+            drafts=config.draft_bytes,
+        )
+
+    def _try(
+        self,
+        config: EngineConfig,
+        gauge: Gauge,
+        layout: KVLayout,
+        max_context: int,
+        device: torch.device,
+        num_spare: int,
+    ) -> tuple[int, int]:
+        """Bytes of the largest step, and of the graphs."""
+        pool = KVPool(layout, num_blocks=_NUM_BLOCKS, device=device, num_spare=num_spare)
+        self.warm_up(pool)
+        # No sequence will be longer than a pool of all that is free.
+        longest = self.least(max(config.block_size, min(max_context, gauge.free() // layout.bytes_per_token())))
+        batch = largest_batch(
+            max_tokens=config.max_batch_tokens,
+            max_rows=config.max_running,
+            max_context=longest,
+            block_size=config.block_size,
+        )
+        step = gauge.peak_of(lambda: self.compute(batch, pool))
+        if self.make_capture is None:
+            return step, 0
+        measured = _Measured(self.make_capture(), gauge)
+        recorded = self.record(pool, measured, longest, _NUM_GRAPHS)
+        del recorded
+        return step, measured.bytes_of(len(graph_sizes(config.recorded_rows)))
+
+
+def largest_batch(*, max_tokens: int, max_rows: int, max_context: int, block_size: int) -> Batch:
+    """As many rows as there can be, all at the end of the longest context, one of them a prompt with all the tokens
+    that are left. Each wants logits."""
+    num_single = min(max_rows, max_tokens) - 1
+    count = min(max_tokens - num_single, max_context)
+    blocks = [number % _NUM_BLOCKS for number in range(-(-max_context // block_size))]
+    single = Row(token_ids=[0], start=max_context - 1, blocks=blocks, num_logits=1)
+    prompt = Row(token_ids=[0] * count, start=max_context - count, blocks=blocks, num_logits=1)
+    return Batch.of([single] * num_single + [prompt], block_size=block_size)
+
+
+class _Measured:
+    """Implements Capture: records, and looks at the gauge after each."""
+
+    def __init__(self, capture: Capture, gauge: Gauge) -> None:
+        self._capture = capture
+        self._gauge = gauge
+        self._free = [gauge.free()]
+
+    def __call__(self, step: Step) -> Step:
+        replay = self._capture(step)
+        self._free.append(self._gauge.free())
+        return replay
+
+    def bytes_of(self, num_graphs: int) -> int:
+        """The first takes the memory that all share, and their static inputs; each other one is its launches."""
+        before, first, last = self._free[0], self._free[1], self._free[-1]
+        each = max(0, first - last) / max(1, len(self._free) - 2)
+        return max(0, before - first) + int(each * (num_graphs - 1))

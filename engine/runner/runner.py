@@ -1,0 +1,342 @@
+"""One rank's model and its KV pool: what a worker's step loop calls."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.model import config as model_config
+from core.model.shape import ModelConfig
+from core.types.errors import RequestError, SpecError
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.config import GIB, EngineConfig, num_blocks_for
+from engine.cpu.autotune import MeasuredWays
+from engine.cpu.huge_pages import populate
+from engine.cpu.library import open_copies, open_kernels
+from engine.kernels.log_sum_exp import launch_log_norms
+from engine.kernels.sample import NUM_NUMBERS, launch_choice
+from engine.kv.pool import KVPool
+from engine.layers.shards import ShardReader
+from engine.model.aux_hidden_states import Taps
+from engine.model.transformer import OnLayer, OnLogits, Transformer
+from engine.runner.decode_graphs import Capture, CudaCapture
+from engine.runner.device_memory import CudaGauge, Gauge, does_not_fit
+from engine.runner.graph_replay import RecordedSteps, Recorder
+from engine.runner.memory_profiling import MemoryTrial
+from engine.runner.parallel import TensorParallel
+from engine.sampling.prompt_scorer import Scorer
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.spec_decode.heads.head_row import Choose, HeadRow
+from engine.spec_decode.heads.heads import DraftHeads, ModelParts
+from engine.spec_decode.heads.open_heads import open_heads
+from engine.spec_decode.heads.warm_up import warm_up_heads
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+_CPU_KV_GIB = 1.0
+
+
+class ModelRunner:
+    """Computes batches. Owned by the step thread; every rank of a replica calls `forward` with the same batches."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        parallel: TensorParallel | None = None,
+        *,
+        checkpoint: Checkpoint | None = None,
+        capture: Capture | None = None,
+        gauge: Gauge | None = None,
+        progress: Callable[[float], None] | None = None,
+        is_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
+
+        is_loaded: called when the weights are there, and returns when every rank has them: before anything is computed.
+        gauge: by which the pool gets its size, where nobody says how many blocks. None: a GPU's, and on a CPU nothing.
+
+        checkpoint: where weights come from. None: the files of the model directory.
+        capture: what records decode steps. None: CUDA on its devices, and on others nothing does.
+        """
+        self.parallel = parallel or TensorParallel()
+        self.layout = config.layout(tensor_parallel=self.parallel.size)
+        self.config: ModelConfig = model_config.load(config.model_dir)
+        self._max_drafted = config.max_running
+        self._max_context = min(self.config.max_context, config.max_context or self.config.max_context)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.device = torch.device(config.device)
+        num_blocks, self._bytes_beside = config.num_blocks, config.bytes_beside_blocks(self.layout)
+        if num_blocks is None and gauge is None and self.device.type == "cuda":
+            gauge = CudaGauge(self.device)
+        elif num_blocks is None and gauge is None:
+            gib = config.kv_memory_gib or _CPU_KV_GIB
+            num_blocks = num_blocks_for(self.layout, gib=gib, beside=self._bytes_beside)
+        if config.expert_parallel:
+            self.config.check_expert_parallel(self.parallel.size, redundant=config.redundant_experts)
+        self.spreads_experts = config.expert_parallel and self.parallel.size > 1  # see SpreadExperts
+        kernels = open_kernels(dtype=self.dtype, device=self.device)
+        open_copies(self.device)  # what moves blocks and chooses tokens is compiled now, not in the first step
+        if config.deterministic:
+            self.config.check_deterministic()
+            if kernels is None or config.weights == "quantized":
+                raise SpecError(
+                    "engine: deterministic needs a CPU, bfloat16, weights as_stored or int8, and a C++ compiler "
+                    "on the worker's machine"
+                )
+        self._measured = MeasuredWays.of_this_machine(kernels.version) if kernels and not config.deterministic else None
+        reader = ShardReader(
+            checkpoint or open_checkpoint(config.model_dir),
+            self.parallel,
+            self.dtype,
+            self.device,
+            kernels,
+            self._measured,
+            weights=config.weights,
+            spreads_experts=config.expert_parallel,
+            redundant_experts=config.redundant_experts,
+        )
+        num_layers = self.config.num_layers
+
+        def on_read(layer: int) -> None:
+            if progress is not None:
+                progress((layer + 1) / num_layers)
+
+        before = gauge.allocated() if gauge else 0
+        try:
+            with torch.inference_mode():
+                self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
+                self.heads = self._open_heads(config, reader)
+        except torch.OutOfMemoryError as error:
+            raise does_not_fit(self.device, "its weights", error) from error
+        is_loaded()
+        make_capture = self._capture_maker(config.recorded_rows, capture)
+        if num_blocks is None:
+            assert gauge, "without one it is known by now"
+            num_blocks = self._num_blocks(config, gauge, make_capture, weights=gauge.allocated() - before)
+        # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
+        self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device, num_spare=config.max_running)
+        if self.device.type == "cpu":
+            populate([*self.pool.codes, *self.pool.scales])
+        if self.heads:
+            self.heads.attach(self.pool)
+        self._recorded: RecordedSteps | None = None
+        if make_capture:
+            begin, recorder = time.monotonic(), self._recorder(config.recorded_rows)
+            self._recorded = recorder.record(self.pool, make_capture(), max_context=self.max_tokens)
+            logger.info(
+                "decode steps of up to %d rows recorded in %.1f s", config.recorded_rows, time.monotonic() - begin
+            )
+
+    @property
+    def ways(self) -> list[dict[str, Any]]:
+        """What was measured on this CPU to choose how products and attention are computed, as plain values."""
+        return self._measured.table() if self._measured else []
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a sequence: the model's context, or what is wanted of it, or what the pool holds."""
+        return min(self._max_context, self.pool.num_blocks * self.layout.block_size)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, on_layer: OnLayer | None = None, on_logits: OnLogits | None = None) -> Tensor:
+        """Compute one step. Returns the logits of the positions that rows want, (positions, vocabulary) fp32, row by
+        row, on every rank; the next step may overwrite them.
+
+        `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
+        attention is computed. On a GPU that means: enqueued on the current stream. `on_logits` gets the logits of
+        positions that are scored, in slices, before those that are returned. Raises RequestError for a row with an
+        adapter, for this model has none.
+        """
+        if batch.adapters.any():
+            raise RequestError(f"the model has no adapter {batch.adapters.max()}", param="adapter")
+        if batch.fed and self.device.type == "cpu":
+            batch.fed.fill(batch.token_ids)
+        if self._recorded and on_layer is None and (replayed := self._recorded(batch)):
+            logits_RV, taps = replayed
+        else:
+            taps = Taps(self.heads.layers) if self.heads and not self.heads.pass_over(batch, on_layer) else None
+            logits_RV = self._model(batch, self.pool, on_layer, on_logits, taps)
+        if self.heads and taps:
+            self.heads.follow(batch, taps, on_layer)
+        return logits_RV
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
+        """What the heads guess of sequences that decode: see DraftHeads."""
+        assert self.heads, "nothing drafts here"
+        self.heads.draft(rows, max_tokens, choose)
+
+    @property
+    def max_drafted(self) -> int:
+        """Rows that heads of this rank are asked about at a time."""
+        return self._max_drafted if self.heads else 0
+
+    def num_behind(self, row: HeadRow) -> int | None:
+        """See DraftHeads."""
+        return self.heads.num_behind(row) if self.heads else None
+
+    @torch.inference_mode()
+    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None) -> None:
+        """See DraftHeads."""
+        if self.heads:
+            self.heads.catch_up(rows, max_tokens)
+
+    def rest(self, num_first: int | None) -> None:
+        """See DraftHeads."""
+        if self.heads:
+            self.heads.rest(num_first)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Whatever heads keep of the steps so far is in the pool then. Before anybody but a step reads from the pool,
+        or somebody else writes to it."""
+        if self.heads:
+            self.heads.settle()
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        """For a sequence that forks inside a block."""
+        self.settle()
+        self.pool.copy_block(source, target)
+        if self.heads:
+            self.heads.features.take_copy(source, target)
+
+    def without(self, layers: Collection[int]) -> Callable[[Batch], Tensor]:
+        """Computes batches as `forward` does, without some layers, whose part of the pool stays as it is. The rank must
+        be alone."""
+        assert self.parallel.size == 1, "the other ranks would have to leave them out, too"
+        part = self._model.without(layers)
+
+        @torch.inference_mode()
+        def forward(batch: Batch) -> Tensor:
+            return part(batch, self.pool, None)
+
+        return forward
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
+        """Implements engine.scheduler.step.Runner for an engine whose only rank this is, or in which each rank leads
+        itself."""
+        for source, target in orders.copies:
+            self.copy_block(source, target)
+        scorer = Scorer.of(step)
+        return self.forward(step.batch, on_logits=scorer.add if scorer else None) if step else None
+
+    @torch.inference_mode()
+    def warm_up(self, max_tokens: int, *, on_chosen: Callable[[], None] = lambda: None) -> None:
+        """Before anything else, on every rank: compute prompts of up to so many tokens on a GPU, so that no request
+        waits for kernels to be compiled. Leaves numbers without meaning in the pool's first blocks. on_chosen: called
+        when this rank knows its kernels; what follows sums over all ranks."""
+        if self.device.type != "cuda":
+            return
+        begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
+        self._model.choose_prompt_heads(self.pool)
+        on_chosen()
+        self._compute_prompts(self.pool, most)
+        if self.heads:
+            warm_up_heads(
+                *(self.heads, self.pool),
+                max_tokens=most,
+                max_rows=self._max_drafted,
+                hidden_size=self.config.hidden_size,
+                dtype=self.dtype,
+            )
+        logits = torch.zeros(1, self.config.vocab_size, device=self.device)
+        launch_log_norms(logits)
+        for numbers in (None, torch.zeros(1, NUM_NUMBERS, dtype=torch.int32, device=self.device)):
+            launch_choice(logits, numbers)
+        self.pool.synchronize()
+        logger.info("warmed up with up to %d tokens in %.1f s", most, time.monotonic() - begin)
+
+    @torch.inference_mode()
+    def _compute_prompts(self, pool: KVPool, max_tokens: int) -> None:
+        """Of every power of two of tokens: kernels differ by how many rows they are made for. Before them what ranks
+        hand on to each other, as where steps run ahead: NCCL makes the connections for that with the first of its kind,
+        and keeps memory of the device for them."""
+        self.parallel.broadcast_on_device(torch.zeros(1, dtype=torch.int32, device=self.device))
+        size = self.layout.block_size
+        for count in (1 << i for i in range(max_tokens.bit_length())):
+            blocks = [number % pool.num_blocks for number in range(-(-count // size))]
+            row = Row(token_ids=[0] * count, start=0, blocks=blocks, num_logits=1)
+            self._model(Batch.of([row], block_size=size), pool, lambda layer: None)
+        pool.synchronize()
+
+    @torch.inference_mode()
+    def _compute_largest(self, batch: Batch, pool: KVPool) -> None:
+        """A step, and what heads do in one: over a pool that is not the rank's. Nothing of it is kept."""
+        if self.heads is None:
+            self._model(batch, pool, None)
+            return
+        heads, taps = self.heads, Taps(self.heads.layers)
+        heads.attach(pool)
+        self._model(batch, pool, None, None, taps)
+        heads.follow(batch, taps, None)
+        ends, tables = batch.context_lens.tolist(), batch.block_tables.tolist()
+        rows = [HeadRow(0, end, [*table, table[0]]) for end, table in zip(ends, tables, strict=True)]  # behind it
+        heads.draft(rows, 1, lambda logits, known, place: [0] * len(known))
+        heads.attach(KVPool(self.layout, num_blocks=1, device=self.device))  # the other one may go
+
+    def _open_heads(self, config: EngineConfig, reader: ShardReader) -> DraftHeads | None:
+        found, model = config.load_heads(self.config), self._model
+        if found is None:
+            return None
+        parts = ModelParts(embed=model.embed, norm=model.normed, logits=model.logits, head=model.head)
+        return open_heads(found, self.config, reader=reader, parts=parts, max_rows=config.max_running)
+
+    def _capture_maker(self, recorded_rows: int, capture: Capture | None) -> Callable[[], Capture] | None:
+        """What makes a recorder; None where no steps are recorded."""
+        if not recorded_rows or not (capture or self.device.type == "cuda"):
+            return None
+        if hindrance := self._model.hindrance:
+            logger.info("decode steps are not recorded: %s", hindrance)
+            return None
+        return lambda: capture or CudaCapture(self.device)
+
+    def _recorder(self, max_rows: int) -> Recorder:
+        return Recorder(
+            model=self._model,
+            max_rows=max_rows,
+            tapped=self.heads.layers if self.heads else None,
+            block_size=self.layout.block_size,
+            bytes_per_token=self.layout.bytes_per_token(),
+            vocab_size=self.config.vocab_size,
+            hidden_size=self.config.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _num_blocks(
+        self, config: EngineConfig, gauge: Gauge, make_capture: Callable[[], Capture] | None, *, weights: int
+    ) -> int:
+        """As many as fit beside everything else, on the rank that has room for the fewest. Raises SpecError."""
+        trial = MemoryTrial(
+            warm_up=lambda pool: self._compute_prompts(pool, config.max_batch_tokens),
+            compute=self._compute_largest,
+            record=lambda pool, capture, longest, num_sizes: self._recorder(config.recorded_rows).record(
+                pool, capture, max_context=longest, num_sizes=num_sizes
+            ),
+            make_capture=make_capture,
+            least=self.parallel.least,
+        )
+        memory = trial.measure(
+            config,
+            gauge,
+            layout=self.layout,
+            weights=weights,
+            vocab_size=self.config.vocab_size,
+            max_context=self._max_context,
+            device=self.device,
+            num_spare=config.max_running if self.heads else 0,
+        )
+        wanted = None if config.kv_memory_gib is None else int(config.kv_memory_gib * GIB)
+        pool_bytes = memory.pool_bytes(wanted, least=self.layout.block_bytes + self._bytes_beside)
+        logger.info("memory of %s, %s", self.device, memory.table(pool_bytes))
+        return self.parallel.least(num_blocks_for(self.layout, gib=pool_bytes / GIB, beside=self._bytes_beside))

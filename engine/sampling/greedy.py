@@ -1,0 +1,69 @@
+"""The penalties of a step's rows, and the token that each row's logits speak for most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import byref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch.device_batch import upload
+from engine.cpu.library import Kernels, open_copies
+from engine.cpu.structs import CHOICE_ROW, TokenChoices
+from engine.sampling.penalties import Penalties
+
+# R rows, V vocabulary, U tokens that have a penalty, of all rows together
+
+_FEW = 1 << 16  # logits that one thread has been through before another one is awake
+
+
+def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Tensor, Tensor]:
+    """Apply penalties in place: what is above 0 is divided by the repetition penalty, what is not is multiplied, and
+    the rest is taken away. Then find the first that is greatest, or not a number.
+
+    logits_RV: fp32; penalties: of these rows. Returns (R,) int64, and their logits (R,), with penalties. With our
+    kernels and without them a CPU does the same to the last bit; but logits of which nobody reads more than the
+    greatest (`Penalties.is_read`) may stay as they are.
+    """
+    kernels = open_copies(logits_RV.device)
+    if kernels is not None and logits_RV.stride(-1) == 1:
+        return _by_kernel(kernels, logits_RV, penalties)
+    if penalties:
+        penalise(logits_RV, penalties)
+    ids_R = logits_RV.argmax(dim=-1)
+    return ids_R, logits_RV.gather(-1, ids_R.unsqueeze(-1)).squeeze(-1)
+
+
+def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Tensor, Tensor]:
+    num_rows, vocabulary = logits_RV.shape
+    row_R = np.zeros(num_rows, dtype=CHOICE_ROW)
+    first, row_bytes = logits_RV.data_ptr(), logits_RV.stride(0) * logits_RV.itemsize
+    row_R["logits"] = np.arange(num_rows) * row_bytes + first
+    if penalties:
+        row_R["penalties"][list(penalties)] = [penalty.address for penalty in penalties.values()]
+    kernels.choose(byref(TokenChoices(row_R.ctypes.data, num_rows, vocabulary, num_threads(logits_RV))))
+    return torch.from_numpy(row_R["greatest"]), torch.from_numpy(row_R["most"])
+
+
+def num_threads(logits_RV: Tensor) -> int:
+    """That go through them on a CPU."""
+    return torch.get_num_threads() if logits_RV.numel() > _FEW else 1
+
+
+def penalise(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> None:
+    """The first half of `likeliest`, by torch's operations: on any device. In place."""
+    lens = [len(penalty) for penalty in penalties.values()]
+    rows_U, ids_U, taken_U, repetition_U = upload(
+        [
+            np.repeat(np.array(list(penalties)), lens),
+            np.concatenate([penalty.token_ids for penalty in penalties.values()]),
+            np.concatenate([penalty.taken for penalty in penalties.values()]).view(np.int32),
+            np.repeat(np.array([p.repetition for p in penalties.values()], dtype=np.float32), lens).view(np.int32),
+        ],
+        logits_RV.device,
+    )
+    x_U, repetition_U = logits_RV[rows_U, ids_U], repetition_U.view(torch.float32)
+    x_U = torch.where(x_U > 0, x_U / repetition_U, x_U * repetition_U) - taken_U.view(torch.float32)
+    logits_RV[rows_U, ids_U] = x_U

@@ -1,0 +1,39 @@
+"""From logits to natural-log probabilities: of certain tokens, and of the likeliest."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.log_sum_exp import launch_log_norms
+
+# N rows, V vocabulary, K likeliest
+
+
+class Logprobs(NamedTuple):
+    """On the device of the logits."""
+
+    logprobs_N: Tensor  # fp32
+    top_ids_NK: Tensor  # int64, likeliest first
+    top_logprobs_NK: Tensor
+    norms_N1: Tensor  # not finite where the logits are not
+
+
+def logprobs_of(logits_NV: Tensor, ids_N: Tensor, *, num_top: int) -> Logprobs:
+    """Of the token of each row. logits_NV: fp32. A row's bits do not depend on others."""
+    norms_N1 = launch_log_norms(logits_NV) if logits_NV.is_cuda else _logsumexp(logits_NV)
+    logprobs_N = (logits_NV.gather(-1, ids_N.unsqueeze(-1)) - norms_N1).squeeze(-1)
+    top = logits_NV.topk(min(num_top, logits_NV.shape[-1]), dim=-1)
+    return Logprobs(logprobs_N, top.indices, top.values - norms_N1, norms_N1)
+
+
+def row_sums(x_NV: Tensor) -> Tensor:
+    """-> (N, 1) fp64. Torch's own sum shares one row out among threads, but not a row among others: other bits."""
+    return x_NV.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+
+
+def _logsumexp(logits_NV: Tensor) -> Tensor:
+    most_N1 = logits_NV.amax(dim=-1, keepdim=True)
+    return most_N1 + row_sums((logits_NV - most_N1).exp()).log().float()

@@ -1,0 +1,245 @@
+"""Choosing the next token of each row of a step.
+
+The choice is a function of the row's logits, tokens, seed and position only: never of the batch, the device or the
+replica, so that a sequence that moves goes on as if it had stayed.
+
+    logits -> min_tokens, mask, allowed tokens, bad words, bias                     (vLLM's order, as far as it matters)
+           -> penalties -> temperature -> top-k -> top-p -> min-p -> draw           (transformers' order)
+
+A filter keeps every token whose logit reaches a threshold, so that equal tokens stay or go together. The draw is the
+inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that is hashed from (seed,
+position).
+
+A CPU adds up in fp64, and draws the same on every machine. On a GPU the last line is one kernel (engine.kernels.sample)
+that adds up in fp32, in an order of its own: where logits have the same bits, GPUs of one kind draw the same, whatever
+the batch; a CPU draws another token only where a sum is within rounding of the draw.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from core.types.request import TokenLogprob
+from engine.batch.device_batch import upload
+from engine.batch.download import download
+from engine.kernels.sample import DRAW_BITS, NO_LOGIT_IS_FINITE, NOT_FINITE, NUM_NUMBERS, TILING, Tiling, launch_choice
+from engine.sampling.greedy import likeliest, penalise
+from engine.sampling.logprobs import logprobs_of, row_sums
+from engine.sampling.params import Chosen, Sampled, SamplingRow
+from engine.sampling.token_masks import RuledTokens
+
+# P positions, R rows, N those of them that draw at random, V vocabulary, U tokens that a row says something of
+
+_NumberedRow = tuple[int, SamplingRow]
+
+_FEW = 1024  # a nucleus usually lies within so many tokens, which are found much sooner than all are sorted
+_DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also after rounding to fp64
+
+
+@torch.inference_mode()
+def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
+    """Choose a token for each row; None for one whose logits are not finite, whatever stands beside it. Nothing here
+    waits for a GPU.
+
+    logits_PV: fp32, which may be overwritten; positions: which of them is each row's, None where there is one for each,
+    in order. Log-probabilities are those of the logits as given, before anything here changes them.
+    """
+    logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
+    asking = [(i, row) for i, row in enumerate(rows) if row.asks_more or (row.mask is not None and row.is_masked)]
+    telling = [(i, row) for i, row in asking if row.sampling.num_logprobs is not None]
+    told_NV = logits_RV[_numbers(telling, logits_RV.device)] if telling else None
+    if asking:
+        _forbid(logits_RV, asking)
+        _apply_rules(logits_RV, [(i, row, row.ruled) for i, row in asking if row.ruled is not None])
+    ids_R = choose_by_kernel(logits_RV, asking) if logits_RV.is_cuda else choose_by_torch(logits_RV, asking)
+    found: tuple[Tensor, ...] = ()
+    if told_NV is not None:
+        most = max(row.sampling.num_logprobs or 0 for _, row in telling)
+        told_ids_N = ids_R[_numbers(telling, ids_R.device)].clamp_min(0).long()
+        found = logprobs_of(told_NV, told_ids_N, num_top=most)[:3]
+    wait = download([ids_R, *found])
+
+    def chosen() -> list[Chosen | None]:
+        ids_R, *logprobs = wait()
+        ids = ids_R.tolist()
+        if not asking:  # mostly
+            return [(token_id, None) if token_id >= 0 else None for token_id in ids]
+        told = _told(telling, *logprobs) if telling else {}
+        for i, row in asking if min(ids) < 0 else ():  # a NaN is the model's
+            is_asked = row.ruled is not None or row.mask is not None
+            row.is_contradicted = ids[i] == NO_LOGIT_IS_FINITE and is_asked
+        return [(token_id, told.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
+
+    return Sampled(ids_R, chosen)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) by which the token at `position` is drawn: a hash, the same on every machine."""
+    digest = blake2b(struct.pack("<QQ", seed & (2**64 - 1), position), digest_size=8, person=b"token-draw").digest()
+    return (int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
+
+
+def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
+    """Stop tokens that come too early, and what is not allowed. In place."""
+    vocabulary, device = logits_RV.shape[-1], logits_RV.device
+    if early := [(i, row.early_stops()) for i, row in rows if row.is_early]:
+        early_2U = _pairs(early)
+        _set_impossible(logits_RV, early_2U[:, (early_2U[1] >= 0) & (early_2U[1] < vocabulary)])
+    if masked := [(i, row) for i, row in rows if row.mask is not None and row.is_masked]:
+        words = [row.mask.allowed(row.tokens, row.num_prompt_tokens) for _, row in masked if row.mask is not None]
+        words_NW1 = _place(np.stack(words), torch.int32, device).unsqueeze(-1)
+        is_allowed_NV = (words_NW1 >> torch.arange(32, device=device) & 1).flatten(1)[:, :vocabulary].bool()
+        masked_N = _numbers(masked, device)
+        logits_RV[masked_N] = logits_RV[masked_N].masked_fill(~is_allowed_NV, -math.inf)
+
+
+def _apply_rules(logits_RV: Tensor, rows: Seq[tuple[int, SamplingRow, RuledTokens]]) -> None:
+    """What they say of single tokens. In place."""
+    device = logits_RV.device
+    if allowed := [(i, ruled.allowed) for i, _, ruled in rows if len(ruled.allowed)]:
+        rows_U, ids_U = _place(_pairs(allowed), torch.int64, device)
+        kept_U = logits_RV[rows_U, ids_U]
+        logits_RV.index_fill_(0, _place([i for i, _ in allowed], torch.int64, device), -math.inf)
+        logits_RV[rows_U, ids_U] = kept_U
+    if forbidden := [(i, tokens) for i, row, ruled in rows if (tokens := row.forbidden(ruled))]:
+        _set_impossible(logits_RV, _pairs(forbidden))
+    if biased := [(i, ruled) for i, _, ruled in rows if len(ruled.biased)]:
+        rows_U, ids_U = _place(_pairs([(i, ruled.biased) for i, ruled in biased]), torch.int64, device)
+        biases_U = np.concatenate([ruled.biases for _, ruled in biased])
+        logits_RV[rows_U, ids_U] = logits_RV[rows_U, ids_U] + _place(biases_U, torch.float32, device)
+
+
+def _pairs(rows: Seq[tuple[int, Seq[int] | NDArray[np.int64]]]) -> NDArray[np.int64]:
+    """(2, U): the row and the token of each."""
+    rows_U = np.repeat([i for i, _ in rows], [len(tokens) for _, tokens in rows])
+    return np.stack((rows_U, np.concatenate([tokens for _, tokens in rows])))
+
+
+def _set_impossible(logits_RV: Tensor, pairs_2U: NDArray[np.int64]) -> None:
+    device = logits_RV.device
+    rows_U, ids_U = _place(pairs_2U, torch.int64, device)
+    logits_RV[rows_U, ids_U] = torch.full((), -math.inf, device=device)
+
+
+def choose_by_kernel(logits_RV: Tensor, rows: Seq[_NumberedRow], tiling: Tiling = TILING) -> Tensor:
+    """-> (R,) int32, see launch_choice. rows: those that are not plain."""
+    if penalties := {i: row.penalties() for i, row in rows if row.has_penalties}:
+        penalise(logits_RV, penalties)
+    drawing = [(i, row) for i, row in rows if not row.sampling.is_greedy]
+    if not drawing:
+        return launch_choice(logits_RV, None, tiling)
+    numbers_R6 = np.zeros((len(logits_RV), NUM_NUMBERS), dtype=np.int32)
+    numbers_R6[[i for i, _ in drawing]] = [numbers_of(row) for _, row in drawing]
+    return launch_choice(logits_RV, upload([numbers_R6], logits_RV.device)[0], tiling)
+
+
+def numbers_of(row: SamplingRow) -> tuple[int, ...]:
+    """What the kernel is told of a row that draws."""
+    draw = int(uniform(row.seed, row.position) * (1 << _DRAW_BITS))
+    return *row.filters, draw >> DRAW_BITS, draw & (1 << DRAW_BITS) - 1
+
+
+def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
+    """The same elsewhere: the reference, with the greatest by our kernel on a CPU. -> (R,) int64"""
+    chosen_R, best_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.has_penalties})
+    if drawing := [(i, row) for i, row in rows if not row.sampling.is_greedy]:
+        drawing_N = _numbers(drawing, chosen_R.device)
+        chosen_R[drawing_N] = reference_draw(logits_RV[drawing_N], [row for _, row in drawing])
+    if math.isfinite(sum(best_R.tolist())):  # mostly, and sooner known so
+        return chosen_R
+    chosen_R = torch.where(best_R.isfinite(), chosen_R, NOT_FINITE)
+    return torch.where(best_R == -math.inf, NO_LOGIT_IS_FINITE, chosen_R) if rows else chosen_R
+
+
+def reference_draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+    """-> (N,) int64."""
+    device = logits_NV.device
+
+    def column(values: list[float]) -> Tensor:
+        return _place(values, torch.float32, device).unsqueeze(-1)
+
+    # The greatest logit becomes 0, so that the smallest temperature overflows to -inf at worst.
+    scaled_NV = logits_NV - logits_NV.amax(dim=-1, keepdim=True)
+    scaled_NV /= column([row.sampling.temperature for row in rows])
+    scaled_NV = _keep_top_k(scaled_NV, [row.sampling.top_k for row in rows])
+    scaled_NV = _keep_top_p(scaled_NV, [row.sampling.top_p for row in rows])
+    if any(row.sampling.min_p > 0 for row in rows):
+        threshold_N1 = column([math.log(row.sampling.min_p) if row.sampling.min_p > 0 else -math.inf for row in rows])
+        scaled_NV = scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
+    # In fp64 the running sum does not depend on how a device adds up.
+    cumulative_NV = scaled_NV.exp().cumsum(dim=-1, dtype=torch.float64)
+    draws_N = _place([uniform(row.seed, row.position) for row in rows], torch.float64, device)
+    targets_N1 = draws_N.unsqueeze(-1) * cumulative_NV[:, -1:]
+    # Where logits are not finite nothing is found. That row fails, but its id is looked up beside the others' before.
+    most = scaled_NV.shape[-1] - 1
+    return torch.searchsorted(cumulative_NV, targets_N1, right=True).clamp_max(most).squeeze(-1)
+
+
+def _keep_top_k(scaled_NV: Tensor, top_k: Seq[int]) -> Tensor:
+    """Keep the k greatest of each row, and those equal to the k-th."""
+    limits = [k if 0 < k < scaled_NV.shape[-1] else 0 for k in top_k]
+    if not any(limits):
+        return scaled_NV
+    greatest_NK = scaled_NV.topk(max(limits), dim=-1).values
+    index_N1 = _place([max(0, k - 1) for k in limits], torch.int64, scaled_NV.device).unsqueeze(-1)
+    is_off_N1 = _place([k == 0 for k in limits], torch.bool, scaled_NV.device).unsqueeze(-1)
+    threshold_N1 = greatest_NK.gather(-1, index_N1).masked_fill(is_off_N1, -math.inf)
+    return scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
+
+
+def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
+    """Keep the likeliest tokens whose probabilities reach p together, and those equal to the last of them."""
+    rows = [i for i, p in enumerate(top_p) if p < 1.0]
+    if not rows:
+        return scaled_NV
+    wanted_N1 = _place([top_p[i] for i in rows], torch.float64, scaled_NV.device).unsqueeze(-1)
+    rows_N = _place(rows, torch.int64, scaled_NV.device)
+    chosen_NV = scaled_NV[rows_N]
+    mass_N1 = row_sums(chosen_NV.exp()) * wanted_N1
+    for num_greatest in (min(_FEW, chosen_NV.shape[-1]), chosen_NV.shape[-1]):
+        greatest_NK = chosen_NV.topk(num_greatest, dim=-1).values
+        reached_NK = greatest_NK.exp().cumsum(dim=-1, dtype=torch.float64)
+        if bool((reached_NK[:, -1:] >= mass_N1).all()):
+            break
+    # The first token at which the sum reaches the mass is the last one kept.
+    last_N1 = (reached_NK < mass_N1).sum(dim=-1, keepdim=True).clamp_max(greatest_NK.shape[-1] - 1)
+    kept_NV = chosen_NV.masked_fill(chosen_NV < greatest_NK.gather(-1, last_N1), -math.inf)
+    scaled_NV = scaled_NV.clone()
+    scaled_NV[rows_N] = kept_NV
+    return scaled_NV
+
+
+def _told(
+    rows: Seq[_NumberedRow], logprobs_N: NDArray[Any], top_ids_NK: NDArray[Any], top_logprobs_NK: NDArray[Any]
+) -> dict[int, TokenLogprob]:
+    """Of rows that all want them."""
+    chosen, ids, values = logprobs_N.tolist(), top_ids_NK.tolist(), top_logprobs_NK.tolist()
+    counts = [row.sampling.num_logprobs or 0 for _, row in rows]
+    return {
+        i: TokenLogprob(logprob=chosen[n], top=tuple(zip(ids[n][:count], values[n][:count], strict=True)))
+        for n, ((i, _), count) in enumerate(zip(rows, counts, strict=True))
+    }
+
+
+def _numbers(rows: Seq[_NumberedRow], device: torch.device) -> Tensor:
+    return _place([i for i, _ in rows], torch.int64, device)
+
+
+def _place(
+    values: Seq[float] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """On the device; nothing waits for the copy but what comes behind it there."""
+    host = torch.tensor(values, dtype=dtype)
+    # Not by `pin_memory=True`, which torch refuses for arrays.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,0 +1,87 @@
+"""Guests: answers of an engine that is there for prompts, and what they may have of it.
+
+A replica that ships what it computes finishes some answers itself while nobody else has room for them. They get a share
+of its rows and of its blocks, so that prompts go on beside them; and where a prompt is larger than what that share
+leaves, they make way for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.kv.block_manager import BlockManager
+from engine.scheduler.decoding import Decoding
+from engine.scheduler.prompts import Prompt, PromptQueue
+from engine.scheduler.sequence import Sequence
+
+
+class Guests:
+    """Owned by the step thread."""
+
+    def __init__(
+        self, blocks: BlockManager, prompts: PromptQueue, decoding: Decoding, *, max_choices: int, max_blocks: int
+    ) -> None:
+        self._blocks = blocks
+        self._prompts = prompts
+        self._decoding = decoding
+        self._max_choices = max_choices
+        self._max_blocks = max_blocks
+
+    @property
+    def num_choices(self) -> int:
+        """That are answered, or will be as soon as their prompt is computed."""
+        return len(self._decoding.running) + sum(len(prompt.choices) for prompt in self._admitted())
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices that have no blocks."""
+        waiting = sum(len(prompt.choices) for prompt in self._prompts.waiting if prompt.is_guest)
+        return waiting + len(self._decoding.preempted)
+
+    @property
+    def num_blocks(self) -> int:
+        """That they have; what several share counts for each."""
+        sequences = (*self._decoding.running, *(prompt.sequence for prompt in self._admitted()))
+        return sum(len(sequence.blocks) for sequence in sequences)
+
+    def may_ever_fit(self, prompt: Prompt) -> bool:
+        return len(prompt.choices) <= self._max_choices and _num_wanted(prompt.sequence) <= self._max_blocks
+
+    def has_room(self, prompt: Prompt) -> bool:
+        """Whether it would be within the share. Those that were preempted come before it."""
+        if self._decoding.preempted or self.num_choices + len(prompt.choices) > self._max_choices:
+            return False
+        return self.num_blocks + _num_wanted(prompt.sequence) <= self._max_blocks
+
+    def may_go_on(self, sequence: Sequence) -> bool:
+        """Whether one that was preempted may have blocks again: it may be larger than the share, if it is alone, and as
+        long as no prompt needs what is beyond."""
+        num_choices, num_blocks = self.num_choices, self.num_blocks + _num_wanted(sequence)
+        if self._too_large_beside(num_blocks):
+            return False
+        return not num_choices or (num_blocks <= self._max_blocks and num_choices < self._max_choices)
+
+    def give_way(self) -> None:
+        """To the first prompt that waits, where it could never have its blocks beside their share, or beside one that
+        is larger than that. Before the rows of a step are chosen."""
+        if not self._decoding.running or not (prompt := self._too_large_beside(self.num_blocks)):
+            return
+        sequence, num_tokens = prompt.sequence, len(prompt.sequence.tokens)
+        reusable = sequence.hashes()[: sequence.num_reusable(num_tokens) // sequence.block_size]
+        missing = self._blocks.num_needed(reusable, sequence.num_blocks_for(num_tokens)) - self._blocks.num_available
+        if missing > 0:
+            self._decoding.give_way(missing)
+
+    def _too_large_beside(self, num_blocks: int) -> Prompt | None:
+        """The first prompt that waits, if it is larger than what their share leaves, or so many blocks of theirs."""
+        first = next((prompt for prompt in self._prompts.waiting if not prompt.is_guest), None)
+        left = self._blocks.num_blocks - max(self._max_blocks, num_blocks)
+        return first if first and first.sequence.num_blocks_for(len(first.sequence.tokens)) > left else None
+
+    def _admitted(self) -> Iterator[Prompt]:
+        return (prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if prompt.is_guest)
+
+
+def _num_wanted(sequence: Sequence) -> int:
+    """Blocks to go on with: one token more than there are."""
+    return sequence.num_blocks_for(len(sequence.tokens) + 1)

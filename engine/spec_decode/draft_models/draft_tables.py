@@ -1,0 +1,119 @@
+"""What a draft model has computed of which sequence, and in which blocks of its own pool."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from weakref import ref
+
+from engine.kv.block_manager import BlockManager
+from engine.scheduler.sequence import Sequence
+
+
+@dataclass(eq=False, slots=True)
+class DraftTable:
+    """Of one sequence."""
+
+    blocks: list[int] = field(default_factory=list)
+    num_known: int = 0  # leading tokens of the sequence whose KV is there
+    drafted: list[int] = field(default_factory=list)  # and of these behind them, of which nobody knew whether they come
+    num_sealed: int = 0  # blocks
+
+
+class DraftTables:
+    """Owned by the step thread. A cache: whoever needs blocks takes those of the sequence that was asked about longest
+    ago, which is computed again if it is asked about again. Prefixes that sequences share are computed once; of one
+    that is gone they stay until their room is needed."""
+
+    def __init__(self, num_blocks: int, *, block_size: int) -> None:
+        """block_size: that of the sequences' own hashes."""
+        self.blocks = BlockManager(num_blocks)
+        self._block_size = block_size
+        self._tables: OrderedDict[int, tuple[ref[Sequence], DraftTable]] = OrderedDict()  # by id, the latest last
+        self._gone: deque[int] = deque()  # another thread may find that a sequence is gone
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Tokens to compute before the logits behind its last one are there: 1 at least. Looks only."""
+        table = self._of(sequence)
+        known = (
+            self.blocks.match(self._hashes(sequence)) * self._block_size if table is None else _known(sequence, table)
+        )
+        return len(sequence.tokens) - min(known, len(sequence.tokens) - 1)
+
+    def open(self, sequence: Sequence, num_tokens: int, *, keep: Collection[Sequence]) -> DraftTable | None:
+        """Its table, with room for so many tokens. What was drafted and did not come is forgotten. None if there is no
+        room but that of `keep`."""
+        self._forget_gone()
+        self.blocks.take_changes()  # which nobody is told of: else they would be kept for ever
+        table = self._of(sequence)
+        if table is None:
+            table = DraftTable()
+            self._tables[id(sequence)] = ref(sequence, self._note_gone(id(sequence))), table
+            hashes = self._hashes(sequence)
+            found = self.blocks.match(hashes)
+            table.blocks, table.num_sealed = self.blocks.allocate(hashes[:found], found) or ([], 0)
+            table.num_known = table.num_sealed * self._block_size
+        table.num_known = min(_known(sequence, table), len(sequence.tokens) - 1)
+        table.drafted.clear()
+        self._tables.move_to_end(id(sequence))
+        return table if self._make_room(table, -(-num_tokens // self._block_size), keep) else None
+
+    def computed(self, sequence: Sequence, table: DraftTable, num_tokens: int) -> None:
+        """The next so many tokens of the sequence are in the pool."""
+        table.num_known += num_tokens
+        hashes = sequence.hashes()
+        while table.num_sealed < min(table.num_known // self._block_size, len(hashes)):
+            self.blocks.seal(table.blocks[table.num_sealed], hashes[table.num_sealed])
+            table.num_sealed += 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give its blocks back, if it has any."""
+        if self._of(sequence) is not None:
+            self._drop(id(sequence))
+
+    def _of(self, sequence: Sequence) -> DraftTable | None:
+        found = self._tables.get(id(sequence))
+        return found[1] if found and found[0]() is sequence else None
+
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of what need not be computed where it is there: not the last token."""
+        return sequence.hashes()[: (len(sequence.tokens) - 1) // self._block_size]
+
+    def _make_room(self, table: DraftTable, num_blocks: int, keep: Collection[Sequence]) -> bool:
+        kept = {id(sequence) for sequence in keep}
+        while not self.blocks.extend(table.blocks, num_blocks):
+            oldest = next((key for key in self._tables if key not in kept), None)
+            if oldest is None:
+                return False
+            self._drop(oldest)
+        # What was taken for drafted tokens goes back as soon as it is known that it was too much.
+        self.blocks.free(table.blocks[num_blocks:])
+        del table.blocks[num_blocks:]
+        return True
+
+    def _drop(self, key: int) -> None:
+        _, table = self._tables.pop(key)
+        self.blocks.free(table.blocks)
+
+    def _note_gone(self, key: int) -> Callable[[object], None]:
+        return lambda _: self._gone.append(key)
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            key = self._gone.popleft()
+            if key in self._tables and self._tables[key][0]() is None:
+                self._drop(key)
+
+
+def _known(sequence: Sequence, table: DraftTable) -> int:
+    """Leading tokens whose KV is in the table: those that were, and of the drafted ones those that came."""
+    known, tokens = table.num_known, sequence.tokens
+    for token in table.drafted:
+        if known >= len(tokens) or tokens[known] != token:
+            break
+        known += 1
+    return known

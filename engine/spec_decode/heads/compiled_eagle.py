@@ -1,0 +1,169 @@
+"""An EAGLE-3 layer by the CPU kernels, few tokens at a time, as three programs: a step's features, its keys and values,
+and a draft's token.
+
+For so few tokens what is called from Python between the products takes as long as the products.
+
+The layer reads two rows side by side, each with a norm of its own. Here the matrix is two, each of which reads one row;
+so that nothing is put together before the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.cpu_heads import attention_call, rotary_call
+from engine.batch.rows import Ints
+from engine.cpu.library import Kernels, Program
+from engine.cpu.structs import ProductCall, Step
+from engine.kv.pool import KVPool
+from engine.layers.layers import Before, GatedSiLU, Linear, Matrix, RMSNorm, RowParallelLinear
+from engine.layers.packed_matrix import PackedMatrix
+from engine.model.gated_mlp import GatedMLP
+from engine.spec_decode.heads.draft_places import DraftPlaces
+
+# N tokens, C tokens that there is room for, P places of a draft, R rows, E hidden_size, M heads of keys and values,
+# H query heads, D tokens that the head knows (of heads: D head_dim), F half of a head's rotated part, W hidden states
+# that are read, I features
+
+_MOST = 64  # tokens at a time; of more the calls no longer matter
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleParts:
+    """Halves: of the token's embedding, and of what is known of the position before."""
+
+    fuse: Linear
+    embedding_norm: RMSNorm
+    feature_norm: RMSNorm
+    kv: tuple[Matrix, Matrix]
+    qkv: tuple[Matrix, Matrix]
+    output: RowParallelLinear
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+    norm: RMSNorm
+    head: Linear
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        parts = self.fuse, self.output, self.mlp.gate_up, self.mlp.down, self.head
+        return [*self.kv, *self.qkv, *(part.matrix for part in parts)]
+
+
+class CompiledEagle:
+    """Owned by the step thread."""
+
+    def __init__(self, kernels: Kernels, parts: EagleParts, pool: KVPool, *, layer: int, dim: int) -> None:
+        """layer: the pool's; dim: of a head. All matrices are packed."""
+        self._pool = pool
+        self.most_tokens = min(_MOST, *(_packed(matrix).torch_rows - 1 for matrix in parts.matrices))
+
+        def room(num_features: int) -> Tensor:
+            return torch.zeros(self.most_tokens, num_features, dtype=torch.bfloat16)
+
+        hidden = _packed(parts.output.matrix).num_outputs
+        self._embedded_CE, self._x_CE = room(hidden), room(hidden)
+        self._hidden_CW = room(_packed(parts.fuse.matrix).num_inputs)
+        self._fused_CE = room(hidden)
+        self._kv_CMD = torch.unflatten(room(_packed(parts.kv[0]).num_outputs), -1, (-1, dim))
+        self._heads_CND = torch.unflatten(room(_packed(parts.qkv[0]).num_outputs), -1, (-1, dim))
+        self._attended_CHD = torch.unflatten(room(_packed(parts.output.matrix).num_inputs), -1, (-1, dim))
+        self._gate_up_CI = room(_packed(parts.mlp.gate_up.matrix).num_outputs)
+        self._logits_CD = room(_packed(parts.head.matrix).num_outputs)
+        heads, attended, x, gate_up = self._heads_CND, self._attended_CHD, self._x_CE, self._gate_up_CI
+        self._fuse = Program(kernels, [*_products(parts.fuse.matrix, self._hidden_CW, self._fused_CE)])
+        self._put = Program(
+            kernels,
+            [
+                *self._entry(parts, parts.kv, self._kv_CMD),
+                rotary_call(pool, layer, self._kv_CMD, q_norm=None, k_norm=None),
+            ],
+        )
+        self._draft = Program(
+            kernels,
+            [
+                *self._entry(parts, parts.qkv, heads),
+                rotary_call(pool, layer, heads, q_norm=None, k_norm=None),
+                attention_call(pool, layer, heads[:, : attended.shape[1]], attended, window=None),
+                *_products(parts.output.matrix, attended, x, residual_CO=x),
+                *_products(parts.mlp.gate_up.matrix, x, gate_up, before=parts.mlp_norm),
+                *_products(parts.mlp.down.matrix, gate_up, x, before=GatedSiLU(), residual_CO=x),
+                *_products(parts.head.matrix, x, self._logits_CD, before=parts.norm),
+            ],
+        )
+
+    def fuse(self, hidden_NW: Tensor) -> Tensor:
+        """(N, E), valid until the next call."""
+        num_tokens = len(hidden_NW)
+        self._hidden_CW[:num_tokens] = hidden_NW
+        self._fuse.run(Step(tokens=num_tokens))
+        return self._fused_CE[:num_tokens]
+
+    def put(self, embedded_NE: Tensor, before_NE: Tensor, slots_N: Ints, cos_N1F: Tensor, sin_N1F: Tensor) -> None:
+        """Keys and values of entries into the pool."""
+        num_tokens = len(embedded_NE)
+        self._embedded_CE[:num_tokens], self._x_CE[:num_tokens] = embedded_NE, before_NE
+        slots_N = np.ascontiguousarray(slots_N)
+        self._put.run(
+            Step(tokens=num_tokens, slots=slots_N.ctypes.data, cos=cos_N1F.data_ptr(), sin=sin_N1F.data_ptr())
+        )
+
+    def draft(self, step: Step, embedded_RE: Tensor, before_RE: Tensor) -> tuple[Tensor, Tensor]:
+        """Of one entry of each row the feature that follows (R, E), and its logits (R, D); both bf16, and good until
+        the next call, which may be given these features. step: of EntrySteps."""
+        num_rows = len(embedded_RE)
+        self._embedded_CE[:num_rows] = embedded_RE
+        if before_RE.data_ptr() != self._x_CE.data_ptr():
+            self._x_CE[:num_rows] = before_RE
+        self._draft.run(step)
+        return self._x_CE[:num_rows], self._logits_CD[:num_rows]
+
+    def _entry(self, parts: EagleParts, halves: tuple[Matrix, Matrix], out_CO: Tensor) -> Iterable[ProductCall]:
+        yield from _products(halves[0], self._embedded_CE, out_CO, before=parts.embedding_norm)
+        yield from _products(halves[1], self._x_CE, out_CO, before=parts.feature_norm, residual_CO=out_CO)
+
+
+class EntrySteps:
+    """The entries of a draft as the kernels read them, place after place; owns what the steps point to."""
+
+    def __init__(self, places: DraftPlaces, cos_N1F: Tensor, sin_N1F: Tensor) -> None:
+        """cos, sin: of all places, one behind the other."""
+        tables_RB, slots_PR = places.tables_RB, places.slots_PR
+        context_lens_PR, ones_R = places.positions_PR + 1, np.ones(len(tables_RB), dtype=np.int64)
+        self._kept = tables_RB, slots_PR, context_lens_PR, ones_R, cos_N1F, sin_N1F
+        self._first = slots_PR.ctypes.data, context_lens_PR.ctypes.data, cos_N1F.data_ptr(), sin_N1F.data_ptr()
+        angles = cos_N1F[: len(tables_RB)].nbytes
+        self._bytes = slots_PR.strides[0], context_lens_PR.strides[0], angles, angles
+        self._step = Step(
+            tokens=len(tables_RB),
+            sequences=len(tables_RB),
+            table_width=tables_RB.shape[1],
+            tables=tables_RB.ctypes.data,
+            query_lens=ones_R.ctypes.data,
+        )
+
+    def at(self, place: int) -> Step:
+        """Good until the next call."""
+        step = self._step
+        addresses = [first + place * size for first, size in zip(self._first, self._bytes, strict=True)]
+        step.slots, step.context_lens, step.cos, step.sin = addresses
+        return step
+
+
+def can_compile(parts: EagleParts) -> bool:
+    return all(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
+
+
+def _products(
+    matrix: Matrix, x_CI: Tensor, out_CO: Tensor, *, before: Before | None = None, residual_CO: Tensor | None = None
+) -> Iterable[ProductCall]:
+    return _packed(matrix).calls(x_CI, out_CO, bias_O=None, before=before, residual_TO=residual_CO)
+
+
+def _packed(matrix: Matrix) -> PackedMatrix:
+    assert isinstance(matrix, PackedMatrix)
+    return matrix

@@ -1,0 +1,152 @@
+"""EAGLE-3's layer: over three hidden states of the model, fused. Li et al. 2025, arXiv:2503.01840.
+
+f(t)   the model's hidden states of position t after three of its layers, and fc of the three together
+entry  of token t: norm(embedding of token t) and norm(f(t - 1)), side by side
+layer  x = f + attention(entry); x + mlp(norm(x)); what it says of token t + 1 is head(norm(x))
+next   its own x, not normed, in the place of f
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core.model.draft_heads import HeadsConfig
+from core.model.shape import ModelConfig
+from core.types.errors import SpecError
+from engine.kv.pool import KVPool
+from engine.layers.layers import Matrix
+from engine.layers.shards import ShardReader
+from engine.spec_decode.heads.compiled_eagle import CompiledEagle, EagleParts, EntrySteps, can_compile
+from engine.spec_decode.heads.decoder_block import DecoderBlock, expected_tensors
+from engine.spec_decode.heads.deferred_kv import Entries
+from engine.spec_decode.heads.draft_places import DraftPlaces
+from engine.spec_decode.heads.heads import HeadsRoom
+from engine.weights.checkpoint import Shape, check_tensors
+
+# T tokens of a step, R rows, E hidden_size, D tokens that the head knows
+
+_LAYER = "midlayer"
+
+
+class Eagle3Layer:
+    """Implements DraftLayer."""
+
+    def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
+        """Reads the head. Raises SpecError if it does not fit config.json, or the model."""
+        reader, shape = room.reader, config.shape
+        assert shape is not None
+        found = reader.checkpoint.shapes
+        also = {"embed_tokens.weight": (model.vocab_size, shape.hidden_size), "d2t": (config.draft_vocab_size,)}
+        expected = {**_expected(config, shape), **{name: size for name, size in also.items() if name in found}}
+        check_tensors(found, expected, optional=frozenset({"t2d"}))
+        eps = shape.rms_norm_eps
+        self._fuse = reader.linear({"fc": (0, shape.hidden_size)})  # whole: every rank keeps the same features
+        self._embedding_norm = reader.norm(f"{_LAYER}.input_layernorm", eps)
+        self._feature_norm = reader.norm(f"{_LAYER}.hidden_norm", eps)
+        self._block = DecoderBlock.read(reader, shape, _LAYER, index=model.num_layers)
+        self._norm = reader.norm("norm", eps)
+        self._head = reader.linear({"lm_head": reader.parallel.span(config.draft_vocab_size)})
+        self._gather = partial(reader.parallel.all_gather, total=config.draft_vocab_size)
+        self._embed: Callable[[Tensor], Tensor] = room.model.embed
+        if "embed_tokens.weight" in found:
+            self._embed = reader.embedding("embed_tokens", model.vocab_size)
+        self._compile = self._find_programs(reader, shape)
+        self._compiled: CompiledEagle | None = None  # from `attach` on
+        self._steps: EntrySteps | None = None  # of the draft that is being made, where programs make it
+        self._logits_RD: Tensor | None = None  # of the last call, where a program has made them along
+        self.known_D: Tensor | None = None
+        if "d2t" in found:
+            offsets_D = reader.checkpoint.read("d2t").long()
+            self.known_D = (offsets_D + torch.arange(len(offsets_D))).to(reader.device)
+            if not 0 <= int(self.known_D.min()) <= int(self.known_D.max()) < model.vocab_size:
+                raise SpecError(f"d2t names tokens beyond the model's {model.vocab_size}")
+
+    def attach(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._compiled = self._compile(pool) if self._compile else None
+
+    def features(self, hidden_TW: Tensor) -> Tensor:
+        programs = self._for_few(len(hidden_TW))
+        return programs.fuse(hidden_TW) if programs else self._fuse(hidden_TW)
+
+    def keep(self, entries: Entries, before_NE: Tensor) -> None:
+        slots_N, positions_N, token_ids_N = entries.slots_N, entries.positions_N, entries.token_ids_N
+        if programs := self._for_few(len(slots_N)):
+            angles = self._block.angles(positions_N, before_NE)
+            programs.put(self._embed(token_ids_N), before_NE, slots_N, *angles)
+        else:
+            self._block.keep(self._pool, slots_N, positions_N, self._entry(token_ids_N, before_NE))
+
+    def __call__(self, places: DraftPlaces, place: int, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
+        if programs := self._for_few(len(token_ids_R)):
+            if place == 0:
+                self._steps = EntrySteps(places, *self._block.angles(places.positions_PR.ravel(), before_RE))
+            assert self._steps, "places are asked for in order"
+            step = self._steps.at(place)
+            feature_RE, self._logits_RD = programs.draft(step, self._embed(token_ids_R), before_RE)
+            return feature_RE
+        self._logits_RD = None
+        return self._block(places.batch(place), self._pool, self._entry(token_ids_R, before_RE), before_RE)
+
+    def logits(self, feature_RE: Tensor) -> Tensor:
+        if self._logits_RD is not None:
+            return self._logits_RD.float()
+        return self._gather(self._head(feature_RE, before=self._norm)).float()
+
+    def _for_few(self, num_tokens: int) -> CompiledEagle | None:
+        """What computes so many; None: part by part."""
+        return self._compiled if self._compiled and num_tokens <= self._compiled.most_tokens else None
+
+    def _find_programs(self, reader: ShardReader, shape: ModelConfig) -> Callable[[KVPool], CompiledEagle] | None:
+        """None where the layer is computed part by part."""
+        if reader.kernels is None or reader.parallel.size > 1:
+            return None
+        block = self._block
+        parts = EagleParts(
+            fuse=self._fuse,
+            embedding_norm=self._embedding_norm,
+            feature_norm=self._feature_norm,
+            kv=_halves(reader, shape, "kv"),
+            qkv=_halves(reader, shape, "qkv"),
+            output=block.output,
+            mlp_norm=block.mlp_norm,
+            mlp=block.mlp,
+            norm=self._norm,
+            head=self._head,
+        )
+        if not can_compile(parts):
+            return None
+        return partial(CompiledEagle, reader.kernels, parts, layer=block.index, dim=shape.head_dim)
+
+    def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
+        """(T, 2 E)"""
+        return torch.cat((self._embedding_norm(self._embed(token_ids_T)), self._feature_norm(before_TE)), dim=-1)
+
+
+def _halves(reader: ShardReader, shape: ModelConfig, names: str) -> tuple[Matrix, Matrix]:
+    """Of the matrix that reads both halves of an entry: what each half meets."""
+
+    def half(number: int) -> Matrix:
+        columns = number * shape.hidden_size, (number + 1) * shape.hidden_size
+        parts = [reader.checkpoint.read(f"{_LAYER}.self_attn.{n}_proj.weight", columns=columns) for n in names]
+        return reader.matrix(torch.cat(parts).to(reader.dtype))
+
+    return half(0), half(1)
+
+
+def _expected(config: HeadsConfig, shape: ModelConfig) -> Mapping[str, Shape]:
+    hidden = shape.hidden_size
+    tensors = {
+        **expected_tensors(shape, _LAYER, entry_size=2 * hidden),
+        **{f"{_LAYER}.{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm")},
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config.draft_vocab_size, hidden),
+    }
+    if config.draft_vocab_size != shape.vocab_size:
+        tensors["d2t"] = (config.draft_vocab_size,)
+    return tensors

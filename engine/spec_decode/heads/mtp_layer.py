@@ -1,0 +1,109 @@
+"""DeepSeek-V3's own layer that predicts a further token. DeepSeek-V3, arXiv:2412.19437, section 2.2.
+
+    f(t)   the model's last hidden state of position t, as its head reads it: normed
+    entry  of token t: enorm(embedding of token t) and hnorm(f(t - 1)), side by side, through eh_proj
+    layer  one more of the model's; what it says of token t + 1 is the model's head of shared_head.norm(x)
+    next   that norm of its own x, in the place of f
+
+The paper leaves open whether f is normed; it is in Megatron, SGLang and TensorRT-LLM. Embedding and head are the
+model's: those in the checkpoint are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from core.model.draft_heads import HeadsConfig
+from core.model.shape import ModelConfig
+from engine.attention.latent_heads import LatentHeads, Rotation, TorchLatentHeads
+from engine.attention.rotary import Rotary
+from engine.attention.triton_latent_heads import KernelLatentHeads
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch
+from engine.batch.rows import Ints
+from engine.kv.pool import KVPool
+from engine.layers.residual import Residual
+from engine.model import experts, gated_mlp, latent_layer
+from engine.model.latent_layer import LatentLayer
+from engine.runner import streams
+from engine.spec_decode.heads.deferred_kv import Entries
+from engine.spec_decode.heads.draft_places import DraftPlaces
+from engine.spec_decode.heads.heads import HeadsRoom
+from engine.weights.checkpoint import Shape, check_tensors
+
+# T tokens of a step, R rows, E hidden_size
+
+
+class MtpLayer:
+    """Implements DraftLayer."""
+
+    known_D: Tensor | None = None
+
+    def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
+        """Reads the layer from the model's own checkpoint. Raises SpecError if it does not fit config.json."""
+        reader, shape, index = room.reader, config.shape, model.num_layers
+        assert shape is not None and shape.latent is not None
+        prefix, eps = f"model.layers.{index}", shape.rms_norm_eps
+        found = {name: size for name, size in reader.checkpoint.shapes.items() if name.startswith(f"{prefix}.")}
+        copies = frozenset({f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"})
+        check_tensors(found, _expected(shape, index), optional=copies)
+        self._model = room.model
+        self._is_interleaved = shape.latent.is_interleaved
+        self._scale = shape.attention_scale
+        self._embedding_norm = reader.norm(f"{prefix}.enorm", eps)
+        self._feature_norm = reader.norm(f"{prefix}.hnorm", eps)
+        self._join = reader.linear({f"{prefix}.eh_proj": (0, shape.hidden_size)})
+        self._layer = LatentLayer.read(reader, shape, index)
+        self._norm = reader.norm(f"{prefix}.shared_head.norm", eps)
+        self._rotary = Rotary(shape, reader.device)
+
+    def attach(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def features(self, hidden_TW: Tensor) -> Tensor:
+        return self._model.norm(hidden_TW)
+
+    def keep(self, entries: Entries, before_NE: Tensor) -> None:
+        x_NE = self._entry(entries.token_ids_N, before_NE)
+        slots_N = streams.upload_indices(entries.slots_N, x_NE.device)
+        rotation = self._rotation(entries.positions_N, x_NE)
+        self._layer.keep(Residual(x_NE, adds_late=False), self._pool, slots_N, rotation)
+
+    def __call__(self, places: DraftPlaces, place: int, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
+        batch, x_RE = places.batch(place), self._entry(token_ids_R, before_RE)
+        heads = self._heads(batch, self._rotation(batch.positions, x_RE))
+        x = Residual(x_RE, adds_late=False)
+        self._layer.finish(x, self._layer.store(x, heads), heads)
+        return self._norm(x.total())
+
+    def logits(self, feature_RE: Tensor) -> Tensor:
+        return self._model.head(feature_RE)
+
+    def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
+        """(T, E)"""
+        embedded_TE = self._embedding_norm(self._model.embed(token_ids_T))
+        return self._join(torch.cat((embedded_TE, self._feature_norm(before_TE)), dim=-1))
+
+    def _rotation(self, positions_N: Ints, x_NE: Tensor) -> Rotation:
+        cos_N1F, sin_N1F = self._rotary(streams.upload_indices(positions_N, x_NE.device), x_NE.dtype)
+        return Rotation(cos_N1F, sin_N1F, self._is_interleaved)
+
+    def _heads(self, batch: Batch, rotation: Rotation) -> LatentHeads:
+        pool = self._pool
+        if pool.device.type == "cuda":
+            return KernelLatentHeads(DeviceBatch.of(batch, pool.device), pool, rotation, scale=self._scale)
+        return TorchLatentHeads(batch, pool, rotation, scale=self._scale)
+
+
+def _expected(shape: ModelConfig, index: int) -> Mapping[str, Shape]:
+    prefix, hidden = f"model.layers.{index}", shape.hidden_size
+    mlp = experts if shape.is_sparse(index) else gated_mlp
+    return {
+        **{f"{prefix}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")},
+        f"{prefix}.eh_proj.weight": (hidden, 2 * hidden),
+        **latent_layer.expected_tensors(shape, index),
+        **mlp.expected_tensors(shape, index),
+    }

@@ -1,0 +1,82 @@
+"""How long this replica's steps take, learnt from the steps themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from core.types.step_timing import StepTiming
+from engine.batch.batch import Batch
+from engine.timing.least_squares import non_negative
+
+_KEEP = 0.99  # weight of the past at each new step of the same kind: about the last hundred count
+_SUM_UP_EVERY = 8  # steps
+_SOLVE_EVERY, _SOLVE_AFTER = 32, 1 / 4  # steps at most: to solve takes a few hundredths of a small step; of all so far
+_MOST_SURPRISE = 10.0  # times what was expected: beyond that the expectation is worth nothing
+_NUM_FEATURES = 4  # as StepTiming has numbers
+
+_Step = tuple[float, int, int, int, float]  # 1, tokens, pairs, context, seconds
+
+
+class LearntTiming:
+    """Least squares with forgetting over steps of seconds ~ base + token · T + pair · A + context · C, none below 0.
+
+    Errors count relative to what was expected, so that a step of a second does not drown many short ones. (Relative
+    to what came, slow steps would count for less than quick ones, and the mean of a noisy machine come out too low.)
+    Steps that only decode and steps that compute prompts are forgotten apart: while nobody sends a prompt, what prompts
+    cost is not lost.
+    """
+
+    def __init__(self) -> None:
+        self._sums = {kind: np.zeros((_NUM_FEATURES, _NUM_FEATURES)) for kind in (False, True)}
+        self._targets = {kind: np.zeros(_NUM_FEATURES) for kind in (False, True)}
+        self._steps: list[_Step] = []  # those that are not in the sums yet: eight cost there what one does
+        self._num_steps = 0
+        self._solve_at = 1  # steps
+        self._timing: StepTiming | None = None
+
+    def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:
+        """One step; see core.types.step_timing."""
+        self._steps.append((1.0, num_tokens, num_pairs, num_context, seconds))
+        self._num_steps += 1
+        if len(self._steps) == _SUM_UP_EVERY:
+            self._sum_up()
+
+    def saw(self, batch: Batch, seconds: float, *, only_decodes: bool) -> None:
+        """One step with this batch. Beside prompts a row of one token counts as one that decodes."""
+        queries, contexts = batch.query_lens, batch.context_lens
+        num_pairs, num_context = 0, int(contexts.sum())
+        if not only_decodes:  # most do
+            decodes = queries == 1
+            own = queries * (queries + 1) // 2
+            num_pairs = int((queries * (contexts - queries) + own)[~decodes].sum())
+            num_context = int(contexts[decodes].sum())
+        self.add(num_tokens=batch.num_tokens, num_pairs=num_pairs, num_context=num_context, seconds=seconds)
+
+    @property
+    def timing(self) -> StepTiming | None:
+        """None until something was measured; worked out anew now and then, once for all who ask."""
+        if self._num_steps >= self._solve_at:
+            self._solve_at = self._num_steps + max(1, min(_SOLVE_EVERY, int(self._num_steps * _SOLVE_AFTER)))
+            self._sum_up()
+            sums = self._sums[False] + self._sums[True]
+            solved = non_negative(sums, self._targets[False] + self._targets[True])
+            self._timing = StepTiming(**dict(zip(("base_s", "token_s", "pair_s", "context_s"), solved, strict=True)))
+        return self._timing
+
+    def _sum_up(self) -> None:
+        """What is remembered of the steps of a kind is forgotten at each one of them, in their order."""
+        for kind in (False, True):
+            steps_S5 = np.array([step for step in self._steps if (step[2] > 0) is kind])
+            if not len(steps_S5):
+                continue
+            seconds_S, features_S4 = steps_S5[:, 4], steps_S5[:, :4]
+            expected_S = seconds_S
+            if timing := self._timing:
+                learnt_S = features_S4 @ (timing.base_s, timing.token_s, timing.pair_s, timing.context_s)
+                expected_S = np.maximum(learnt_S, seconds_S / _MOST_SURPRISE)
+            relative_S4 = features_S4 / expected_S[:, None]
+            weights_S = _KEEP ** np.arange(len(steps_S5))[::-1]
+            kept = _KEEP ** len(steps_S5)
+            self._sums[kind] = self._sums[kind] * kept + (relative_S4 * weights_S[:, None]).T @ relative_S4
+            self._targets[kind] = self._targets[kind] * kept + (weights_S * seconds_S / expected_S) @ relative_S4
+        self._steps.clear()

@@ -1,0 +1,104 @@
+"""Who may ask at this router's doors, and how much: its keys and their limits, kept up to date."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+
+from core.index.key_channel import KeyReader
+from core.index.redis_client import connect_redis
+from core.process.supervisor import Supervisor
+from core.types.api_key import KeyBook
+from core.types.errors import ClusterError, outcome_of
+from frontend.access.identity import Client
+from frontend.access.keyring import Keyring
+from frontend.access.limits import Limits
+from frontend.access.local_limiter import LocalLimiter
+from frontend.access.redis_limiter import RedisLimiter
+
+Count = Callable[[str], None]  # told of the outcome of a request that ends here, as metrics have it
+_LIMITS_S = 0.5  # of an answer of Redis, for which a request waits
+
+
+class Access:
+    """What both doors ask. Lives on the router's event loop."""
+
+    def __init__(self, keyring: Keyring, limits: Limits, *redises: Redis, count: Count = lambda outcome: None) -> None:
+        """redises: closed with this. count: told of who was turned away without a key; they may be many."""
+        self._count = count
+        self.limits = limits
+        self._keyring = keyring
+        self._redises = redises
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def follow(
+        cls,
+        index_url: str,
+        *,
+        name: str,
+        seal_key: bytes,
+        salt_key: bytes,
+        is_required: bool,
+        is_cache_told: bool,
+        num_routers: int,
+        count: Count,
+        known: KeyBook | None = None,
+        tasks: Supervisor | None = None,
+    ) -> Access:
+        """Of the deployment `name`: with what its controller says now, and from now on.
+
+        known: by the controller's own word; an older book is not believed. None: nothing is known yet.
+        tasks: among which its own are; None: by themselves.
+        """
+        for_keys, for_limits = connect_redis(index_url), connect_redis(index_url, within_s=_LIMITS_S)
+        least_version = known.version if known else 0
+        reader = KeyReader(for_keys, name=name, seal_key=seal_key, least_version=least_version)
+        keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
+        limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers))
+        access = cls(keyring, limits, for_keys, for_limits, count=count)
+        if known:
+            keyring.take(known)
+        await keyring.read()
+        supervisor = tasks or Supervisor()
+        access._tasks = [
+            supervisor.start("keys", keyring.follow_forever),
+            supervisor.start("limits", limits.keep_forever),
+        ]
+        return access
+
+    @classmethod
+    def anybody(cls, salt_key: bytes = bytes(32)) -> Access:
+        """Without keys."""
+        keyring = Keyring(None, salt_key=salt_key, is_required=False)
+        return cls(keyring, Limits(None, LocalLimiter()))
+
+    def identify(self, authorization: str | None, *, api_key: str | None = None) -> Client:
+        """Whom a request is from, by its headers `Authorization` and `X-Api-Key`. Raises Unauthenticated or
+        KeysUnknown."""
+        try:
+            return self._keyring.identify(authorization, api_key=api_key)
+        except ClusterError as error:
+            self._count(outcome_of(error).code)
+            raise
+
+    def client_of(self, key_id: str) -> Client:
+        """Whose key it is, for what was begun with it. Raises Unauthenticated or KeysUnknown."""
+        return self._keyring.client_of(key_id)
+
+    @property
+    def has_many_tenants(self) -> bool:
+        """Whether there are others from whom one could take what they need."""
+        return self._keyring.has_many_tenants
+
+    async def close(self) -> None:
+        self._keyring.close()
+        self.limits.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.limits.settled()
+        for redis in self._redises:
+            await redis.aclose()

@@ -1,0 +1,116 @@
+"""The API keys that a router knows, and whom a request is from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from redis.exceptions import RedisError
+
+from core.index.key_channel import KeyReader
+from core.index.redis_client import RedisReach
+from core.types.api_key import OPERATOR, KeyBook, digest_of
+from core.types.errors import KeysUnknown, Unauthenticated
+from frontend.access.identity import Client
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.4  # a key that is made or revoked counts everywhere within a second
+_SCHEME = "bearer "
+_MAX_CHARS = 256
+
+
+class Keyring:
+    """Lives on the router's event loop. Where Redis is away it goes on with what it knows."""
+
+    def __init__(
+        self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, is_cache_told: bool = True
+    ) -> None:
+        """reader: None where there are no keys. is_cache_told: whether clients without a key may hear what was cached
+        of their prompts."""
+        self._reader = reader
+        self._is_required = is_required
+        self._anybody = Client(key=None, salt_key=salt_key, is_cache_told=is_cache_told)
+        self._clients: dict[str, Client] | None = None  # by the digest of the secret; None: not heard yet
+        self._has_many_tenants = False
+        self._reach = RedisReach("the API keys known go on counting")
+        self._is_closing = False
+
+    def identify(self, authorization: str | None, *, api_key: str | None = None) -> Client:
+        """Whom a request is from, by its `Authorization` header, or by `X-Api-Key`. Raises Unauthenticated or
+        KeysUnknown.
+
+        Secrets are looked up by their digest, so that how long it takes says nothing of any of them.
+        """
+        if api_key and (api_key := api_key.strip()):
+            authorization = _one_of(authorization, f"{_SCHEME}{api_key}")
+        scheme, secret = _parts(authorization)
+        if scheme.lower() == _SCHEME and secret and len(secret) <= _MAX_CHARS:
+            if client := (self._clients or {}).get(digest_of(secret)):
+                return client
+        if not self._is_required:
+            return self._anybody
+        if self._clients is None:
+            raise KeysUnknown("this router has not heard yet which API keys there are; try again")
+        if not authorization:
+            raise Unauthenticated("an API key is needed: send it as Authorization: Bearer sk-…")
+        if scheme.lower() != _SCHEME:
+            raise Unauthenticated("an API key is sent as Authorization: Bearer sk-…, and this came without Bearer")
+        raise Unauthenticated("this API key is not known here, or was revoked")
+
+    def client_of(self, key_id: str) -> Client:
+        """Whose key it is; empty: of nobody's. Raises Unauthenticated or KeysUnknown."""
+        if not key_id:
+            return self.identify(None)
+        if self._clients is None:
+            raise KeysUnknown("this router has not heard yet which API keys there are; try again")
+        for client in self._clients.values():
+            if client.key and client.key.id == key_id:
+                return client
+        raise Unauthenticated("this API key is not known here, or was revoked")
+
+    @property
+    def has_many_tenants(self) -> bool:
+        """Whether several may ask; the operator's own machine, and who may ask without a key where nobody has one, are
+        none of them."""
+        return self._has_many_tenants
+
+    def take(self, book: KeyBook) -> None:
+        """From now on these keys count, and no others."""
+        salt_key = self._anybody.salt_key
+        self._clients = {key.digest: Client(key=key, salt_key=salt_key) for key in book.keys}
+        tenants = {key.tenant for key in book.keys if key.name != OPERATOR}
+        self._has_many_tenants = len(tenants) > (1 if self._is_required else 0)
+
+    async def read(self) -> None:
+        """Look whether the controller says something new."""
+        if self._reader is None:
+            return
+        try:
+            if (book := await self._reader.read()) is not None:
+                self.take(book)
+                logger.info("API keys: %d, version %d", len(book.keys), book.version)
+            self._reach.found()
+        except RedisError as error:
+            self._reach.missed(error)
+
+    async def follow_forever(self) -> None:
+        while self._reader is not None and not self._is_closing:  # redis-py may swallow a cancellation
+            await self.read()
+            await asyncio.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Follow no longer."""
+        self._is_closing = True
+
+
+def _parts(authorization: str | None) -> tuple[str, str]:
+    return (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :].strip()
+
+
+def _one_of(authorization: str | None, other: str) -> str:
+    """Of two that may say the same. Raises Unauthenticated where they are different keys."""
+    scheme, secret = _parts(authorization)
+    if scheme.lower() == _SCHEME and secret and secret != _parts(other)[1]:
+        raise Unauthenticated("Authorization and X-Api-Key have different API keys: send one of them")
+    return other

@@ -1,0 +1,208 @@
+"""A key's limits around a request: taken before anything of it is read, settled after it, and kept meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from redis.exceptions import RedisError, ResponseError
+
+from core.index.redis_client import RedisReach
+from core.types.api_key import ApiKey
+from core.types.errors import ClusterError, RateLimited
+from frontend.access.identity import Client
+from frontend.access.limiter import LEASE_S, Limiter, Reservation
+from frontend.access.request_context import Held, Visit
+
+logger = logging.getLogger(__name__)
+
+_TRY_AGAIN_S = 1.0  # after Redis was found to be away
+_AHEAD_S = 0.5  # that tokens may be held for a request that is still being read; see WINDOW
+
+
+class Limits:
+    """Lives on the router's event loop. Where Redis is away, or too slow, this router's own part of each limit counts:
+    what was counted on the other side is not carried over."""
+
+    def __init__(
+        self,
+        shared: Limiter | None,
+        local: Limiter,
+        *,
+        try_again_s: float = _TRY_AGAIN_S,
+        ahead_s: float = _AHEAD_S,
+    ) -> None:
+        """shared: of all routers; None where there is none. try_again_s: after `shared` was found to be away. ahead_s:
+        for which a request has tokens before it is known how many it needs."""
+        self._ahead_s = ahead_s
+        self._try_again_s = try_again_s
+        self._shared = shared
+        self._local = local
+        self._under_way: dict[str, Held] = {}  # their places
+        self._settling: set[asyncio.Task[None]] = set()
+        self._away_until = 0.0
+        self._reach = RedisReach("this router's own part of each limit counts")
+        self._has_failed = False  # for one key: Redis is there
+        self._is_closing = False
+        self._used_up: dict[str, tuple[float, RateLimited]] = {}  # by key: until when nothing can pass, and why
+        self._ahead: dict[str, int] = {}  # by key: about the most tokens that its latest requests took
+
+    @asynccontextmanager
+    async def entered(self, client: Client) -> AsyncIterator[Visit]:
+        """Hold a place for one request of this client for as long as the block lasts, from before its body is read.
+
+        It counts as a request, whatever becomes of it. Raises RateLimited, also where the key has no token left.
+        """
+        key = client.key
+        if key is None or not key.is_limited:
+            yield Visit(None, self._take_tokens)
+            return
+        self._check(key)
+        visit = Visit(place := await self._reserve(key), self._take_tokens)
+        self._under_way[place[1].id] = place
+        lapse = asyncio.get_running_loop().call_later(self._ahead_s, self._lapse, visit)
+        try:
+            yield visit
+        finally:
+            lapse.cancel()
+            del self._under_way[place[1].id]
+            self._start(self._leave(visit, visit.used_tokens))
+
+    async def keep_forever(self) -> None:
+        """Renew what is under way: the places of a router that dies come back when their leases end."""
+        while not self._is_closing:  # redis-py may swallow a cancellation
+            await asyncio.sleep(LEASE_S / 3)
+            try:
+                await self._renew()
+            except RedisError as error:
+                self._note(error)
+
+    def close(self) -> None:
+        """Keep no longer."""
+        self._is_closing = True
+
+    async def settled(self) -> None:
+        """Wait until what is over has been settled."""
+        await asyncio.gather(*self._settling, return_exceptions=True)
+
+    def _check(self, key: ApiKey) -> None:
+        """Raises RateLimited where it is known already that nothing passes: nobody is asked then."""
+        if found := self._used_up.get(key.id):
+            until, error = found
+            if (left_s := until - time.monotonic()) > 0:
+                raise RateLimited(str(error), retry_after_s=left_s, headers=error.headers)
+            del self._used_up[key.id]
+
+    async def _reserve(self, key: ApiKey) -> Held:
+        entering = asyncio.create_task(self._enter(key))
+        try:
+            return await asyncio.shield(entering)
+        except asyncio.CancelledError:  # the client has gone, and Redis may have counted it
+            self._start(self._give_back(entering))
+            raise
+        except RateLimited as error:
+            if error.is_certain and self._asks_shared:
+                self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
+            raise
+
+    async def _enter(self, key: ApiKey) -> Held:
+        id, ahead = secrets.token_hex(8), self._ahead.get(key.id, 0)
+        if self._shared is not None and self._asks_shared:
+            try:
+                if self._reach.is_away:  # leases have ended meanwhile, and what runs still counts
+                    await self._renew()
+                taken = await self._shared.enter(key, id=id, ahead=ahead)
+                self._reach.found()
+                return self._shared, taken
+            except RedisError as error:
+                self._note(error)
+        return self._local, await self._local.enter(key, id=id, ahead=ahead)
+
+    async def _take_tokens(self, visit: Visit, num_tokens: int) -> Reservation:
+        assert visit.place
+        limiter, taken = place = visit.place
+        latest = self._ahead.get(taken.key.id, 0)
+        self._ahead[taken.key.id] = max(num_tokens, latest - (latest - num_tokens) // 8)
+        visit.is_charged = True
+        if num_tokens <= taken.num_tokens:
+            self._keep(visit, num_tokens)
+            return visit.place[1]
+        visit.place = limiter, taken.with_tokens(0)
+        # A client that goes meanwhile does not end this: what is counted is given back when it is known.
+        visit.charging = asyncio.create_task(self._charge(place, num_tokens))
+        return (await asyncio.shield(visit.charging))[1]
+
+    def _lapse(self, visit: Visit) -> None:
+        """It takes long to be read: nothing is held for it."""
+        if not visit.is_charged:
+            self._keep(visit, 0)
+
+    def _keep(self, visit: Visit, num_tokens: int) -> None:
+        """Of the tokens that were taken ahead."""
+        assert visit.place
+        limiter, taken = visit.place
+        visit.place = limiter, taken.with_tokens(num_tokens)
+        if spared := taken.num_tokens - num_tokens:
+            self._start(self._noting(limiter.give_back(taken, num_tokens=spared)))
+
+    async def _charge(self, place: Held, num_tokens: int) -> Held:
+        limiter, taken = place
+        try:
+            return limiter, await limiter.charge(taken, num_tokens=num_tokens)
+        except RedisError as error:
+            self._note(error)
+        return self._local, await self._local.charge(taken.with_tokens(0), num_tokens=num_tokens)
+
+    async def _leave(self, visit: Visit, used: int) -> None:
+        assert visit.place
+        (limiter, taken) = held = visit.place
+        if visit.charging:
+            with suppress(ClusterError):  # it was told so
+                held = await visit.charging
+        if held[0] is not limiter:
+            await self._noting(limiter.settle(taken, used=0))
+        await self._noting(held[0].settle(held[1], used=used))
+
+    @property
+    def _asks_shared(self) -> bool:
+        return self._shared is not None and time.monotonic() >= self._away_until
+
+    async def _noting(self, told: Coroutine[Any, Any, None]) -> None:
+        try:
+            await told
+        except RedisError as error:
+            self._note(error)
+
+    async def _renew(self) -> None:
+        kept = [taken for limiter, taken in self._under_way.values() if limiter is self._shared]
+        if self._shared is None or not kept:
+            return
+        await self._shared.renew(kept)
+        for taken in kept:
+            if taken.id not in self._under_way:  # over while it was being renewed, which may have come last
+                await self._shared.settle(taken, used=taken.num_tokens)
+
+    async def _give_back(self, entering: asyncio.Task[Held]) -> None:
+        with suppress(ClusterError):
+            limiter, taken = await entering
+            await self._noting(limiter.settle(taken, used=0))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nobody waits for it: the client has its answer."""
+        task = asyncio.create_task(work)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    def _note(self, error: RedisError) -> None:
+        if isinstance(error, ResponseError):  # it is there, and cannot count this: no reason to pass over other keys
+            if not self._has_failed:
+                logger.warning("Redis does not count for a key; this router's own part of its limits does: %s", error)
+            self._has_failed = True
+            return
+        self._reach.missed(error)
+        self._away_until = time.monotonic() + self._try_again_s

@@ -1,0 +1,85 @@
+"""One request's part of its key's limits: its place from before its body is read, its tokens once they are known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from core.types.errors import ClusterError, RequestError
+from frontend.access.limiter import Limiter, Reservation, refusal
+from frontend.text.completion import Completion
+
+Held: TypeAlias = tuple[Limiter, Reservation]  # what was taken, and of whom
+
+
+class Visit:
+    """A request at a door, once it was let in, and what it has taken; Limits gives it, and takes everything back."""
+
+    def __init__(self, place: Held | None, take_tokens: Callable[[Visit, int], Awaitable[Reservation]]) -> None:
+        """place: None where there is nothing to count."""
+        self.place = place
+        self.charging: asyncio.Task[Held] | None = None  # of its tokens, where those taken ahead were too few
+        self.is_charged = False
+        self._take_tokens = take_tokens
+        self._completions: Sequence[Completion] = ()
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(one.used_tokens for one in self._completions)
+
+    def check(self, num_tokens: int) -> None:
+        """Before any text is looked at: whether the key could pay for a request of at least so many tokens.
+
+        Raises RateLimited, and RequestError where it never could.
+        """
+        if self.place is None or (taken := self.place[1]).key.tpm is None:
+            return
+        if num_tokens > taken.key.tpm:
+            raise RequestError(
+                f"prompt: needs at least {num_tokens} tokens; this API key may have {taken.key.tpm} a minute",
+                param="prompt",
+            )
+        if num_tokens > taken.key.tpm - taken.with_tokens(0).standing.num_tokens:
+            retry_s = taken.standing.tokens_reset_s
+            raise refusal(taken.key, "tokens", retry_after_s=retry_s, standing=taken.standing)
+
+    async def charge(self, completions: Sequence[Completion]) -> Mapping[str, str]:
+        """Take all the tokens that these might use, once; what they have not used is given back after them. Gives the
+        headers that tell the client.
+
+        Raises RateLimited, and RequestError where what is asked for is more than the key may have in a minute; answers
+        without a bound get what that leaves.
+        """
+        self._completions = completions
+        if self.place is None:
+            return {}
+        _, taken = self.place
+        try:
+            if taken.key.tpm is not None:
+                _fit(completions, taken.key.tpm)
+                taken = await self._take_tokens(self, sum(one.most_tokens for one in completions))
+        except ClusterError as error:
+            for one in completions[:1]:  # they are one request
+                one.refuse(error)
+            raise
+        return taken.standing.headers(taken.key)
+
+
+def _fit(completions: Sequence[Completion], tpm: int) -> None:
+    """Shorten what has no bound of its own, so that all of them have no more than `tpm` tokens. Raises RequestError."""
+    num_prompt = sum(len(one.prompt_ids) for one in completions)
+    if num_prompt > tpm:
+        raise RequestError(f"prompt: has {num_prompt} tokens; this API key may have {tpm} a minute", param="prompt")
+    if sum(one.most_tokens for one in completions) <= tpm:
+        return
+    unbounded = [one for one in completions if one.request.max_tokens is None]
+    named = sum(one.max_answer_tokens for one in completions if one.request.max_tokens is not None)
+    room = (tpm - num_prompt - named) // max(1, sum(one.num_choices for one in unbounded))
+    if not unbounded or room < max(1, *(one.request.min_tokens for one in unbounded)):
+        param = completions[0].request.max_tokens_field
+        raise RequestError(
+            f"{param}: prompts and answers may have {tpm} tokens a minute with this API key", param=param
+        )
+    for one in unbounded:
+        one.shorten_answers(room)

@@ -1,0 +1,86 @@
+"""What operators ask a router, and no client may: metrics, what it sees, and why requests went where they went."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from core.types.errors import DeployError
+from core.types.request import Role
+from frontend.admin.ui_page import UiPage
+from frontend.http.connections import ADMIN
+from frontend.http.http_listener import HttpListener
+from frontend.openai.forms import ChatForm, TextForm
+from router.telemetry.metrics import CONTENT_TYPE
+
+_ID_OF_ANSWER = re.compile(f"^(?:{ChatForm.id_prefix}|{TextForm.id_prefix})")
+
+
+def create_admin_app(
+    *,
+    deployment: str,
+    router: str,
+    health: Callable[[], Mapping[str, int]],
+    metrics: Callable[[], bytes],
+    explain_route: Callable[[str], Mapping[str, Any]],
+    lives: Callable[[str], Mapping[str, Any]] = lambda request_id: {},
+    model: str = "",
+    routers: Callable[[], Mapping[str, str]] = dict,
+    page: UiPage | None = None,
+) -> FastAPI:
+    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
+    requests of an id, or of an answer's, went where they went; empty when that is not known. lives: likewise, where
+    their time went. model: what clients call it. routers: where each of the deployment answers operators, by its name.
+    page: None: there is none."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    if page:
+        page.add_to(app)
+
+    @app.get("/health")
+    async def report_health() -> Response:
+        usable = health()
+        told = {"deployment": deployment, "router": router, "replicas": dict(usable)}
+        return JSONResponse(told, status_code=200 if usable.get(Role.DECODE) else 503)
+
+    @app.get("/metrics")
+    async def report_metrics() -> Response:
+        return Response(metrics(), headers={"content-type": CONTENT_TYPE})
+
+    @app.get("/targets")
+    async def report_targets() -> Response:
+        """For Prometheus's http_sd: each router is a target of its own, and any of them tells of all."""
+        labels = {"deployment": deployment, "model": model} if model else {"deployment": deployment}
+        groups = [{"targets": [address], "labels": labels} for address in routers().values()]
+        return JSONResponse(groups)
+
+    @app.get("/debug/routes/{request_id:path}")
+    async def report_route(request: Request, request_id: str) -> Response:
+        return (page and page.refused(request)) or _found(explain_route, request_id)
+
+    @app.get("/debug/lives/{request_id:path}")
+    async def report_life(request: Request, request_id: str) -> Response:
+        return (page and page.refused(request)) or _found(lives, request_id)
+
+    return app
+
+
+def _found(look: Callable[[str], Mapping[str, Any]], request_id: str) -> Response:
+    """By a request's id, or that of its answer."""
+    found = look(request_id) or look(_ID_OF_ANSWER.sub("", request_id))
+    return JSONResponse(found, status_code=200 if found else 404)
+
+
+async def open_admin_listener(app: ASGIApp, *, host: str, ports: Sequence[int]) -> HttpListener:
+    """On the first of these ports that is free: routers of one machine take them in turn. Raises DeployError."""
+    for port in ports:
+        with contextlib.suppress(DeployError):
+            return await HttpListener.open(app, host=host, port=port, limits=ADMIN)
+    raise DeployError(
+        f"router.admin_port: no port from {ports[0]} to {ports[-1]} on {host} is free; choose another one"
+    )

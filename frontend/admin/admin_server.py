@@ -1,0 +1,94 @@
+"""What operators ask a router, put together: its metrics, its page, how requests went and why, who the others are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from core.identity.deployment_secrets import Credentials, Purpose
+from core.index.redis_client import connect_redis
+from core.index.router_addresses import RouterAddresses
+from core.process.supervisor import Supervisor
+from core.spec.schema import Spec
+from frontend.admin.admin_api import create_admin_app, open_admin_listener
+from frontend.admin.ui_page import UiPage
+from frontend.http.http_listener import HttpListener
+from router.serving.dispatch import Dispatch
+from router.telemetry.metrics import Metrics
+from router.telemetry.view import RouterView
+
+_ANY = ("0.0.0.0", "::")
+
+
+class AdminDoor:
+    """Lives on the event loop of its router."""
+
+    def __init__(self, listener: HttpListener, addresses: RouterAddresses, scaling: list[Mapping[str, Any]]) -> None:
+        self._listener = listener
+        self._addresses = addresses
+        self._scaling = scaling
+
+    @classmethod
+    async def open(
+        cls,
+        spec: Spec,
+        credentials: Credentials,
+        *,
+        router: str,
+        node: str,
+        dispatch: Dispatch,
+        metrics: Metrics,
+        health: Callable[[], Mapping[str, int]],
+        tasks: Supervisor,
+    ) -> AdminDoor:
+        """node: the address of this machine among the others. health: usable replicas by role. tasks: among which its
+        own run. Raises DeployError."""
+        known: dict[str, str] = {}
+        scaling: list[Mapping[str, Any]] = []
+        view = RouterView(
+            deployment=spec.name,
+            router=router,
+            replicas=dispatch.replicas,
+            metrics=metrics,
+            decisions=dispatch.decisions,
+            flows=dispatch.flows,
+            routers=lambda: known,
+            autoscaler=lambda: scaling,
+        )
+        app = create_admin_app(
+            deployment=spec.name,
+            model=spec.model.name,
+            router=router,
+            health=health,
+            metrics=metrics.render,
+            explain_route=dispatch.decisions.explain,
+            lives=dispatch.decisions.lives,
+            routers=lambda: known,
+            page=UiPage(lambda has_history: view.now(has_history=has_history), host=spec.router.admin_host),
+        )
+        listener = await open_admin_listener(app, host=spec.router.admin_host, ports=spec.router.admin_ports)
+        host, port = listener.address
+        addresses = RouterAddresses(
+            connect_redis(credentials.index_url),
+            known,
+            name=spec.name,
+            key=credentials.key(Purpose.ROUTERS),
+            router=router,
+            address=f"{node if host in _ANY else host}:{port}",
+        )
+        tasks.start("addresses", addresses.run)
+        tasks.start("view", view.run)
+        return cls(listener, addresses, scaling)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        return self._listener.address
+
+    def show_scaling(self, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """The last decisions of an autoscaler, the latest first, as RouterView has them."""
+        self._scaling[:] = decisions
+
+    async def close(self) -> None:
+        await self._listener.close(grace_s=0)
+        await self._addresses.close()

@@ -1,0 +1,110 @@
+"""A page for operators on the admin listener: /ui, which fetches nothing from elsewhere, and what it shows.
+
+What it shows is plain values, ids and tenants of clients among them; the page makes text nodes of them and nothing
+else, and a policy forbids the browser to run or to load anything but the page's own two files. A web page of somebody
+else's, whose name resolves to this machine (DNS rebinding), is told nothing: who asks says by what name, and only
+addresses and names of this machine count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from frontend.http.event_stream import data
+
+View = Callable[[bool], Mapping[str, Any]]
+
+_HERE = Path(__file__).parent
+_LOOK_S = 0.5
+_MAX_WATCHING = 32  # streams: half of the listener's connections
+_FILES = {
+    "/ui": ("ui.html", "text/html; charset=utf-8"),
+    "/ui/page.js": ("ui.js", "text/javascript; charset=utf-8"),
+    "/ui/page.css": ("ui.css", "text/css; charset=utf-8"),
+}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+class UiPage:
+    """Lives on the event loop. One stream for each page that is open; what they are sent is made once for all."""
+
+    def __init__(self, view: View, *, host: str) -> None:
+        """view: what is seen now, with the last minutes or without. host: where the listener is."""
+        self._view = view
+        self._names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+        self._num_watching = 0
+        self._made: tuple[float, bytes] = (-1.0, b"")
+
+    def add_to(self, app: FastAPI) -> None:
+        for path in _FILES:
+            app.add_api_route(path, self.file, methods=["GET"])
+        app.add_api_route("/ui/events", self.events, methods=["GET"])
+        app.add_api_route("/debug/view", self.view, methods=["GET"])
+
+    async def file(self, request: Request) -> Response:
+        if refused := self.refused(request):
+            return refused
+        name, kind = _FILES[request.url.path]
+        return Response(await asyncio.to_thread((_HERE / name).read_bytes), media_type=kind, headers=HEADERS)
+
+    async def view(self, request: Request) -> Response:
+        return self.refused(request) or JSONResponse(self._view(True), headers=HEADERS)
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: first all, then twice a second what is new."""
+        if refused := self.refused(request):
+            return refused
+        if self._num_watching >= _MAX_WATCHING:
+            return JSONResponse({"error": "too many pages are open"}, status_code=503)
+        return StreamingResponse(self._told(), media_type="text/event-stream", headers=HEADERS)
+
+    async def _told(self) -> AsyncIterator[bytes]:
+        self._num_watching += 1
+        try:
+            yield data(dict(self._view(True)), name="all")
+            while True:
+                await asyncio.sleep(_LOOK_S)
+                yield self._now()
+        finally:
+            self._num_watching -= 1
+
+    def _now(self) -> bytes:
+        now = asyncio.get_running_loop().time()
+        at, made = self._made
+        if now - at >= _LOOK_S / 2:
+            made = data(dict(self._view(False)), name="now")
+            self._made = now, made
+        return made
+
+    def refused(self, request: Request) -> Response | None:
+        """Where it is asked by a name that is not this machine's. For whatever tells of requests."""
+        host = request.headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        name = name.strip("[]").lower()
+        if name in self._names or _is_address(name):
+            return None
+        text = "asked by a name that is not this machine's: use its address, or localhost through ssh -L\n"
+        return Response(text, status_code=421, media_type="text/plain", headers=HEADERS)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

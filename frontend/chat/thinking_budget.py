@@ -1,0 +1,33 @@
+"""For how long an answer may think, in the words of the model that is to keep to it."""
+
+from __future__ import annotations
+
+from core.types.errors import UnsupportedField
+from core.types.thinking_budget import ThinkingBudget
+from frontend.chat.chat import Chat
+from frontend.chat.output_format import Dialect
+from frontend.parsers.thinking import END_THINK, THINK
+from frontend.structured_output.constrained_answer import may_think
+from frontend.text.completion_request import CompletionRequest
+from frontend.text.tokenizer import Tokenizer
+
+
+def thinking_budget(
+    request: CompletionRequest, dialect: Dialect, tokenizer: Tokenizer, prompt: str
+) -> ThinkingBudget | None:
+    """None where the request asks for none, or leaves no room for thinking. prompt: its end is enough. Raises
+    UnsupportedField where the model does not think."""
+    num_tokens, field = request.thinking_token_budget, request.thinking_field
+    if num_tokens is None:
+        return None
+    if not dialect.thinks:
+        text = f"{field}: this model does not think; where it does, the operator can say so (model.reasoning_parser)"
+        raise UnsupportedField(text, param=field)
+    chat, grammar = request.prompt, request.grammar
+    if not (may_think(grammar, chat, prompt) if isinstance(chat, Chat) else grammar is None):
+        return None
+    closing_ids = tuple(tokenizer.encode(END_THINK, add_special_tokens=False))
+    is_open = prompt.rstrip().endswith(THINK)
+    return ThinkingBudget(
+        num_tokens=num_tokens, is_open=is_open, opening=THINK, closing=END_THINK, closing_ids=closing_ids
+    )

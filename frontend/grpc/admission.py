@@ -1,0 +1,212 @@
+"""Who may speak at the gRPC door, and for how long: for every method but those of health, an API key that is known.
+
+gRPC reads the message of a call that has only one before its handler is called, for as long as it takes to come. So
+those calls are served here as streams, of which a handler reads when it likes: who is refused is refused unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+from weakref import WeakValueDictionary
+
+import grpc
+from grpc_status import rpc_status
+
+from core.types.errors import CapacityError, ClusterError, DeadlineExceeded, RequestError
+from frontend.access.access import Access
+from frontend.grpc.errors import status_of
+
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Entered: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[None]]
+
+_NOW = 0.0  # of the loop's clock
+_FREE_S = 10.0  # for the message of who needs no key
+_SPARED_FREE_S = 0.005  # one that is there already is read by then
+_SPARED = 1 / 12  # of its time, for which a message with a key may be on its way, whoever waits
+# Messages on their way at a time, each of MAX_REQUEST_BYTES at most; a quick one is there for a moment only. Those of
+# free calls are tiny, but gRPC bounds them for a whole server alone: so there are few at a time.
+_MAX_FREE = 4
+_MAX_OF_ALL = 32
+_MAX_OF_KEY = 12
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing else
+    """Refuses a call before anything of its messages is read. Whom it is from, the handler asks itself."""
+
+    def __init__(
+        self,
+        access: Access,
+        *,
+        free: Iterable[str],
+        within_s: float,
+        max_waiting: int,
+        entered: Mapping[str, Entered] | None = None,
+    ) -> None:
+        """free: full names of the services for which nobody needs a key. within_s: how long a message may take, of a
+        free call 10 s at most. max_waiting: calls of one key whose messages wait to be read. entered: by
+        method, what is held from before that message to the end."""
+        self._access = access
+        self._max_waiting = max_waiting
+        self._free = tuple(f"/{service}/" for service in free)
+        self._within_s = within_s
+        self._entered = entered or {}
+        self._of_free = _Room(_MAX_FREE, max_waiting, spared_s=_SPARED_FREE_S)
+        self._of_all = _Room(_MAX_OF_ALL, max_waiting, spared_s=_SPARED * within_s)
+        self._of_keys: WeakValueDictionary[str, _Room] = WeakValueDictionary()
+
+    async def intercept_service(self, continuation: Continuation, call: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(call)
+        if handler is None:
+            return None
+        if call.method.startswith(self._free):
+            return _streamed(handler, _Messages(min(self._within_s, _FREE_S), [self._of_free]))
+        try:
+            client = self._access.identify(authorization_of(call.invocation_metadata))
+        except ClusterError as error:
+            return _refusing(error)
+        rooms = [self._room_of(client.key.id), self._of_all] if client.key else [self._of_all]
+        return _streamed(handler, _Messages(self._within_s, rooms), self._entered.get(call.method, _nothing))
+
+    def _room_of(self, key_id: str) -> _Room:
+        room = self._of_keys.get(key_id) or _Room(_MAX_OF_KEY, self._max_waiting, spared_s=_SPARED * self._within_s)
+        self._of_keys[key_id] = room
+        return room
+
+
+def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    """What the client has sent as `authorization`."""
+    return next((str(value) for key, value in metadata or () if key == "authorization"), None)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A message that is on its way, or waits to be."""
+
+    scope: asyncio.Timeout
+    began_at: float
+    is_ended: bool = False  # for the sake of others
+
+    def end(self, at: float) -> None:
+        self.is_ended = True
+        until = self.scope.when()
+        if not self.scope.expired() and (until is None or at < until):
+            self.scope.reschedule(at)
+
+
+class _Room:
+    """Room for so many messages at a time. More wait, and where `max_waiting` do, the next ends. For each that waits
+    the oldest on their way ends, unless it comes before it has had `spared_s`: who is slow keeps nobody out."""
+
+    def __init__(self, at_a_time: int, max_waiting: int, *, spared_s: float) -> None:
+        self._free = asyncio.Semaphore(at_a_time)
+        self._max_waiting = max_waiting
+        self._spared_s = spared_s
+        self._num_waiting = 0
+        self._spared: dict[_Reading, None] = {}  # that nobody waits for; the oldest first
+        self._ending: set[_Reading] = set()
+
+    @asynccontextmanager
+    async def taken(self, reading: _Reading) -> AsyncIterator[None]:
+        self._num_waiting += 1
+        if self._num_waiting > self._max_waiting:
+            reading.end(_NOW)
+        self._end_some()
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        reading.began_at = asyncio.get_running_loop().time()
+        self._spared[reading] = None
+        self._end_some()
+        try:
+            yield
+        finally:
+            self._spared.pop(reading, None)
+            self._ending.discard(reading)
+            self._free.release()
+
+    def _end_some(self) -> None:
+        """As many as wait in vain."""
+        while self._free.locked() and self._spared and len(self._ending) < self._num_waiting:
+            oldest = next(iter(self._spared))
+            del self._spared[oldest]
+            self._ending.add(oldest)
+            oldest.end(oldest.began_at + self._spared_s)
+
+
+class _Messages:
+    """The messages of one call, which mostly has one: each comes within its time, while it has a place in each room."""
+
+    def __init__(self, within_s: float, rooms: Sequence[_Room]) -> None:
+        """rooms: of each of which it takes a place while it is on its way."""
+        self._within_s = within_s
+        self._rooms = rooms
+
+    async def one(self, requests: Any, context: _Context) -> Any:
+        """Ends the call, where there is none."""
+        if (message := await self._next(requests, context)) is None:
+            await _abort(context, RequestError("there is no request in this call"))
+        return message
+
+    async def each(self, requests: Any, context: _Context) -> AsyncIterator[Any]:
+        while (message := await self._next(requests, context)) is not None:
+            yield message
+
+    async def _next(self, requests: Any, context: _Context) -> Any:
+        """None: there are no more. Ends the call, where it does not come in time."""
+        try:
+            async with asyncio.timeout(self._within_s) as scope, AsyncExitStack() as stack:
+                reading = _Reading(scope, 0.0)
+                for room in self._rooms:
+                    await stack.enter_async_context(room.taken(reading))
+                return await anext(aiter(requests), None)
+        except TimeoutError:
+            if reading.is_ended:
+                await _abort(context, CapacityError("too many calls wait for their request"))
+            await _abort(context, DeadlineExceeded("the request did not arrive in time"))
+
+
+@asynccontextmanager
+async def _nothing(context: _Context) -> AsyncIterator[None]:
+    yield
+
+
+def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) -> Any:
+    """The same handler, for whose messages is waited here."""
+
+    async def answer_all(requests: Any, context: _Context) -> AsyncIterator[Any]:
+        async for response in handler.stream_stream(messages.each(requests, context), context):
+            yield response
+
+    async def answer(requests: Any, context: _Context) -> None:
+        async with entered(context):
+            request = await messages.one(requests, context)
+            if handler.response_streaming:
+                await handler.unary_stream(request, context)
+            else:
+                await context.write(await handler.unary_unary(request, context))
+
+    return grpc.stream_stream_rpc_method_handler(
+        answer_all if handler.request_streaming else answer,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _refusing(error: ClusterError) -> Any:
+    """A handler that only says why, and reads nothing."""
+
+    async def refuse(requests: object, context: _Context) -> NoReturn:
+        await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def _abort(context: _Context, error: ClusterError) -> NoReturn:
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))
+    raise AssertionError("abort returned")

@@ -1,0 +1,344 @@
+"""The gRPC door: cluster.v1.Inference, with health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from core.rpc import inference_pb2 as pb
+from core.rpc import inference_pb2_grpc as pb_grpc
+from core.types.errors import ClusterError, DeployError, RateLimited, ReplicaLost, outcome_of
+from core.wire.channel import PINGS_ALLOWED, keepalive
+from frontend.access.access import Access
+from frontend.access.identity import Client
+from frontend.access.request_context import Visit
+from frontend.grpc.admission import KeyInterceptor, authorization_of
+from frontend.grpc.errors import status_of
+from frontend.grpc.health import DoorHealth
+from frontend.grpc.messages import (
+    ResponseBytes,
+    detokenize_request_of,
+    prompt_logprobs_of,
+    request_of,
+    response_of,
+    tokenize_request_of,
+)
+from frontend.http.certificates import Certificates
+from frontend.http.connections import GRPC_DOOR, ConnectionLimits
+from frontend.http.polled_call import PolledCall
+from frontend.http.polled_server import open_server
+from frontend.text.completion import Completion, Completions
+from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
+from frontend.text.events import Event
+from frontend.text.models import Models
+from frontend.text.prompt_encoder import num_chars
+from router.telemetry.tracing import Trace
+
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+READINESS = "readiness"  # a name of the health service's own, for probes
+
+_LAST_WORDS_S = 1.0  # for what has ended to be heard
+_UNREAD_BYTES = 16 << 10  # of each stream
+_MAX_PENDING = 8192  # calls that no handler has seen yet
+_LARGE = 16 << 10  # bytes of a message, of which another thread makes a request
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    # What may come of a message before anybody reads it. Else gRPC takes in what the network brings, as fast as it can.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
+    # A client that has vanished without a word is noticed within 15 s. Clients may ping, too, also while they wait for
+    # a first token.
+    *keepalive(ping_every_ms=10_000, answer_within_ms=5_000),
+    *PINGS_ALLOWED,
+)
+
+
+async def open_grpc_api(
+    served: Completions | Models,
+    *,
+    access: Access,
+    host: str,
+    port: int,
+    is_port_shared: bool = False,
+    certificates: Certificates | None = None,
+    limits: ConnectionLimits = GRPC_DOOR,
+) -> GrpcApi:
+    """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
+
+    served: one model, or several. is_port_shared: several router processes of one node listen on the same port and the
+    kernel deals out connections; otherwise a port in use is an error. A client that wants more streams than a
+    connection may have opens another, for what is more waits or is refused (UNAVAILABLE). Raises DeployError.
+    """
+    models = Models.of(served)
+    inference = InferenceServicer(models, access)
+    gate = KeyInterceptor(
+        access,
+        free=[health.SERVICE_NAME],
+        within_s=limits.message_s,
+        max_waiting=2 * limits.streams,
+        entered={f"/{SERVICE}/{method}": inference.entered for method in ("Generate", "Tokenize", "Detokenize")},
+    )
+    server = open_server(
+        interceptors=[gate],
+        options=(
+            *_OPTIONS,
+            ("grpc.max_metadata_size", limits.header_bytes),
+            ("grpc.absolute_max_metadata_size", limits.header_bytes),
+            ("grpc.server_handshake_timeout_ms", _ms(limits.open_s)),
+            ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),
+            ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then a client is asked to connect anew
+            ("grpc.max_connection_age_grace_ms", _ms(models.default.max_request_s)),  # in which what runs may end
+            ("grpc.max_concurrent_streams", limits.streams),
+            # Calls that came while this event loop was busy; beyond 1,000 gRPC would cut off one or the other, unsaid.
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+            ("grpc.so_reuseport", int(is_port_shared)),
+        ),
+    )
+    door_health = DoorHealth()
+    pb_grpc.add_InferenceServicer_to_server(inference, server)
+    health_pb2_grpc.add_HealthServicer_to_server(door_health, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        if certificates is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", certificates.for_grpc())
+    except RuntimeError as error:
+        raise DeployError(f"gRPC port {host}:{port} cannot be opened; is it in use?") from error
+    await server.start()
+    door = GrpcApi(server, inference, door_health, bound)
+    door.set_health(is_ready=True)
+    return door
+
+
+def _ms(seconds: float) -> int:
+    return round(1e3 * seconds)
+
+
+class GrpcApi:
+    """A server that runs until `close`."""
+
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        inference: InferenceServicer,
+        health: DoorHealth,
+        port: int,
+    ) -> None:
+        self.port = port
+        self._inference = inference
+        self._server = server
+        self._health = health
+
+    def set_health(self, *, is_live: bool = True, is_ready: bool) -> None:
+        """What the health service says: of the server ("") whether it is alive; of "readiness" and
+        cluster.v1.Inference whether requests should come here. Watchers hear it at once."""
+        self._health.set({"": is_live, READINESS: is_ready, SERVICE: is_ready})
+
+    async def close(self, *, grace_s: float) -> None:
+        """Say that no more requests should come, take no more, let those under way finish for grace_s, then end all.
+
+        Who only watches the health service is not waited for.
+        """
+        self.set_health(is_ready=False)
+        self._inference.is_closing = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._inference.idle.wait()
+        await self._server.stop(_LAST_WORDS_S)  # once: two that overlap have crashed the process in grpc 1.85
+
+
+class InferenceServicer(pb_grpc.InferenceServicer):
+    """Writes from within the handler, and does not yield: so a cancelled call ends the handler wherever it waits."""
+
+    def __init__(self, models: Models, access: Access) -> None:
+        self.is_closing = False  # no request is taken any more
+        self.idle = asyncio.Event()  # no request is under way
+        self.idle.set()
+        self._num_running = 0
+        self._models = models
+        self._access = access
+        self._bytes = ResponseBytes()
+        self._visits: dict[_Context, Visit] = {}  # of the calls under way
+
+    @asynccontextmanager
+    async def entered(self, context: _Context) -> AsyncIterator[None]:
+        """Of a call, from before its message is read until its end: its key's place is held."""
+        async with AsyncExitStack() as stack:
+            async with _statuses(context):
+                client = self._client(context)
+                with self._noted("", context, client):
+                    self._visits[context] = await stack.enter_async_context(self._access.limits.entered(client))
+            try:
+                yield
+            finally:
+                del self._visits[context]
+
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
+        async with _statuses(context), self._counted(), self._traced(context) as trace:
+            visit = self._visits[context]
+            served, asked = await self._asked(request, context, visit)
+            completion = await served.open(asked, trace=trace)
+            if told := await visit.charge([completion]):  # of its limits, before the first token
+                await context.send_initial_metadata(tuple(told.items()))
+            is_first, tokenizer = True, completion.service.tokenizer
+
+            def straight(event: Event) -> bool:
+                assert isinstance(context, PolledCall)
+                if is_first:
+                    return False
+                return context.write_now(self._bytes.of(event, request_id=asked.id, tokenizer=tokenizer))
+
+            # grpc.aio's calls write only in a task.
+            async with completion.run(straight=straight if isinstance(context, PolledCall) else None) as arrivals:
+                async for events in arrivals:
+                    if is_first:
+                        await self._tell_prompt(completion, context)
+                        is_first = False
+                    for event in events:
+                        message = response_of(event, request_id=asked.id, tokenizer=tokenizer)
+                        await context.write(message)
+
+    async def _tell_prompt(self, completion: Completion, context: _Context) -> None:
+        """Of its tokens, if that is asked for; each message is made on another thread, for that takes its time."""
+        service, key_id, start = completion.service, completion.request.key_id, 1
+        for part in () if completion.prompt_logprobs is None else completion.prompt_logprobs.parts():
+            ids = completion.prompt_ids[start : start + len(part)]
+            message = await service.threads.run(key_id, prompt_logprobs_of, ids, part, service.tokenizer)
+            await context.write(message)
+            start += len(part)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+        async with _statuses(context), self._counted():
+            client = self._client(context)
+            with self._noted("", context, client):
+                making = partial(tokenize_request_of, request, peer=context.peer())
+                asked = client.bound(await self._made(making, request, client))
+                served = self._models.find(asked.model)
+                ids = await served.prompts.tokenize(asked)
+            await self._tell(context)
+            return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_context)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
+        async with _statuses(context), self._counted():
+            client = self._client(context)
+            with self._noted("", context, client):
+                served = self._models.find(request.model)
+                max_context = served.model.max_context
+                asked = client.bound(detokenize_request_of(request, max_context=max_context, peer=context.peer()))
+                text = await served.prompts.detokenize(asked)
+            await self._tell(context)
+            return pb.DetokenizeResponse(text=text)
+
+    async def _tell(self, context: _Context) -> None:
+        """Of its key's limits, of which it takes no tokens."""
+        if told := await self._visits[context].charge([]):
+            await context.send_initial_metadata(tuple(told.items()))
+
+    @asynccontextmanager
+    async def _traced(self, context: _Context) -> AsyncIterator[Trace | None]:
+        if (tracing := self._models.default.tracing) is None:
+            yield None
+            return
+        headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        if (trace := tracing.begin(f"{SERVICE}/Generate", headers)) is None:
+            yield None
+            return
+        status, is_our_fault = "", False
+        context.set_trailing_metadata((("traceparent", trace.traceparent),))  # by itself the other would be a write
+        try:
+            yield trace
+        except Exception as error:
+            outcome = outcome_of(error)
+            status, is_our_fault = outcome.grpc, outcome.http >= 500
+            raise
+        finally:
+            trace.end(status=status, is_our_fault=is_our_fault)
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        if self.is_closing:
+            raise ReplicaLost("this router is closing: ask another, or again")
+        self._num_running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self.idle.set()
+
+    def _client(self, context: _Context) -> Client:
+        return self._access.identify(authorization_of(context.invocation_metadata()))
+
+    async def _asked(
+        self, request: pb.GenerateRequest, context: _Context, visit: Visit
+    ) -> tuple[Completions, CompletionRequest]:
+        """Of which model, and what."""
+        peer, deadline_s = context.peer(), context.time_remaining()
+        client = self._client(context)
+        with self._noted(request.request_id[:128], context, client):
+            served = self._models.find(request.model)
+            max_context = served.model.max_context
+            making = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
+            asked = client.bound(await self._made(making, request, client))
+            visit.check(served.prompts.least_tokens(asked))
+        return served, asked
+
+    async def _made(
+        self, making: Callable[[], CompletionRequest], message: pb.GenerateRequest | pb.TokenizeRequest, client: Client
+    ) -> CompletionRequest:
+        """Where nothing that visits all of a large message holds up others. Raises RequestError and CapacityError."""
+
+        def make() -> CompletionRequest:
+            made = making()
+            num_chars(made.prompt)  # a chat keeps it
+            return made
+
+        is_large = message.ByteSize() > _LARGE
+        return await self._models.default.threads.run(client.key_id, make) if is_large else make()
+
+    @contextmanager
+    def _noted(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:
+        """What is refused inside is in the trail."""
+        try:
+            yield
+        except ClusterError as error:
+            self._models.default.unreadable(request_id, error, key=client.key, peer=context.peer())
+            raise
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
+        async with _statuses(context), self._counted():
+            cards = self._models.cards
+            return pb.ListModelsResponse(
+                models=[pb.Model(id=card.id, max_context=card.max_context, dtype=card.dtype) for card in cards]
+            )
+
+
+@asynccontextmanager
+async def _statuses(context: _Context) -> AsyncIterator[None]:
+    """The edge: whatever fails inside becomes the call's status."""
+    try:
+        yield
+    except ClusterError as error:
+        status = rpc_status.to_status(status_of(error))
+        # With the status: of metadata that came before it a client may see nothing once the call has ended.
+        told = tuple(error.headers.items()) if isinstance(error, RateLimited) else ()
+        await context.abort(status.code, status.details, (*status.trailing_metadata, *told))
+    except Exception as error:
+        logger.exception("request failed by a bug")
+        await context.abort_with_status(rpc_status.to_status(status_of(error)))

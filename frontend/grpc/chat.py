@@ -1,0 +1,91 @@
+"""A conversation with its tools, and calls of them, between cluster.v1.Inference and the router's own words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from core.rpc import inference_pb2 as pb
+from core.types.constraints import Grammar
+from core.types.errors import RequestError
+from frontend.chat.call_arguments import object_of
+from frontend.chat.chat import Chat, opens_answer
+from frontend.openai.messages import FUNCTION_NAME, FunctionAsTool, ToolGiven
+from frontend.openai.tool_choice import forced_grammar
+from frontend.text.events import Delta
+
+_TOOL_NAME = re.compile(FUNCTION_NAME)
+
+
+def chat_of(chat: pb.Chat) -> Chat:
+    """Raises RequestError."""
+    asked = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+    opens = opens_answer(asked, is_continued=chat.continue_final_message)
+    tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(chat.tools))
+    if len({tool["function"]["name"] for tool in tools}) < len(tools):
+        raise RequestError("tools: a name is there twice", param="tools")
+    return Chat(
+        messages=tuple(map(_message, chat.messages)),
+        variables=object_of(chat.template_variables, "template_variables"),
+        reasoning_effort=chat.reasoning_effort or None,
+        tools=() if chat.tool_choice.none else tools,
+        is_parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+        forced=_forced(chat),
+        is_continued=chat.continue_final_message,
+        opens_answer=opens,
+    )
+
+
+def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
+    """What an answer keeps to that is bound to be calls. made: of `chat`. Raises RequestError."""
+    if made.forced is None:
+        return None
+    tools = [
+        ToolGiven(type="function", function=FunctionAsTool(**told["function"], strict=tool.strict))
+        for tool, told in zip(chat.tools, made.tools, strict=True)
+    ]
+    return forced_grammar(made.forced, tools, is_parallel=made.is_parallel)
+
+
+def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
+    return [
+        pb.ToolCallDelta(index=call.number, id=call.id, name=call.name, arguments=call.arguments)
+        for call in delta.calls
+        if call.broken is None
+    ]
+
+
+def _forced(chat: pb.Chat) -> str | None:
+    """As in Chat. Raises RequestError."""
+    kind = chat.tool_choice.WhichOneof("kind")
+    if kind not in ("required", "name") or not getattr(chat.tool_choice, kind):
+        return None
+    if not chat.tools:
+        raise RequestError("tool_choice: needs tools", param="tool_choice")
+    return chat.tool_choice.name
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if value := getattr(message, name):
+            told[name] = value
+    if message.tool_calls:
+        told["content"] = message.content or None
+        told["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return told
+
+
+def _tool(tool: pb.Tool, path: str) -> dict[str, Any]:
+    if not _TOOL_NAME.fullmatch(tool.name):
+        text = f"{path}.name: must be 1 to 128 of the characters A-Z a-z 0-9 _ . : / -"
+        raise RequestError(text, param=f"{path}.name")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = object_of(tool.parameters, f"{path}.parameters")
+    return {"type": "function", "function": function}

@@ -1,0 +1,34 @@
+"""Errors as gRPC statuses, with google.rpc's details."""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from core.rpc import inference_pb2 as pb
+from core.types.errors import CapacityError, ClusterError, RequestError, outcome_of
+from frontend.grpc.messages import field_of
+
+
+def status_of(error: Exception) -> Status:
+    """google.rpc.Status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply. Of what
+    is not ours nothing is shown."""
+    outcome = outcome_of(error)
+    details: list[Message] = [ErrorInfo(reason=outcome.code.upper(), domain=pb.DESCRIPTOR.package)]
+    if isinstance(error, RequestError) and error.param is not None:
+        violation = BadRequest.FieldViolation(field=field_of(error.param), description=str(error))
+        details.append(BadRequest(field_violations=[violation]))
+    if isinstance(error, CapacityError):
+        delay = Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1e3))
+        details.append(RetryInfo(retry_delay=delay))
+    packed = [AnyMessage() for _ in details]
+    for holder, detail in zip(packed, details, strict=True):
+        holder.Pack(detail)
+    code = getattr(grpc.StatusCode, outcome.grpc).value[0]
+    said = str(error) if isinstance(error, ClusterError) else "internal error; the router's log says more"
+    return Status(code=code, message=said, details=packed)

@@ -1,0 +1,192 @@
+"""The application behind the HTTP door: every API that it speaks, and what each request passes before its endpoint.
+
+_RequestIds   its id, the form in which it hears of errors, and where streams are held
+_Gate         its API key: who may not ask is told so before anything of the request is read
+_Straight     what brings answers goes to its endpoint at once; all else through the application's routes
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from core.types.errors import ClusterError
+from frontend.access.access import Access
+from frontend.admin.health_api import HealthProbes, add_health
+from frontend.anthropic.api import AnthropicApi
+from frontend.anthropic.errors import AnthropicErrors
+from frontend.http.batches_api import BatchesApi
+from frontend.http.body import BodyReader
+from frontend.http.connections import HTTP_DOOR
+from frontend.http.error_format import ErrorForm
+from frontend.http.errors import answer_to, error_response, handle_errors
+from frontend.http.files_api import FilesApi
+from frontend.http.held_streams import HeldStreams
+from frontend.http.inner_calls import InnerCalls
+from frontend.http.openapi import OpenapiApi
+from frontend.http.request_contexts import Endpoints, HttpVisits
+from frontend.http.streams_api import StreamsApi
+from frontend.http.tracing import HttpTraces, tell_trace
+from frontend.openai.api import OpenAIApi
+from frontend.openai.errors import OpenAIErrors
+from frontend.openai.render_api import RenderApi
+from frontend.openai.tokens_api import TokensApi
+from frontend.responses.api import ResponsesApi
+from frontend.responses.store import StoreBounds
+from frontend.responses.stored import StoredResponses
+from frontend.text.completion import Completions
+from frontend.text.completion_request import REQUEST_ID
+from frontend.text.models import Models
+from router.batches.batches import Batches
+
+_HEALTH = "/health"  # for this, and what is below it, nobody needs a key
+_IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
+
+
+def create_app(
+    served: Completions | Models,
+    *,
+    access: Access,
+    is_healthy: Callable[[], bool],
+    max_body_s: float = HTTP_DOOR.message_s,
+    probes: HealthProbes | None = None,
+    refuses_unknown_fields: bool = False,
+    cors_origins: Sequence[str] = (),
+    stored: StoredResponses | None = None,
+    batches: Batches | None = None,
+    max_resume_s: float = 60.0,
+) -> FastAPI:
+    """The ASGI application. served: one model, or several. is_healthy: whether requests can be served.
+
+    max_body_s: how long a client may take to send its request. probes: what /health/… answers.
+    refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
+    stored: responses; None: they are stored in this process alone. batches: None: there are none. max_resume_s: how
+    long a streamed answer may be held for a client that has lost it.
+    """
+    models = Models.of(served)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    bodies = BodyReader(
+        models.default.threads,
+        max_context=lambda: models.max_context,
+        within_s=max_body_s,
+        refuses_unknown_fields=refuses_unknown_fields,
+    )
+    visits = HttpVisits(models, access.limits, bodies)
+    openai, anthropic = OpenAIApi(models, visits), AnthropicApi(models, visits)
+    responses = ResponsesApi(models, visits, stored or StoredResponses.in_memory(_IN_MEMORY))
+    batched = {**openai.endpoints, **responses.endpoints}
+    answering = {**batched, **anthropic.endpoints}
+    if batches:
+        straight = _Straight(app, batched)
+        batches.answered_by(InnerCalls(straight, models=lambda: models.expected, endpoints=batched.keys()))
+    app.add_middleware(_Straight, endpoints=answering)
+    app.add_middleware(_Gate, access=access)
+    streams = HeldStreams(max_resume_s)
+    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints), streams=streams)  # the last comes first
+    if tracing := models.default.tracing:
+        app.add_middleware(HttpTraces, tracing=tracing, paths=frozenset(answering))
+    if cors_origins:  # a browser asks beforehand, without a key
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
+                           allow_headers=["*"], expose_headers=["*"])  # fmt: skip
+    handle_errors(app)
+    TokensApi(models, visits).add_to(app)
+    RenderApi(models, visits).add_to(app)
+    OpenapiApi(models).add_to(app)
+    openai.add_to(app)
+    responses.add_to(app)
+    StreamsApi(streams).add_to(app)
+    FilesApi(visits, batches).add_to(app)
+    BatchesApi(visits, batches).add_to(app)
+    # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
+    for path, endpoint in answering.items():
+        app.add_api_route(path, endpoint, methods=["POST"])
+
+    @app.get(_HEALTH)
+    async def report_health() -> Response:
+        """Only that: how many there are of what is on the admin listener."""
+        if is_healthy():
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable"}, status_code=503)
+
+    if probes:
+        add_health(app, probes)
+
+    return app
+
+
+class _Gate:
+    """ASGI middleware: who may not ask is told so before anything of its request is read."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != _HEALTH and not scope["path"].startswith(f"{_HEALTH}/"):
+            try:
+                headers = Headers(scope=scope)
+                client = self._access.identify(headers.get("authorization"), api_key=headers.get("x-api-key"))
+            except ClusterError as error:
+                await error_response(error, scope["state"]["errors"])(scope, receive, send)
+                return
+            scope["state"]["client"] = client
+        await self._app(scope, receive, send)
+
+
+class _Straight:
+    """ASGI middleware: what brings answers goes to its endpoint at once. On their way through an application's routes a
+    request costs as much as everything else that this process does for it, and each token several calls."""
+
+    def __init__(self, app: ASGIApp, endpoints: Endpoints) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(scope["path"]) if is_post else None
+        if endpoint is None:
+            return await self._app(scope, receive, send)
+        request = Request(scope, receive)
+        try:
+            answer = await endpoint(request)
+            await answer(scope, receive, send)
+        except Exception as error:  # an edge, as in a route
+            await answer_to(request, error)(scope, receive, send)
+
+
+class _RequestIds:
+    """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer. And the form in which
+    it hears of errors, and the streams that are held, on the request."""
+
+    def __init__(self, app: ASGIApp, *, anthropic: frozenset[str], streams: HeldStreams) -> None:
+        """anthropic: paths whose clients have Anthropic's form, and its name of that header."""
+        self._app = app
+        self._streams = streams
+        self._anthropic = anthropic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get("x-request-id", "")
+        request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        is_anthropic = scope["path"] in self._anthropic
+        errors: ErrorForm = AnthropicErrors(request_id) if is_anthropic else OpenAIErrors()
+        scope.setdefault("state", {}).update(request_id=request_id, errors=errors, streams=self._streams)
+
+        def send_with_id(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                headers, told = MutableHeaders(scope=message), scope["state"]["request_id"]
+                headers["x-request-id"] = told
+                tell_trace(scope["state"], headers, message["status"])
+                if is_anthropic:
+                    headers["request-id"] = told
+            return send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,94 @@
+"""A door's certificate and key, in two files that may be replaced while it is open."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+
+from core.types.errors import DeployError
+from core.wire.server_credentials import renewable
+
+logger = logging.getLogger(__name__)
+
+_Stamp = tuple[int, int, int, int]
+
+
+class Certificates:
+    """The certificate and key of one door. Their files are looked at when a client connects: what is new counts from
+    then on. gRPC looks on threads of its own."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        """PEM files: the chain from the door's own certificate on, and its private key. Raises DeployError."""
+        self._certificate = Path(certificate)
+        self._key = Path(key)
+        self._seen = self._stamp()
+        self._first = self._read()
+
+    @classmethod
+    def of(cls, certificate: str | None, key: str | None) -> Certificates | None:
+        """None where there are no files: no TLS."""
+        return cls(certificate, key) if certificate and key else None
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            pair = self._newer()
+            return pair and pair.for_grpc()
+
+        return renewable(self._first.for_grpc(), newer)
+
+    def for_http(self) -> ssl.SSLContext:
+        now = self._first.context
+
+        def look(connection: ssl.SSLObject, *_: object) -> None:
+            nonlocal now
+            if pair := self._newer():
+                now = pair.context
+            connection.context = now
+
+        first = now
+        first.sni_callback = look  # it is called for clients that name no server, too
+        return first
+
+    def _newer(self) -> _Pair | None:
+        """None: as before. Files that do not fit each other are passed over: half of a pair may be written yet."""
+        try:
+            stamp = self._stamp()
+            if stamp == self._seen:
+                return None
+            pair = self._read()
+        except DeployError as error:
+            logger.warning("the door keeps its certificate: %s", error)
+            return None
+        self._seen = stamp
+        logger.info("the door has a new certificate from %s", self._certificate)
+        return pair
+
+    def _read(self) -> _Pair:
+        """Both files, which fit each other."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self._certificate, self._key)
+            return _Pair(self._certificate.read_bytes(), self._key.read_bytes(), context)
+        except (OSError, ssl.SSLError) as error:
+            raise DeployError(f"router.tls_cert {self._certificate}, router.tls_key {self._key}: {error}") from None
+
+    def _stamp(self) -> _Stamp:
+        try:
+            found = [path.stat() for path in (self._certificate, self._key)]
+        except OSError as error:
+            raise DeployError(f"router.tls_cert {self._certificate}, router.tls_key {self._key}: {error}") from None
+        return found[0].st_mtime_ns, found[0].st_ino, found[1].st_mtime_ns, found[1].st_ino
+
+
+class _Pair(NamedTuple):
+    certificate: bytes
+    key: bytes
+    context: ssl.SSLContext  # of both
+
+    def for_grpc(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)])

@@ -1,0 +1,110 @@
+"""Server-sent events, and the one rule for both kinds of answer: a client that goes away ends the work at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from frontend.http.error_format import ErrorForm
+from frontend.http.errors import CLIENT_GONE, error_response
+from frontend.http.held_streams import WITHIN, HeldStreams
+from frontend.http.json_response import json_answer, to_json
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def data(content: dict[str, Any], *, name: str = "") -> bytes:
+    """One event. name: empty where it has none."""
+    event = b"data: %b\n\n" % to_json(content)
+    return b"event: %b\n%b" % (name.encode(), event) if name else event
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do `work` in a task of its own, and cancel it when the client disconnects or the caller is cancelled.
+
+    Returns after the work has ended, whichever way; None when it was cut short. Servers tell it in two ways: by an
+    http.disconnect message, which only comes to who asks for it, or by cancelling the whole application.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() and not working.cancelled() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def whole_answer(
+    receive: Receive, work: Coroutine[Any, Any, dict[str, Any]], headers: Mapping[str, str]
+) -> Response:
+    """What `work` makes, in one piece, for a client that stays."""
+    whole = await while_connected(receive, work)
+    if whole is None:
+        return Response(status_code=CLIENT_GONE)
+    return json_answer(whole, headers)
+
+
+class EventStream(Response):
+    """Sends `events` as they come.
+
+    The first event is awaited before the status is sent, so that a request which fails at once gets its real status;
+    a later failure is sent as an event, and nothing follows. The generator is run and closed in one task. Where the
+    client asks for it, the answer is held for it when its connection is lost (frontend/http/held_streams.py).
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], *, more_headers: Mapping[str, str], errors: ErrorForm
+    ) -> None:
+        """more_headers: of this answer, beside those that every stream has. errors: how one is told, before the start
+        and in the middle."""
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._more_headers = more_headers
+        self._errors = errors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams: HeldStreams | None = scope["state"].get("streams")
+        if held := streams and streams.asked(scope):
+            self.headers[WITHIN] = f"{held.within_s:g}"
+            making = self._send_all(scope, receive, held.send)
+            await held.outlive(making, while_connected(receive, held.play(send)))
+        else:
+            await while_connected(receive, self._send_all(scope, receive, send))
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+        async with aclosing(self._events) as events:
+            while True:
+                try:
+                    event = await anext(events, None)
+                except Exception as error:  # an edge: whatever it is, the client is told in the way that is left
+                    if not has_started:
+                        await error_response(error, self._errors)(scope, receive, send)
+                        return
+                    name, content = self._errors.event(error)
+                    event = data(content, name=name)
+                if event is None:
+                    break
+                if not has_started:
+                    self.headers.update(self._more_headers)
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    has_started = True
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,81 @@
+"""A request over HTTP that asks for answers: read, bounded and opened, for every endpoint in the same way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from fastapi import Request
+
+from frontend.access.request_context import Visit
+from frontend.http.request_contexts import HttpVisits, client_of, peer_of
+from frontend.http.tracing import trace_of
+from frontend.openai.fields import OpenAIObject, ignored_header
+from frontend.text.completion import Completion
+from frontend.text.completion_request import CompletionRequest, check_prompt_numbers, check_total
+from frontend.text.models import Models
+from frontend.text.prompt_encoder import num_chars
+
+MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as ID_CHARS of them
+ID_CHARS = 8
+
+
+class AskingBody(OpenAIObject):
+    """A body that asks for answers."""
+
+    def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
+        """At least one. Raises RequestError."""
+        raise NotImplementedError
+
+
+B = TypeVar("B", bound=AskingBody)
+
+
+@dataclass(frozen=True)
+class Asked(Generic[B]):
+    """A body, and what visits all of it to be known."""
+
+    body: B
+    requests: Sequence[CompletionRequest]  # whose length has been looked at
+    ignored: Mapping[str, str]  # headers that name fields
+
+    @classmethod
+    def of(cls, request: Request, body: B) -> Asked[B]:
+        """Raises RequestError."""
+        requests = body.requests(request.state.request_id, peer=peer_of(request))
+        for one in requests:
+            num_chars(one.prompt)  # a chat keeps it
+        return cls(body, requests, ignored_header(body))
+
+
+class Opener:
+    """Every prompt of a body is checked and tokenised before any is dispatched."""
+
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
+        self._models = models
+        self._visits = visits
+
+    async def read(self, kind: type[B], request: Request) -> Asked[B]:
+        """Raises as BodyReader does."""
+        return await self._visits.read(kind, request, partial(Asked.of, request))
+
+    async def open(self, asked: Asked[B], request: Request, visit: Visit) -> list[Completion]:
+        """One for each of its requests, with nothing charged yet. Raises RequestError and its kin."""
+        opened = list[Completion]()
+        with self._visits.noted(request):
+            served = self._models.find(asked.requests[0].model)
+            requests = [client_of(request).bound(one) for one in asked.requests]
+            visit.check(sum(served.prompts.least_tokens(one) for one in requests))
+        num_all = sum(num_chars(one.prompt) for one in requests)
+        for one in requests:
+            num_beside = num_all - num_chars(one.prompt)
+            opened.append(await served.open(one, num_beside=num_beside, trace=trace_of(request.scope)))
+            num_answers = sum(completion.max_answer_tokens for completion in opened)
+            check_total(num_answers, served.model, param=one.max_tokens_field)
+            num_numbers = sum(completion.n * completion.num_prompt_numbers for completion in opened)
+            check_prompt_numbers(num_numbers, param=one.prompt_logprobs_field)
+            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
+        return opened

@@ -1,0 +1,56 @@
+"""The bodies that the doors take, as JSON schemas: from their types, with the rules that their validators have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic_core import core_schema
+
+from frontend.http.json_response import JSON
+from frontend.openai.fields import Only
+from frontend.text.completion_request import RANGES
+
+PLACE = "#/components/schemas/"
+_DEPENDS = "max_tokens"  # whose bounds are for the context to say, and for `echo`
+
+
+def schemas_of(kinds: Sequence[type[BaseModel]]) -> dict[str, JSON]:
+    """By name: those of the bodies, and of all that is inside of them. Takes some 0.2 s."""
+    place = PLACE + "{model}"
+    asked = [(kind, "validation") for kind in kinds]
+    _, found = models_json_schema(asked, ref_template=place, schema_generator=_Generator)  # type: ignore[arg-type]
+    schemas: dict[str, JSON] = found["$defs"]
+    for schema in schemas.values():
+        for name, field in schema.get("properties", {}).items():
+            _bound(name, field)
+            if not field.keys() - {"default"}:
+                field["description"] = "Ignored."
+    return schemas
+
+
+class _Generator(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # it would be the field's name again
+
+    def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JSON:
+        """Every one of ours makes a list of a string."""
+        return {"anyOf": [{"type": "string"}, super().function_before_schema(schema)]}
+
+    def function_after_schema(self, schema: core_schema.AfterValidatorFunctionSchema) -> JSON:
+        match schema["function"]["function"]:
+            case Only(neutral=neutral):
+                told = "Not supported here: " + ("only these change nothing." if neutral else "only null is taken.")
+                return {"enum": [None, *neutral], "description": told}
+        return super().function_after_schema(schema)
+
+
+def _bound(name: str, field: JSON) -> None:
+    if name not in RANGES or name == _DEPENDS:
+        return
+    low, high, takes_low = RANGES[name]
+    for either in field.get("anyOf", [field]):
+        if either.get("type") in ("integer", "number"):
+            either.update({"minimum" if takes_low else "exclusiveMinimum": low, "maximum": high})

@@ -1,0 +1,96 @@
+"""A request over HTTP while it is answered: its key's place is held, its body is read, and what is refused is noted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import TypeAlias
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from core.types.errors import ClusterError
+from frontend.access.identity import Client
+from frontend.access.limits import Limits
+from frontend.access.request_context import Visit
+from frontend.http.body import Body, BodyReader, T
+from frontend.text.models import Models
+
+Endpoint: TypeAlias = Callable[[Request, Visit], Awaitable[Response]]
+Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  # by path, all by POST
+
+
+class HttpVisits:
+    """Holds a key's place while a request over HTTP is answered; one for all of a router's door."""
+
+    def __init__(self, models: Models, limits: Limits, bodies: BodyReader) -> None:
+        self._models = models
+        self._limits = limits
+        self._bodies = bodies
+
+    def route(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """A route's function, which answers so."""
+
+        async def answer(request: Request) -> Response:
+            return self.answer(request, endpoint)
+
+        return answer
+
+    def answer(self, request: Request, endpoint: Endpoint) -> Response:
+        """What `endpoint` makes of it, while its key's place is held."""
+        return _DuringVisit(self._entered(request), partial(endpoint, request))
+
+    @asynccontextmanager
+    async def _entered(self, request: Request) -> AsyncIterator[Visit]:
+        async with AsyncExitStack() as stack:
+            with self.noted(request):
+                visit = await stack.enter_async_context(self._limits.entered(client_of(request)))
+            yield visit
+
+    async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
+        """The body of this request, read as BodyReader does; what is refused is in the trail."""
+        with self.noted(request):
+            return await self._bodies.read(kind, request, make, key_id=client_of(request).key_id)
+
+    @contextmanager
+    def noted(self, request: Request) -> Iterator[None]:
+        """What is refused inside is in the trail."""
+        try:
+            yield
+        except ClusterError as error:
+            key = client_of(request).key
+            self._models.default.unreadable(request.state.request_id, error, key=key, peer=peer_of(request))
+            raise
+
+
+def client_of(request: Request) -> Client:
+    client: Client = request.state.client
+    return client
+
+
+def tenant_of(request: Request) -> str:
+    """Empty without a key."""
+    return client_of(request).tenant
+
+
+def peer_of(request: Request) -> str:
+    """Who has asked, for the log; empty where the server does not say."""
+    return f"{request.client.host}:{request.client.port}" if request.client else ""
+
+
+class _DuringVisit(Response):
+    """An answer that is made, and sent, while a key's place is held: from before the body is read, to whatever end."""
+
+    def __init__(
+        self, entered: AbstractAsyncContextManager[Visit], make: Callable[[Visit], Awaitable[Response]]
+    ) -> None:
+        super().__init__()
+        self._entered = entered
+        self._make = make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._entered as visit:
+            answer = await self._make(visit)
+            await answer(scope, receive, send)

@@ -1,0 +1,48 @@
+"""ASGI middleware: requests that bring answers are traced, from the client's `traceparent` on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.telemetry.tracing import Trace, Tracing
+
+
+class HttpTraces:
+    """The client hears of its request's `traceparent` in the headers of the answer: see tell_trace."""
+
+    def __init__(self, app: ASGIApp, *, tracing: Tracing, paths: Collection[str]) -> None:
+        """paths: of what is traced, by POST."""
+        self._app = app
+        self._tracing = tracing
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
+            return await self._app(scope, receive, send)
+        trace = self._tracing.begin(f"POST {scope['path']}", Headers(scope=scope))
+        if trace is None:
+            return await self._app(scope, receive, send)
+        scope.setdefault("state", {})["trace"] = trace
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            status = scope["state"].get("status", 0)
+            trace.end(status=str(status) if status else "", is_our_fault=status >= 500)
+
+
+def tell_trace(state: dict[str, Any], headers: MutableHeaders, status: int) -> None:
+    """An answer begins, of a request that may be traced: by whoever looks at its headers anyway: to be on the way
+    of each token costs."""
+    if (trace := state.get("trace")) is not None:
+        headers["traceparent"] = trace.traceparent
+        state["status"] = status
+
+
+def trace_of(scope: Scope) -> Trace | None:
+    """None where it is not traced."""
+    trace: Trace | None = scope["state"].get("trace")
+    return trace

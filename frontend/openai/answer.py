@@ -1,0 +1,217 @@
+"""Events to one answer of the OpenAI API, whole or in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from core.types.request import FinishReason
+from frontend.http.event_stream import DONE, data
+from frontend.http.json_response import JSON
+from frontend.openai.chunks import ChoiceChunks
+from frontend.openai.forms import Form, ending
+from frontend.openai.prompt_logprobs import PromptSaid, said_of
+from frontend.openai.tool_calls import WholeChoice
+from frontend.text.completion import Completion
+from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
+from frontend.text.slow_client import UnreadLimit
+from frontend.text.text_threads import TextThreads
+from frontend.text.tokenizer import Tokenizer
+
+_MAX_RUNNING = 64  # choices of one answer at a time: what waits for these is in nobody's way
+_MAX_QUEUED = 64  # times that events came; a slow client holds the completions up, not our memory
+NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # by completion, those together that came together
+_Queue = asyncio.Queue[tuple[int, list[Event] | Exception]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAIAnswer:
+    """What answers one HTTP request: a completion per prompt, each with its own form. Choices count through all."""
+
+    id: str
+    model: str
+    completions: Sequence[Completion]
+    forms: Sequence[Form]
+    include_usage: bool  # in the stream; a whole answer always has it
+    return_token_ids: bool
+    num_prompt_logprobs: int | None  # likeliest tokens in `prompt_logprobs`; None: it is not asked for
+    tokenizer: Tokenizer
+    threads: TextThreads
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self) -> JSON:
+        """Raises ClusterError."""
+        usage = TokenUsage()
+        choices = [_Choice(form) for form, one in zip(self.forms, self.completions, strict=True) for _ in range(one.n)]
+        async with _run_all(self.completions) as arrivals:
+            async for number, events in arrivals:
+                for event in events:
+                    match event:
+                        case Delta(choice=choice):
+                            choices[self._index(number, choice)].add(event, keep=self.return_token_ids)
+                        case Finished(choice=choice):
+                            choices[self._index(number, choice)].finished = event
+                        case Summary():
+                            usage += event.usage
+        if not self.forms[0].has_answer:
+            usage = replace(usage, completion_tokens=0)
+        said = [await self._said(number) for number in range(len(self.completions))]
+        answer, n = self._head(self.forms[0].whole), self.completions[0].n
+        answer["choices"] = [{"index": i, **self._written(choice, said[i // n])} for i, choice in enumerate(choices)]
+        answer["usage"] = _usage(usage)
+        if self.forms[0].is_prompt_shared and said[0].listed is not None:
+            answer["prompt_logprobs"] = said[0].listed
+        if self.return_token_ids:
+            self._add_prompt_ids(answer, answer["choices"])
+        return answer
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, the last of them [DONE]. Raises ClusterError."""
+        usage = TokenUsage()
+        chunks: dict[int, ChoiceChunks] = {}
+        said: dict[int, PromptSaid] = {}
+        async with _run_all(self.completions) as arrivals:
+            async for number, events in arrivals:
+                written: list[bytes] = []
+                for event in events:
+                    if isinstance(event, Summary):
+                        usage += event.usage
+                        continue
+                    index = self._index(number, event.choice)
+                    if (choice := chunks.get(index)) is None:
+                        if number not in said:
+                            said[number] = await self._said(number)
+                        choice = chunks[index] = self._chunks_of(number, index, said[number])
+                        written.append(choice.opening())
+                    written.append(choice.chunk(event))
+                if any(written):
+                    yield b"".join(written)
+        if self.include_usage:
+            yield data({**self._head(self.forms[0].chunk), "choices": [], "usage": _usage(usage)})
+        yield DONE
+
+    def _index(self, number: int, choice: int) -> int:
+        return number * self.completions[0].n + choice
+
+    def _head(self, kind: str) -> JSON:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    async def _said(self, number: int) -> PromptSaid:
+        """Of a prompt, whose events have begun to come."""
+        form = self.forms[number]
+        return await said_of(
+            self.completions[number],
+            self.tokenizer,
+            self.threads,
+            num_listed=self.num_prompt_logprobs,
+            num_echoed=form.num_echo_logprobs,
+            echo=form.echo,
+        )
+
+    def _chunks_of(self, number: int, index: int, said: PromptSaid) -> ChoiceChunks:
+        form = self.forms[number]
+        return ChoiceChunks(
+            index,
+            form,
+            head=self._head(form.chunk),
+            is_usage_null=self.include_usage,
+            prompt_ids=self.completions[number].prompt_ids if self.return_token_ids else None,
+            echoed=said.echoed,
+        )
+
+    def _written(self, choice: _Choice, said: PromptSaid) -> JSON:
+        if not choice.form.has_answer:
+            finished = Finished(0, FinishReason.LENGTH)
+            choice = _Choice(choice.form, finished=finished)
+        assert choice.finished is not None
+        written = choice.form.message(choice.whole)
+        has_logprobs = bool(choice.deltas) and choice.deltas[0].has_logprobs
+        written["logprobs"] = said.before(choice.form.logprobs(choice.deltas) if has_logprobs else None)
+        if said.listed is not None and not choice.form.is_prompt_shared:
+            written["prompt_logprobs"] = said.listed
+        if self.return_token_ids:
+            written["token_ids"] = [token.token_id for delta in choice.deltas for token in delta.tokens]
+        return written | ending(choice.finished)
+
+    def _add_prompt_ids(self, answer: JSON, choices: Sequence[JSON]) -> None:
+        """An extension: the prompt as the model saw it."""
+        is_shared = self.forms[0].is_prompt_shared
+        for choice in choices[:1] if is_shared else choices:
+            completion = self.completions[choice["index"] // self.completions[0].n]
+            owner = answer if is_shared else choice
+            owner["prompt_token_ids"] = list(completion.prompt_ids)
+
+
+@dataclass
+class _Choice:
+    form: Form
+    whole: WholeChoice = field(default_factory=WholeChoice)
+    deltas: list[Delta] = field(default_factory=list)  # where more is wanted of them than their text
+    finished: Finished | None = None
+
+    def add(self, delta: Delta, *, keep: bool) -> None:
+        self.whole.add(delta)
+        if keep or delta.has_logprobs:
+            self.deltas.append(delta)
+
+
+def _usage(usage: TokenUsage) -> JSON:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+        },
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+@asynccontextmanager
+async def _run_all(completions: Sequence[Completion]) -> AsyncIterator[NumberedEvents]:
+    """Hold all of them for as long as the block lasts. Gives their events, each with its completion's number.
+
+    The first that fails ends the rest, and its error is raised.
+    """
+    if len(completions) == 1:  # the usual case needs neither a task nor a queue
+        async with completions[0].run() as arrivals:
+            yield _number(arrivals)
+        return
+    queue: _Queue = asyncio.Queue(_MAX_QUEUED)
+    turn = asyncio.Semaphore(max(1, _MAX_RUNNING // completions[0].num_choices))
+    tasks = [asyncio.ensure_future(_pump(number, one, queue, turn)) for number, one in enumerate(completions)]
+    try:
+        async with UnreadLimit(completions[0].max_unread_s, request_id=completions[0].request.id) as unread:
+            yield unread.watched(_drain(queue, len(tasks)))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _number(arrivals: AsyncIterator[list[Event]]) -> NumberedEvents:
+    async for events in arrivals:
+        yield 0, events
+
+
+async def _pump(number: int, completion: Completion, queue: _Queue, turn: asyncio.Semaphore) -> None:
+    try:
+        async with completion.run(turn) as arrivals:
+            async for events in arrivals:
+                await queue.put((number, events))
+    except Exception as error:  # carried to the one who reads the queue, and raised there
+        await queue.put((number, error))
+
+
+async def _drain(queue: _Queue, num_running: int) -> NumberedEvents:
+    while num_running:
+        number, events = await queue.get()
+        if isinstance(events, Exception):
+            raise events
+        num_running -= isinstance(events[-1], Summary)
+        yield number, events

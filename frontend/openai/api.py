@@ -1,0 +1,124 @@
+"""The OpenAI API's /v1/models, /v1/completions and /v1/chat/completions, streaming and not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from core.types.errors import RequestError
+from frontend.access.request_context import Visit
+from frontend.http.event_stream import EventStream, whole_answer
+from frontend.http.json_response import JSON
+from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Asked, Opener
+from frontend.http.request_contexts import Endpoints, HttpVisits
+from frontend.openai.answer import OpenAIAnswer
+from frontend.openai.forms import ChatForm, Form, TextForm
+from frontend.openai.types import ChatBody, TextBody
+from frontend.text.completion import Completion
+from frontend.text.completion_request import ModelCard
+from frontend.text.models import Models
+
+
+class OpenAIApi:
+    """The endpoints."""
+
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
+        self._models = models
+        self._visits = visits
+        self._opener = Opener(models, visits)
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Those that bring answers."""
+        return {
+            "/v1/completions": self._visits.route(self._text),
+            "/v1/chat/completions": self._visits.route(self._chat),
+        }
+
+    def add_to(self, app: FastAPI) -> None:
+        """The others."""
+        app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"])
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(card) for card in self._models.cards]})
+
+    async def model(self, model_id: str) -> Response:
+        return JSONResponse(_model(self._models.card(model_id)))
+
+    async def _text(self, request: Request, visit: Visit) -> Response:
+        asked = await self._opener.read(TextBody, request)
+        opened = await self._opener.open(asked, request, visit)
+        with self._visits.noted(request):
+            forms = await self._text_forms(asked.body, opened)
+        return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
+
+    async def _chat(self, request: Request, visit: Visit) -> Response:
+        asked = await self._opener.read(ChatBody, request)
+        opened = await self._opener.open(asked, request, visit)
+        if asked.body.stream:  # else the answer has the prompt once
+            with self._visits.noted(request):
+                _check_repeated(asked.body, opened, 0)
+        forms = [ChatForm(opened[0].service.tokenizer)]
+        return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
+
+    async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
+        forms, num_echoed, tokenizer = list[Form](), 0, opened[0].service.tokenizer
+        has_echo = isinstance(body, TextBody) and body.echo
+        num_echo_logprobs = body.logprobs if isinstance(body, TextBody) and body.echo else None
+        has_answer = not (isinstance(body, TextBody) and body.is_prompt_all)
+        for one in opened:
+            echo = await one.prompt_text() if has_echo else ""
+            num_echoed += len(echo) * one.n
+            _check_repeated(body, opened, num_echoed)
+            forms.append(TextForm(tokenizer, echo=echo, num_echo_logprobs=num_echo_logprobs, has_answer=has_answer))
+        return forms
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: Asked[TextBody] | Asked[ChatBody],
+        opened: list[Completion],
+        forms: Sequence[Form],
+        *,
+        headers: Mapping[str, str],
+    ) -> Response:
+        body, service = asked.body, opened[0].service
+        answer = OpenAIAnswer(
+            id=forms[0].id_prefix + request.state.request_id,
+            model=service.model.id,
+            completions=opened,
+            forms=forms,
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            return_token_ids=bool(body.return_token_ids),
+            num_prompt_logprobs=body.prompt_logprobs,
+            tokenizer=service.tokenizer,
+            threads=service.threads,
+        )
+        if asked.ignored:
+            headers = {**headers, **asked.ignored}
+        if body.stream:
+            return EventStream(answer.chunks(), more_headers=headers, errors=request.state.errors)
+        return await whole_answer(request.receive, answer.whole(), headers)
+
+
+def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num_echoed: int) -> None:
+    """What an answer repeats of its prompts, for each choice. Raises RequestError."""
+    num = num_echoed + (ID_CHARS * sum(one.n * len(one.prompt_ids) for one in opened) if body.return_token_ids else 0)
+    if num > MAX_REPEATED:
+        param = "echo" if num_echoed else "return_token_ids"
+        text = f"{param}: prompts times n are too much for an answer to repeat; leave it out, or ask for fewer choices"
+        raise RequestError(text, param=param)
+
+
+def _model(model: ModelCard) -> JSON:
+    """max_model_len is an extension, by vLLM's name."""
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "cluster",
+        "max_model_len": model.max_context,
+    }

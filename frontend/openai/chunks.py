@@ -1,0 +1,73 @@
+"""The events of one choice as chunks of the OpenAI API, each a server-sent event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frontend.http.event_stream import data
+from frontend.http.json_response import JSON, to_json
+from frontend.openai.forms import Form, ending
+from frontend.text.events import Delta, Finished
+
+_TEXT, _IDS = "\x00", "\x01"  # stand for those of a chunk; an id has visible characters only
+
+
+class ChoiceChunks:
+    """Writes the chunks of one choice. Those that bring text and nothing else differ in that alone: the rest is written
+    once."""
+
+    def __init__(
+        self,
+        index: int,
+        form: Form,
+        *,
+        head: Mapping[str, Any],
+        is_usage_null: bool,
+        prompt_ids: Sequence[int] | None,
+        echoed: JSON | None = None,
+    ) -> None:
+        """head: of each chunk. is_usage_null: each says that its usage is null. prompt_ids: of the prompt, where the
+        client wants token ids; None: it does not. echoed: logprobs of the prompt, where it is repeated with them."""
+        self._index = index
+        self._form = form
+        self._head = head
+        self._more: JSON = {"usage": None} if is_usage_null else {}
+        self._prompt_ids = prompt_ids
+        self._has_ids = prompt_ids is not None
+        self._echoed = echoed
+        self._before, behind = self._chunk(form.piece(_TEXT), **self._ids(_IDS)).split(to_json(_TEXT))
+        self._between, _, self._behind = behind.partition(to_json(_IDS)) if self._has_ids else (b"", b"", behind)
+
+    def opening(self) -> bytes:
+        """Before any text of the model; empty where nothing is said then."""
+        opening, form = self._form.opening(), self._form
+        if self._prompt_ids is None:
+            return self._chunk(opening, logprobs=self._echoed) if opening else b""
+        ids: JSON = {"prompt_token_ids": list(self._prompt_ids)}
+        if form.is_prompt_shared:
+            return self._chunk(opening or form.piece(""), of_chunk=ids)
+        return self._chunk(opening or form.piece(""), logprobs=self._echoed, **ids)
+
+    def chunk(self, event: Delta | Finished) -> bytes:
+        """Empty where nothing is said of it."""
+        if isinstance(event, Finished):
+            return self._chunk(self._form.piece(""), **ending(event))
+        if event.text and not event.has_logprobs and not event.says_more:
+            if not self._has_ids:
+                return b"%b%b%b" % (self._before, to_json(event.text), self._behind)
+            listed = to_json([token.token_id for token in event.tokens])
+            return b"%b%b%b%b%b" % (self._before, to_json(event.text), self._between, listed, self._behind)
+        if not event.has_logprobs and not self._has_ids and not event.says_more:
+            return b""
+        logprobs = self._form.logprobs([event]) if event.has_logprobs else None
+        ids = self._ids([token.token_id for token in event.tokens])
+        first, *others = self._form.said(event)
+        return self._chunk(first, logprobs=logprobs, **ids) + b"".join(map(self._chunk, others))
+
+    def _ids(self, token_ids: object) -> JSON:
+        return {"token_ids": token_ids} if self._has_ids else {}
+
+    def _chunk(self, piece: JSON, *, of_chunk: JSON | None = None, **more: Any) -> bytes:
+        choice = {"index": self._index, **piece, "logprobs": None, "finish_reason": None, **more}
+        return data({**self._head, "choices": [choice], **self._more, **(of_chunk or {})})

@@ -1,0 +1,107 @@
+"""The fields of the OpenAI API that say what an answer must keep to, and vLLM's extension of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from core.types.constraints import ANY_OBJECT, Grammar, GrammarKind
+from core.types.errors import RequestError
+from frontend.openai.fields import Ignored, Only, OpenAIObject, Unsupported
+
+_KINDS = ("json_", "json_object", "regex", "choice", "grammar", "structural_tag")  # of structured outputs
+_OF_TAGS = ("format", "structures", "triggers")  # of a structural tag
+
+
+class JsonSchema(OpenAIObject):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(OpenAIObject):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # beside json_object, as llama.cpp has it
+    # Beside structural_tag; see frontend.structured_output.structural_tag, which looks into them.
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Raises RequestError."""
+        if self.schema_ is not None and self.type != "json_object":
+            raise RequestError("response_format.schema: belongs beside json_object", param="response_format.schema")
+        parts = {name: part for name in _OF_TAGS if (part := getattr(self, name)) is not None}
+        if parts and self.type != "structural_tag":
+            name = f"response_format.{next(iter(parts))}"
+            raise RequestError(f"{name}: belongs beside structural_tag", param=name)
+        if self.type == "text":
+            return None
+        if self.type == "structural_tag":
+            return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps(parts))
+        if self.type == "json_object":
+            return _lenient(self.schema_) if self.schema_ is not None else ANY_OBJECT
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise RequestError("response_format: needs json_schema.schema", param="response_format.json_schema")
+        if not self.json_schema.strict:
+            return _lenient(self.json_schema.schema_)
+        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(self.json_schema.schema_))
+
+
+class StructuredOutputs(OpenAIObject):
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    # Of vLLM: ours is JSON without blanks of the model's choosing, whatever these say.
+    disable_any_whitespace: Ignored = None
+    disable_fallback: Ignored = None
+    disable_additional_properties: Annotated[bool | None, AfterValidator(Only((False,)))] = None
+    whitespace_pattern: Unsupported = None
+    structural_tag: dict[str, Any] | str | None = None
+
+    def named(self) -> tuple[str, Grammar]:
+        """The field that is set, and what it says. Raises RequestError."""
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            text = "structured_outputs: one of json, json_object, regex, choice, grammar and structural_tag must be set"
+            raise RequestError(text, param="structured_outputs")
+        return f"structured_outputs.{given[0].rstrip('_')}", self._grammar()
+
+    def _grammar(self) -> Grammar:
+        if self.json_object:
+            return ANY_OBJECT
+        if self.json_ is not None:
+            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+        if self.structural_tag is not None:
+            tag = self.structural_tag
+            text = tag if isinstance(tag, str) else json.dumps(tag)
+            return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text)
+        if self.regex is not None:
+            return Grammar(kind=GrammarKind.REGEX, text=self.regex)
+        if self.choice is not None:
+            return Grammar.of_choice(self.choice, "structured_outputs.choice")
+        return Grammar(kind=GrammarKind.LARK, text=self.grammar or "")
+
+
+def grammar_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, Any]:
+    """Those fields of CompletionRequest; none where an answer keeps to nothing. Raises RequestError."""
+    if structured is not None:
+        if response_format is not None and response_format.type != "text":
+            raise RequestError("structured_outputs: not together with response_format", param="structured_outputs")
+        name, grammar = structured.named()
+        return {"grammar": grammar, "grammar_field": name}
+    if response_format is None or (found := response_format.grammar()) is None:
+        return {}
+    name = "response_format.json_schema.schema" if response_format.type == "json_schema" else "response_format"
+    return {"grammar": found, "grammar_field": name}
+
+
+def _lenient(schema: dict[str, Any]) -> Grammar:
+    return Grammar(kind=GrammarKind.LENIENT_JSON_SCHEMA, text=json.dumps(schema))

@@ -1,0 +1,42 @@
+"""OpenAI's form of errors over HTTP: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from core.types.errors import ClusterError, RequestError, outcome_of
+
+logger = logging.getLogger(__name__)
+
+
+class OpenAIErrors:
+    """The form of every endpoint that has none of its own."""
+
+    def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
+        return outcome_of(error).http, error_body(error)
+
+    def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
+        return http_error(phrase, message)
+
+    def event(self, error: BaseException) -> tuple[str, dict[str, Any]]:
+        return "", error_body(error)
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """The error object; what is not ours is logged here, and not shown."""
+    outcome = outcome_of(error)
+    if not isinstance(error, ClusterError):
+        logger.error("request failed by a bug", exc_info=error)
+        return _body("internal error; the router's log says more", type=outcome.type, code=outcome.code)
+    param = error.param if isinstance(error, RequestError) else None
+    return _body(str(error), type=outcome.type, code=outcome.code, param=param)
+
+
+def http_error(phrase: str, message: str) -> dict[str, Any]:
+    """The error object of what HTTP itself calls wrong. phrase: that of the status."""
+    return _body(message, type="invalid_request_error", code=phrase.lower().replace(" ", "_"))
+
+
+def _body(message: str, *, type: str, code: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}

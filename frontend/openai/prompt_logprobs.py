@@ -1,0 +1,126 @@
+"""What the model says of a prompt's own tokens, as the OpenAI API writes it, and as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Raw
+
+from core.types.prompt_logprobs import PromptLogprobs
+from frontend.http.json_response import to_json
+from frontend.text.choice_text import Detokenizer
+from frontend.text.completion import Completion
+from frontend.text.text_threads import TextThreads
+from frontend.text.tokenizer import Tokenizer
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
+_MANY = 1024  # log-probabilities, some 3 ms of writing; more is done on another thread
+_Told = tuple[int, float, int]  # a token's id, log-probability and rank
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSaid:
+    """In an answer; None: nothing in that place."""
+
+    listed: list[Any] | None = None  # vLLM's `prompt_logprobs`
+    echoed: dict[str, list[Any]] | None = None  # OpenAI's `logprobs` of a prompt that is repeated
+
+    def before(self, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Those of an answer behind the prompt's."""
+        if self.echoed is None:
+            return logprobs
+        return {name: column + (logprobs[name] if logprobs else []) for name, column in self.echoed.items()}
+
+
+async def said_of(
+    completion: Completion,
+    tokenizer: Tokenizer,
+    threads: TextThreads,
+    *,
+    num_listed: int | None,
+    num_echoed: int | None,
+    echo: str,
+) -> PromptSaid:
+    """Of a completion's prompt, once events have come. num_listed, num_echoed: likeliest tokens in either; None: it is
+    not asked for. Another thread writes what is much. Raises CapacityError."""
+    if (told := completion.prompt_logprobs) is None:
+        return PromptSaid()
+    writer = _PromptWriter(tokenizer=tokenizer, prompt_ids=completion.prompt_ids, told=told)
+
+    def write() -> PromptSaid:
+        return PromptSaid(
+            listed=None if num_listed is None else writer.listed(num_listed),
+            echoed=None if num_echoed is None else writer.echoed(num_echoed, echo=echo),
+        )
+
+    if completion.num_prompt_numbers < _MANY:
+        return write()
+    return await threads.run(completion.request.key_id, write)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PromptWriter:
+    """Of one prompt. Of each token what is said is written at once, for all of it in objects would be a hundred times
+    as large."""
+
+    tokenizer: Tokenizer
+    prompt_ids: Sequence[int]
+    told: PromptLogprobs
+
+    def listed(self, num_top: int) -> list[Any]:
+        """Of the first token null, of each other an object from ids."""
+        return [None, *(Raw(to_json(self._by_id(entries))) for entries in self._entries(num_top))]
+
+    def echoed(self, num_top: int, *, echo: str) -> dict[str, list[Any]]:
+        """Of the first token null."""
+        logprobs: list[float | None] = [None]
+        likeliest: list[Raw | None] = [None]
+        for entries in self._entries(num_top):
+            logprobs.append(finite(entries[0][1]))
+            likeliest.append(Raw(to_json(self._by_text(entries))))
+        return {
+            "tokens": [self.tokenizer.token_text(token_id) for token_id in self.prompt_ids],
+            "token_logprobs": logprobs,
+            "top_logprobs": likeliest,
+            "text_offset": self._offsets(echo),
+        }
+
+    def _entries(self, num_top: int) -> Iterator[list[_Told]]:
+        """Of each token but the first: of itself, then of the likeliest."""
+        tokens = iter(self.prompt_ids[1:])
+        for part in self.told.parts():  # of few at a time: as lists, for numpy's numbers are slow one by one
+            columns = (part.logprobs_P, part.ranks_P, part.top_ids_PK[:, :num_top], part.top_logprobs_PK[:, :num_top])
+            for logprob, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True):
+                yield [(next(tokens), logprob, rank), *zip(ids, values, range(1, len(ids) + 1), strict=True)]
+
+    def _by_id(self, entries: list[_Told]) -> dict[str, Any]:
+        return {
+            str(token_id): {
+                "logprob": finite(value),
+                "rank": rank,
+                "decoded_token": self.tokenizer.token_text(token_id),
+            }
+            for token_id, value, rank in entries
+        }
+
+    def _by_text(self, entries: list[_Told]) -> dict[str, float]:
+        """Where two have one text, the likelier one's."""
+        logprobs: dict[str, float] = {}
+        for token_id, value, _ in entries:
+            text = self.tokenizer.token_text(token_id)
+            logprobs[text] = max(finite(value), logprobs.get(text, _LOWEST_LOGPROB))
+        return logprobs
+
+    def _offsets(self, echo: str) -> list[int]:
+        detokenizer, ends = Detokenizer(self.tokenizer, skip_special_tokens=False), [0]
+        for token_id in self.prompt_ids:
+            ends.append(ends[-1] + len(detokenizer.add(token_id)))
+        # What a tokeniser puts before a text is no part of it.
+        num_before = max(0, ends[-1] + len(detokenizer.finish()) - len(echo))
+        return [max(0, end - num_before) for end in ends[:-1]]

@@ -1,0 +1,57 @@
+"""POST /v1/completions/render and /v1/chat/completions/render, as vLLM has them: what a request would send to an
+engine, without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from core.types.errors import RequestError
+from frontend.access.request_context import Visit
+from frontend.http.json_response import JSON, json_answer
+from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener
+from frontend.http.request_contexts import HttpVisits
+from frontend.openai.types import ChatBody, TextBody
+from frontend.text.completion import Completion
+from frontend.text.models import Models
+
+
+class RenderApi:
+    """Takes the same bodies as the endpoints that answer, within the same bounds, by the same code. A key's limits
+    count each call as a request, and no tokens of it."""
+
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
+        self._visits = visits
+        self._opener = Opener(models, visits)
+
+    def add_to(self, app: FastAPI) -> None:
+        text, chat = partial(self._render, TextBody), partial(self._render, ChatBody)
+        app.add_api_route("/v1/completions/render", self._visits.route(text), methods=["POST"])
+        app.add_api_route("/v1/chat/completions/render", self._visits.route(chat), methods=["POST"])
+
+    async def _render(self, kind: type[TextBody] | type[ChatBody], request: Request, visit: Visit) -> Response:
+        """Of texts one object for each prompt, in a list; of a chat one object."""
+        asked = await self._opener.read(kind, request)
+        opened = await self._opener.open(asked, request, visit)
+        with self._visits.noted(request):
+            rendered = await self._rendered(opened)
+        headers = {**await visit.charge([]), **asked.ignored}
+        content = rendered if kind is TextBody else rendered[0]
+        return json_answer(content, headers)
+
+    async def _rendered(self, opened: Sequence[Completion]) -> list[JSON]:
+        """The text is an extension: vLLM has the tokens alone. Raises RequestError."""
+        rendered, num_chars = list[JSON](), 0
+        for one in opened:
+            text = await one.prompt_text()
+            num_chars += len(text) + ID_CHARS * len(one.prompt_ids)
+            if num_chars > MAX_REPEATED:
+                raise RequestError("prompt: is too much for an answer to repeat; ask for fewer at once", param="prompt")
+            names = {"request_id": one.request.id, "model": one.service.model.id}
+            rendered.append({**names, "token_ids": one.prompt_ids, "prompt": text})
+            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
+        return rendered

@@ -1,0 +1,110 @@
+"""POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them, and GET /version."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from core.types.errors import RequestError
+from frontend.access.request_context import Visit
+from frontend.http.json_response import json_answer
+from frontend.http.request_contexts import HttpVisits, client_of, peer_of
+from frontend.openai.fields import OpenAIObject, ignored_header
+from frontend.openai.messages import ChatSettings, Messages
+from frontend.text.completion_request import CompletionRequest
+from frontend.text.models import Models
+from frontend.text.prompt_encoder import num_chars
+
+PACKAGE = "xpyd"
+
+
+class TokenizeBody(ChatSettings):
+    """POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """Default true of a prompt, as in /v1/completions, and false of messages, whose template writes them."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(OpenAIObject):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class TokensApi:
+    """A key's limits count these as requests, and no tokens of theirs."""
+
+    def __init__(self, models: Models, visits: HttpVisits) -> None:
+        self._models = models
+        self._visits = visits
+
+    def add_to(self, app: FastAPI) -> None:
+        app.add_api_route("/tokenize", self._visits.route(self._tokenize), methods=["POST"])
+        app.add_api_route("/detokenize", self._visits.route(self._detokenize), methods=["POST"])
+        app.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"])
+        app.add_api_route("/version", self.version, methods=["GET"])
+
+    async def tokenizer_info(self, model: str = "") -> Response:
+        """What a client needs to write a prompt as the model knows it: lm-eval asks, and then needs no tokenizer."""
+        prompts = self._models.find(model).prompts
+        tokens = {
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
+            **prompts.tokenizer.special_tokens,
+        }
+        return JSONResponse({**tokens, "chat_template": prompts.chat_template.source or None})
+
+    async def version(self) -> Response:
+        return JSONResponse({"version": version(PACKAGE)})
+
+    async def _tokenize(self, request: Request, visit: Visit) -> Response:
+        def made(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
+            if (body.prompt is None) == (body.messages is None):
+                raise RequestError("prompt: give a prompt or messages, one of them", param="prompt")
+            prompt = body.prompt if body.messages is None else body.chat(body.messages)
+            asked = CompletionRequest(
+                id=request.state.request_id,
+                prompt=prompt or "",
+                model=body.model or "",
+                peer=peer_of(request),
+                add_special_tokens=body.add_special_tokens,
+            )
+            num_chars(asked.prompt)  # a chat keeps it
+            return body, asked, ignored_header(body)
+
+        body, asked, ignored = await self._visits.read(TokenizeBody, request, made)
+        with self._visits.noted(request):
+            served = self._models.find(asked.model)
+            ids = await served.prompts.tokenize(client_of(request).bound(asked))
+        text_of = served.tokenizer.token_text
+        answer = {
+            "count": len(ids),
+            "max_model_len": served.model.max_context,
+            "tokens": ids,
+            "token_strs": [text_of(token_id) for token_id in ids] if body.return_token_strs else None,
+        }
+        return await _answer(answer, ignored, visit)
+
+    async def _detokenize(self, request: Request, visit: Visit) -> Response:
+        def made(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
+            asked = CompletionRequest(
+                id=request.state.request_id, prompt=tuple(body.tokens), model=body.model or "", peer=peer_of(request)
+            )
+            return asked, ignored_header(body)
+
+        asked, ignored = await self._visits.read(DetokenizeBody, request, made)
+        with self._visits.noted(request):
+            served = self._models.find(asked.model)
+            text = await served.prompts.detokenize(client_of(request).bound(asked))
+        return await _answer({"prompt": text}, ignored, visit)
+
+
+async def _answer(answer: dict[str, Any], ignored: dict[str, str], visit: Visit) -> Response:
+    return json_answer(answer, {**await visit.charge([]), **ignored})

@@ -1,0 +1,55 @@
+"""What a chat says beside text in the OpenAI API's words: calls of tools, in chunks and whole, and thinking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontend.text.answer_reader import CallSaid
+from frontend.text.events import Delta
+
+
+def chunk_of(call: CallSaid) -> dict[str, Any]:
+    """More of a call, in a delta."""
+    if call.id:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.number, "id": call.id, "type": "function", "function": function}
+    return {"index": call.number, "function": {"arguments": call.arguments}}
+
+
+class WholeChoice:
+    """What all deltas of a choice say together. What began as a call and is none is text here, all of it."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: dict[int, CallSaid] = {}
+        self._arguments: dict[int, list[str]] = {}
+
+    def add(self, delta: Delta) -> None:
+        for call in delta.calls:
+            if call.broken is not None:
+                del self._calls[call.number]
+            else:
+                self._calls.setdefault(call.number, call)
+                self._arguments.setdefault(call.number, []).append(call.arguments)
+        self._thoughts.append(delta.thinking)
+        self._texts.append(delta.text_with_broken(is_whole=True) if delta.calls else delta.text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def thinking(self) -> str:
+        return "".join(self._thoughts)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": "".join(self._arguments[number])},
+            }
+            for number, call in self._calls.items()
+        ]

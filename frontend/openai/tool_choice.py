@@ -1,0 +1,51 @@
+"""Answers that are bound to be calls (`tool_choice`): the schema that they keep to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import RequestError
+from frontend.openai.messages import ToolGiven
+from frontend.structured_output.json_schema import moved
+
+
+def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) -> Grammar:
+    """The arguments of the tool of that name; or, where it is "", a list of calls of any. Raises RequestError."""
+    if not tools:
+        raise RequestError("tool_choice: needs tools", param="tool_choice")
+    if name:
+        chosen = next((tool for tool in tools if tool.function.name == name), None)
+        if chosen is None:
+            raise RequestError(f"tool_choice: no tool is named {name!r}", param="tool_choice")
+        schema = _object(chosen.function.parameters)
+        is_strict = bool(chosen.function.strict)
+    else:
+        calls = [_call(tool, f"#/$defs/tool{number}") for number, tool in enumerate(tools)]
+        places = [f"tool{number}" for number in range(len(tools))]
+        try:
+            definitions = {
+                place: moved(_object(tool.function.parameters), f"#/$defs/{place}")
+                for place, tool in zip(places, tools, strict=True)
+            }
+        except RecursionError:
+            raise RequestError("tools: a schema is nested too deeply", param="tools") from None
+        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
+        if not is_parallel:
+            schema["maxItems"] = 1
+        is_strict = all(tool.function.strict for tool in tools)
+    kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
+    return Grammar(kind=kind, text=json.dumps(schema))
+
+
+def _call(tool: ToolGiven, place: str) -> dict[str, Any]:
+    """{"name": …, "arguments": …}; place: where the schema of its arguments stands."""
+    properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
+    required = ["name", "arguments"]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _object(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"type": "object", **(parameters or {})}

@@ -1,0 +1,120 @@
+"""The formats in which families of models write calls, by the names that vLLM has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from frontend.parsers.json_call import json_arguments, json_call
+from frontend.parsers.pythonic import PYTHON_END, PYTHON_START, pythonic
+from frontend.parsers.qwen_xml import qwen3_coder
+from frontend.parsers.scanner import Reading, Scanner
+
+Format: TypeAlias = Callable[[Scanner], Reading[None]]
+
+_MAX_NAME = 128
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 - DeepSeek's own bars
+_DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+_DEEPSEEK_SEP = "<｜tool▁sep｜>"  # noqa: RUF001
+
+
+def hermes(scan: Scanner) -> Reading[None]:
+    """Hermes, Qwen 2.5, Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>, once for each call."""
+    while (yield from scan.text_until("<tool_call>")):
+        if (yield from json_call(scan)):
+            yield from scan.optional("</tool_call>")
+
+
+def llama3_json(scan: Scanner) -> Reading[None]:
+    """Llama 3.1 and later: {"name": …, "parameters": {…}}, alone or after <|python_tag|>; several have ; between."""
+    is_call = yield from scan.next_is("{")
+    while is_call or (yield from scan.text_until("<|python_tag|>")):
+        while (yield from json_call(scan)) and (yield from scan.optional(";")):
+            pass
+        is_call = False
+
+
+def mistral(scan: Scanner) -> Reading[None]:
+    """[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]; since version 11 [TOOL_CALLS]name[ARGS]{…}, for each call."""
+    while (yield from scan.text_until("[TOOL_CALLS]")):
+        if (yield from scan.optional("[")):
+            yield from _listed(scan)
+        else:
+            yield from _named(scan)
+
+
+def forced_calls(scan: Scanner) -> Reading[None]:
+    """[{"name": …, "arguments": {…}}, …] and nothing else: where the answer was bound to be calls."""
+    if (yield from scan.optional("[")):
+        yield from _listed(scan)
+    yield from scan.all_text()
+
+
+def forced_call(scan: Scanner, *, name: str) -> Reading[None]:
+    """The arguments of one call and nothing else: where the answer was bound to be a call of `name`."""
+    yield from json_arguments(scan, name)
+    yield from scan.all_text()
+
+
+def _listed(scan: Scanner) -> Reading[None]:
+    while (yield from json_call(scan)):
+        if not (yield from scan.optional(",")):
+            yield from scan.optional("]")
+            break
+
+
+def _named(scan: Scanner) -> Reading[None]:
+    name = yield from scan.before("[CALL_ID]", "[ARGS]", "{", most=_MAX_NAME)
+    if (yield from scan.optional("[CALL_ID]")):
+        yield from scan.before("[ARGS]", most=_MAX_NAME)
+    yield from scan.optional("[ARGS]")
+    yield from json_arguments(scan, name.strip())
+
+
+def deepseek_v3(scan: Scanner) -> Reading[None]:
+    """DeepSeek V3 and R1 (type, separator, name, then JSON between fences), and V3.1 (name, separator, JSON)."""
+    while marker := (yield from scan.text_until(_DEEPSEEK_BEGIN, _DEEPSEEK_CALL)):
+        if marker == _DEEPSEEK_BEGIN and not (yield from scan.optional(_DEEPSEEK_CALL)):
+            scan.give_up()
+            continue
+        name = yield from scan.before(_DEEPSEEK_SEP, most=_MAX_NAME)
+        yield from scan.optional(_DEEPSEEK_SEP)
+        is_fenced = name.strip() == "function" and not (yield from scan.next_is("{"))
+        if is_fenced:
+            name = yield from scan.before("```json", most=_MAX_NAME)
+            yield from scan.optional("```json")
+        if (yield from json_arguments(scan, name.strip())):
+            if is_fenced:
+                yield from scan.optional("```")
+            yield from scan.optional(_DEEPSEEK_CALL_END)
+            yield from scan.optional(_DEEPSEEK_END)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A format, and what is special about its text."""
+
+    read: Format
+    markers: tuple[str, ...]  # that may be special tokens, and belong to the text all the same
+    told_by: tuple[str, ...]  # any of these in a chat template tells that its model writes so
+
+
+# Those that are told by what others have, too, come last.
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "deepseek_v3": CallFormat(
+        deepseek_v3,
+        (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL, _DEEPSEEK_SEP, _DEEPSEEK_CALL_END, _DEEPSEEK_END),
+        (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL),
+    ),
+    "mistral": CallFormat(mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), ("[TOOL_CALLS]",)),
+    "qwen3_coder": CallFormat(qwen3_coder, ("<tool_call>", "</tool_call>"), ("<function=",)),
+    "hermes": CallFormat(hermes, ("<tool_call>", "</tool_call>"), ("<tool_call>",)),
+    "pythonic": CallFormat(pythonic, (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1(")),
+    "llama3_json": CallFormat(llama3_json, ("<|python_tag|>",), ("<|python_tag|>", '"parameters": dictionary')),
+}
+
+
+def find_call_format(template: str) -> str | None:
+    """The name of the format that a chat template tells its model to write; None: it tells none that we read."""
+    return next((name for name, kind in CALL_FORMATS.items() if any(mark in template for mark in kind.told_by)), None)

@@ -1,0 +1,122 @@
+"""A call that the model writes as JSON: {"name": …, "arguments": {…}}, or the arguments alone after a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from frontend.parsers.json_value import JsonValue
+from frontend.parsers.scanner import Reading, Scanner
+
+_ARGUMENTS = ("arguments", "parameters")
+_OTHERS = ("type", "id")  # that some models write, too
+
+
+def json_call(scan: Scanner) -> Reading[bool]:
+    """What comes next; whether it was a call. In whichever order its members are."""
+    name, arguments = "", ""
+    is_call = yield from scan.optional("{")
+    while is_call:
+        key = yield from _member(scan)
+        if key == "name" and not name:
+            name = _string((yield from _held(scan)))
+            is_call = name in scan.tools
+        elif key in _ARGUMENTS and name and (yield from scan.next_is("{")):
+            return (yield from json_arguments(scan, name)) and (yield from _tail(scan))
+        elif key in _ARGUMENTS:
+            arguments = _object((yield from _held(scan)))
+            is_call = bool(arguments)
+        else:
+            is_call = key in _OTHERS and bool((yield from _held(scan)))
+        is_over = is_call and not (yield from scan.optional(","))
+        if is_call and name and (arguments or (is_over and (yield from scan.next_is("}")))):
+            scan.begin(name)
+            scan.say_arguments(arguments or "{}")
+            scan.end_call()
+            return (yield from _tail(scan, is_open=not is_over))
+        is_call = is_call and not is_over
+    scan.give_up()
+    return False
+
+
+def json_arguments(scan: Scanner, name: str) -> Reading[bool]:
+    """The arguments of a call, whose name has been read, come next; whether they did."""
+    if name not in scan.tools or not (yield from scan.next_is("{")):
+        scan.give_up()
+        return False
+    scan.begin(name)
+    if not (yield from _streamed(scan)):
+        return False
+    scan.end_call()
+    return True
+
+
+def _tail(scan: Scanner, *, is_open: bool = False) -> Reading[bool]:
+    """What a model writes after name and arguments; what does not belong there is text. is_open: a comma was taken."""
+    while is_open or (yield from scan.optional(",")):
+        is_open = False
+        if (yield from _member(scan)) not in _OTHERS or not (yield from _held(scan)):
+            scan.give_up()
+            return True
+    yield from scan.optional("}")
+    return True
+
+
+def _member(scan: Scanner) -> Reading[str]:
+    """The key of the next member, up to its value; "" where there is none."""
+    if not (yield from scan.next_is('"')):
+        return ""
+    key = _string((yield from _held(scan)))
+    return key if (yield from scan.optional(":")) else ""
+
+
+def _streamed(scan: Scanner) -> Reading[bool]:
+    """A value that is said as it comes. Where it is none, the call that has begun is given up."""
+    yield from scan.optional("")  # space before it is no part of it
+    return (yield from _value(scan, scan.say_arguments))
+
+
+def _held(scan: Scanner) -> Reading[str]:
+    """A value; "" where it is none, or goes on for too long."""
+    parts: list[str] = []
+    return "".join(parts) if (yield from _value(scan, parts.append)) else ""
+
+
+def _value(scan: Scanner, take: Callable[[str], None]) -> Reading[bool]:
+    value = JsonValue()
+    while True:
+        text = scan.rest
+        num = value.feed(text)
+        if num:
+            scan.take(num)
+            take(text[:num])
+        if value.is_done:
+            return True
+        if not value.is_bad and scan.is_ended:
+            value.end()
+            if value.is_done:
+                return True
+        if value.is_bad or scan.is_held_for_too_long:
+            if scan.is_begun:
+                scan.give_up()
+            return False
+        yield
+
+
+def _string(text: str) -> str:
+    """Of a JSON string; "" of what is none."""
+    return json.loads(text) if text.strip().startswith('"') else ""
+
+
+def _object(text: str) -> str:
+    """JSON arguments, also where the model wrote them into a string; "" where they are no object."""
+    try:
+        found = json.loads(text or '""')
+        if isinstance(found, str) and found:
+            text, found = found, json.loads(found)
+            text.encode()  # half of a pair is no character
+    except (ValueError, RecursionError):  # also numbers of more digits than Python takes
+        return ""
+    if found is None:
+        return "{}"
+    return text.strip() if isinstance(found, dict) else ""

@@ -1,0 +1,103 @@
+"""Calls that the model writes as Python does: [get_weather(city="Paris", days=3), …]. They are read, never run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+
+from frontend.parsers.scanner import Reading, Scanner
+
+PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+
+_MAX_NAME = 128
+_MAX_CALL = 64 * 1024  # characters
+_JSONS_OWN = {"true": True, "false": False, "null": None}
+
+
+def pythonic(scan: Scanner) -> Reading[None]:
+    """Llama 3.2, Llama 4, ToolACE: a list of calls, as the whole answer or after <|python_start|>."""
+    is_list = yield from scan.next_is("[")
+    while is_list or (yield from scan.text_until(PYTHON_START)):
+        is_list = False
+        if not (yield from scan.optional("[")):
+            scan.give_up()
+            continue
+        while (yield from _call(scan)):
+            if not (yield from scan.optional(",")):
+                yield from scan.optional("]")
+                yield from scan.optional(PYTHON_END)
+                break
+
+
+def _call(scan: Scanner) -> Reading[bool]:
+    name = (yield from scan.before("(", most=_MAX_NAME)).strip()
+    if name not in scan.tools:
+        scan.give_up()
+        return False
+    source = yield from _brackets(scan)
+    arguments = _arguments(f"{name}{source}") if source else ""
+    if not arguments:
+        scan.give_up(is_text=True)  # markers in it would each be read to the same end again
+        return False
+    scan.begin(name)
+    scan.say_arguments(arguments)
+    scan.end_call()
+    return True
+
+
+def _brackets(scan: Scanner) -> Reading[str]:
+    """From the opening bracket that is next to the one that closes it; "" where none does."""
+    parts: list[str] = []
+    depth, quote, is_escaped, num_chars = 0, "", False, 0
+    while num_chars <= _MAX_CALL:
+        text = scan.rest
+        for at, character in enumerate(text):
+            if is_escaped:
+                is_escaped = False
+            elif quote:
+                is_escaped = character == "\\"
+                quote = "" if character == quote else quote
+            elif character in "'\"":
+                quote = character
+            elif character in "([{":
+                depth += 1
+            elif character in ")]}":
+                depth -= 1
+                if not depth:
+                    return "".join([*parts, scan.take(at + 1)])
+        if text:
+            parts.append(scan.take(len(text)))
+            num_chars += len(text)
+        if scan.is_ended:
+            break
+        yield
+    return ""
+
+
+def _arguments(source: str) -> str:
+    """The JSON object of a call's keywords; "" where it is no call of plain values."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an escape that Python does not know
+            call = ast.parse(source.lstrip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            return ""
+        values = {keyword.arg: ast.literal_eval(_with_pythons_own(keyword.value)) for keyword in call.keywords}
+        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        text.encode()  # Python's strings may have half a pair, which is no character
+        return text
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return ""
+
+
+def _with_pythons_own(value: ast.expr) -> ast.expr:
+    """JSON's words for true, false and null are Python's names."""
+    return _Words().visit(value)  # type: ignore[no-any-return]
+
+
+class _Words(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in _JSONS_OWN:
+            return ast.copy_location(ast.Constant(_JSONS_OWN[node.id]), node)
+        return node

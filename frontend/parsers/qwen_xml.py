@@ -1,0 +1,84 @@
+"""Calls of Qwen3-Coder: tags, with the arguments as bare text, which become JSON by the tool's own schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from frontend.parsers.scanner import Reading, Scanner
+
+_MAX_NAME = 128
+_BY_JSON = {"integer", "number", "boolean", "object", "array", "null"}
+
+
+def qwen3_coder(scan: Scanner) -> Reading[None]:
+    """<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>, once for each call."""
+    while marker := (yield from scan.text_until("<tool_call>", "<function=")):
+        if marker == "<tool_call>" and not (yield from scan.optional("<function=")):
+            scan.give_up()
+            continue
+        name = yield from scan.before(">", most=_MAX_NAME)
+        if name not in scan.tools or not (yield from scan.optional(">")):
+            scan.give_up()
+            continue
+        scan.begin(name)
+        if (yield from _parameters(scan, scan.tools[name])):
+            scan.end_call()
+            yield from scan.optional("</tool_call>")
+        else:
+            scan.give_up()
+
+
+def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
+    """Up to the end of the function; whether it came."""
+    properties = schema.get("properties")
+    opening = "{"
+    while (yield from scan.optional("<parameter=")):
+        key = yield from scan.before(">", most=_MAX_NAME)
+        yield from scan.optional(">")
+        value = yield from scan.before("</parameter>")
+        if not (yield from scan.optional("</parameter>")):
+            return False
+        about = properties.get(key) if isinstance(properties, Mapping) else None
+        scan.say_arguments(f"{opening}{json.dumps(key)}: {_as_json(value, about)}")
+        opening = ", "
+    if not (yield from scan.optional("</function>")):
+        return False
+    scan.say_arguments("{}" if opening == "{" else "}")
+    return True
+
+
+def _as_json(value: str, schema: Any) -> str:
+    """Text, unless the schema asks for something else and the value is that. One line break at each end is markup."""
+    text = value.removeprefix("\n").removesuffix("\n")
+    types = _types(schema)
+    if types & _BY_JSON and ("string" not in types or text.strip() == "null"):
+        for word in (text.strip(), text.strip().lower()):  # Python's True, False
+            try:
+                json.loads(word, parse_constant=_refuse)
+            except (ValueError, RecursionError):
+                continue
+            return word
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _types(schema: Any) -> set[str]:
+    """All that a schema names, directly or in a choice."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else {one for one in _listed(named) if isinstance(one, str)}
+    for choice in ("anyOf", "oneOf"):
+        for one in _listed(schema.get(choice)):
+            types |= {one["type"]} if isinstance(one, Mapping) and isinstance(one.get("type"), str) else {"object"}
+    return types
+
+
+def _listed(value: Any) -> list[Any]:
+    """A client's schema may have anything there."""
+    return value if isinstance(value, list) else []
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

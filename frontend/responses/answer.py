@@ -1,0 +1,135 @@
+"""One completion to one response of /v1/responses, whole or in events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from core.types.errors import outcome_of
+from core.types.request import FinishReason
+from frontend.http.json_response import JSON
+from frontend.openai.errors import error_body
+from frontend.openai.forms import ChatForm
+from frontend.responses.events import ResponseEvents
+from frontend.responses.output import ResponseOutput
+from frontend.text.completion import Completion
+from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
+
+Keep = Callable[[JSON], Awaitable[bool]]  # stores a response that is whole, and says whether it has
+
+
+@dataclass(kw_only=True)
+class ResponseAnswer:
+    """Is run once, whole or in events."""
+
+    id: str
+    model: str
+    completion: Completion
+    form: ChatForm
+    told_again: Mapping[str, Any]  # of the body
+    keep: Keep
+    stores: bool  # what `store` says until it is known
+    is_streamed: bool
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._events = ResponseEvents()
+        self._output = ResponseOutput(
+            self.id.partition("_")[2], partial(_logprobs, self.form), self._events if self.is_streamed else None
+        )
+        self._finished: Finished | None = None
+        self._usage: TokenUsage | None = None
+
+    async def whole(self) -> JSON:
+        """Raises ClusterError."""
+        async with self.completion.run() as arrivals:
+            async for arrived in arrivals:
+                self._take(arrived)
+        return await self._kept()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, the last of them with the whole. Raises ClusterError."""
+        told, is_first = self._events, True
+        async with self.completion.run() as arrivals:
+            async for arrived in arrivals:
+                if is_first:
+                    is_first = False
+                    begun = self._response("in_progress")
+                    told.tell("response.created", response=begun)
+                    told.tell("response.in_progress", response=begun)
+                self._take(arrived)
+                if written := told.taken():
+                    yield written
+        response = await self._kept()
+        told.tell(f"response.{response['status']}", response=response)
+        yield told.taken()
+
+    def _take(self, arrived: Sequence[Event]) -> None:
+        for event in arrived:
+            match event:
+                case Delta():
+                    self._output.add(event)
+                case Finished():
+                    self._finished = event
+                    self._output.finish(event)
+                case Summary():
+                    self._usage = event.usage
+
+    def failed(self, error: BaseException) -> tuple[str, JSON]:
+        """Name and data of the last event of a stream that fails after its beginning."""
+        self._output.finish(None)
+        told, outcome = error_body(error)["error"], outcome_of(error)
+        told["code"] = "server_error" if outcome.http >= 500 else outcome.code  # of OpenAI's words for it
+        response = self._response("failed", output=self._output.items, error=told, store=False)
+        number = self._events.next_number()
+        return "response.failed", {"type": "response.failed", "response": response, "sequence_number": number}
+
+    async def _kept(self) -> JSON:
+        finished, usage = self._finished, self._usage
+        assert finished and usage
+        is_cut = finished.reason is FinishReason.LENGTH
+        response = self._response(
+            "incomplete" if is_cut else "completed",
+            completed_at=None if is_cut else int(time.time()),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            output=self._output.items,
+            usage=_usage(usage),
+        )
+        if self.stores:
+            response["store"] = await self.keep(response)
+        return response
+
+    def _response(self, status: str, **more: Any) -> JSON:
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "output": [],
+            "usage": None,
+            "store": self.stores,
+            **self.told_again,
+            **more,
+        }
+
+
+def _logprobs(form: ChatForm, delta: Delta) -> list[JSON]:
+    content: list[JSON] = form.logprobs([delta])["content"]
+    return content
+
+
+def _usage(usage: TokenUsage) -> JSON:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -1,0 +1,158 @@
+"""POST /v1/responses, and what is stored of its answers: GET and DELETE /v1/responses/{id}, and its input items."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from core.types.errors import RequestError, UnsupportedField
+from frontend.access.request_context import Visit
+from frontend.http.connections import HTTP_DOOR
+from frontend.http.event_stream import EventStream, whole_answer
+from frontend.http.held_answer import HeldAnswer
+from frontend.http.json_response import JSON, json_answer, to_json
+from frontend.http.open_requests import Opener
+from frontend.http.pagination import is_newest_first, page_size
+from frontend.http.request_contexts import Endpoints, HttpVisits, client_of, tenant_of
+from frontend.openai.forms import ChatForm
+from frontend.responses.answer import ResponseAnswer
+from frontend.responses.errors import ResponsesErrors
+from frontend.responses.store import SMALL_BYTES
+from frontend.responses.stored import StoredResponses
+from frontend.responses.turn import StoredTurn, Turn, id_of
+from frontend.responses.types import ResponsesBody
+from frontend.text.completion_request import MAX_REQUEST_BYTES
+from frontend.text.models import Models
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LISTED, _MAX_LISTED = 20, 100  # items of a page
+
+
+class ResponsesApi:
+    """The endpoints. A key's limits count each call as a request."""
+
+    def __init__(self, models: Models, visits: HttpVisits, stored: StoredResponses) -> None:
+        self._models = models
+        self._visits = visits
+        self._opener = Opener(models, visits)
+        self._stored = stored
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Those that bring answers."""
+        return {"/v1/responses": self.create}
+
+    def add_to(self, app: FastAPI) -> None:
+        """The others."""
+        for path, method, endpoint in (
+            ("/v1/responses/{id}", "GET", self._read),
+            ("/v1/responses/{id}", "DELETE", self._delete),
+            ("/v1/responses/{id}/input_items", "GET", self._list),
+        ):
+            app.add_api_route(path, self._visits.route(endpoint), methods=[method])
+
+    async def create(self, request: Request) -> Response:
+        request.state.errors = ResponsesErrors()
+        return self._visits.answer(request, self._create)
+
+    async def _create(self, request: Request, visit: Visit) -> Response:
+        id = f"resp_{secrets.token_hex(16)}"
+        turn = await self._visits.read(ResponsesBody, request, partial(Turn.of, request, id))
+        if turn.asked is None:
+            turn = await self._completed(turn, request)
+        assert turn.asked
+        (completion,) = await self._opener.open(turn.asked, request, visit)
+        headers = {**await visit.charge([completion]), **turn.asked.ignored}
+        body, tenant = turn.asked.body, tenant_of(request)
+
+        async def keep(response: JSON) -> bool:
+            value = to_json({"response": response, "input": turn.items})
+            return await self._stored.put(tenant, id, value)
+
+        answer = ResponseAnswer(
+            id=id,
+            model=completion.service.model.id,
+            completion=completion,
+            form=ChatForm(completion.service.tokenizer),
+            told_again=turn.told_again,
+            keep=keep,
+            stores=body.store is not False and self._stored.stores,
+            is_streamed=bool(body.stream),
+        )
+        if body.stream:
+            return EventStream(answer.events(), more_headers=headers, errors=ResponsesErrors(answer))
+        return await whole_answer(request.receive, answer.whole(), headers)
+
+    async def _completed(self, turn: Turn, request: Request) -> Turn:
+        """With what it goes on from. Raises UnknownResponse, StoreUnavailable and what a body may raise."""
+        stored, num_bytes = dict[str, bytes](), 0
+        with self._visits.noted(request), ExitStack() as held:
+            for id, field in turn.needed.items():
+                stored[id] = await self._stored.get(tenant_of(request), id, held, param=field)
+                num_bytes += len(stored[id])
+                if num_bytes > MAX_REQUEST_BYTES:
+                    text = f"input: what its items refer to has more than {MAX_REQUEST_BYTES} bytes"
+                    raise RequestError(text, param="input")
+            return await self._aside(request, num_bytes, turn.completed, stored, request)
+
+    async def _read(self, request: Request, visit: Visit) -> Response:
+        if request.query_params.get("stream") in ("true", "True", "1"):
+            raise UnsupportedField("stream: what is stored is not streamed again", param="stream")
+        return await self._shown(request, visit, lambda turn: turn.response)
+
+    async def _delete(self, request: Request, visit: Visit) -> Response:
+        id = request.path_params["id"]
+        with self._visits.noted(request):
+            await self._stored.delete(tenant_of(request), id)
+        return json_answer({"id": id, "object": "response", "deleted": True}, await visit.charge([]))
+
+    async def _list(self, request: Request, visit: Visit) -> Response:
+        return await self._shown(request, visit, partial(_page, query=dict(request.query_params)))
+
+    async def _shown(self, request: Request, visit: Visit, part: Callable[[StoredTurn], object]) -> Response:
+        """A part of what is stored, which counts as held until it has been written."""
+
+        def written(value: bytes) -> bytes:
+            return to_json(part(StoredTurn.of(value)))
+
+        with ExitStack() as held:
+            with self._visits.noted(request):
+                value = await self._stored.get(tenant_of(request), request.path_params["id"], held)
+                body = await self._aside(request, len(value), written, value)
+            headers = await visit.charge([])
+            return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_DOOR.message_s)
+
+    async def _aside(
+        self, request: Request, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `work` makes of so many bytes: of more than a few, on another thread."""
+        if num_bytes <= SMALL_BYTES:
+            return work(*args, **kwargs)
+        return await self._models.default.threads.run(client_of(request).key_id, work, *args, **kwargs)
+
+
+def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:
+    """The input items that are asked for. Raises RequestError."""
+    limit, after = page_size(query, default=_LISTED, most=_MAX_LISTED), query.get("after")
+    ordered = turn.input[::-1] if is_newest_first(query) else turn.input
+    begin = 0
+    if after:
+        begin = next((n for n, item in enumerate(ordered, 1) if id_of(item) == after), len(ordered))
+    end = begin + limit
+    listed = ordered[begin:end]
+    ids = [id_of(item) for item in listed] or [""]
+    return {
+        "object": "list",
+        "data": listed,
+        "first_id": ids[0],
+        "last_id": ids[-1],
+        "has_more": end < len(ordered),
+    }

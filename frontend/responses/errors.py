@@ -1,0 +1,48 @@
+"""Errors of /v1/responses: in OpenAI's form, by the names that fields have there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from core.types.errors import RequestError, outcome_of
+from frontend.openai.errors import OpenAIErrors, error_body
+from frontend.responses.answer import ResponseAnswer
+
+# What a chat calls what is asked for here. A number there counts messages, and not items.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_OF_CHAT = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
+
+
+class ResponsesErrors:
+    """Of one request; implements ErrorForm."""
+
+    def __init__(self, answer: ResponseAnswer | None = None) -> None:
+        """answer: that is streamed."""
+        self._answer = answer
+
+    def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
+        return outcome_of(error).http, error_body(_named(error))
+
+    def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
+        return OpenAIErrors().http(status, phrase=phrase, message=message)
+
+    def event(self, error: BaseException) -> tuple[str, dict[str, Any]]:
+        assert self._answer
+        return self._answer.failed(error)
+
+
+def _named(error: BaseException) -> BaseException:
+    """With the name that its field has here."""
+    if not isinstance(error, RequestError) or not (found := _OF_CHAT.match(error.param or "")):
+        return error
+    return type(error)(_OF_CHAT.sub(_name, str(error), count=1), param=_NAMES[found[1]])
+
+
+def _name(found: re.Match[str]) -> str:
+    return _NAMES[found[1]]

@@ -1,0 +1,215 @@
+"""The items that /v1/responses takes: as a client sends them, as they are stored, and as messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from core.types.errors import RequestError
+from frontend.http.json_response import JSON
+from frontend.openai.fields import UNSUPPORTED, Ignored, OpenAIObject
+from frontend.openai.messages import MAX_PARTS, CalledFunction, CallInHistory, ChatMessage, TextPart
+from frontend.text.completion_request import MAX_MESSAGES, MAX_ROLE_CHARS
+
+MAX_ID_CHARS = 128
+_MAX_TOLD = 64  # characters of a word of the client's
+_ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+REFERENCE = "item_reference"
+_NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
+           "function_call_output": ("call_id", "output"), REFERENCE: ("id",)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Validates a `type`: what others are known by is refused by name."""
+
+    taken: tuple[str, ...]
+
+    def __call__(self, value: str | None) -> str | None:
+        if value is not None and value not in self.taken:
+            context = {"value": value[:_MAX_TOLD], "taken": ", ".join(self.taken)}
+            raise PydanticCustomError(UNSUPPORTED, "'{value}' is not supported here; these are: {taken}", context)
+        return value
+
+
+class ItemPart(OpenAIObject):
+    """Of what an item says: text alone."""
+
+    type: Annotated[str, AfterValidator(Kinds(("input_text", "output_text", "text", "reasoning_text", "summary_text")))]
+    text: str
+    # Of an answer that comes back as it went.
+    annotations: Ignored = None
+    logprobs: Ignored = None
+    parsed: Ignored = None
+
+
+def _parts(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of text parts")
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+def _items(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of items")
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[
+    Annotated[list[ItemPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(_parts)
+]
+Id = Annotated[str, Field(max_length=MAX_ID_CHARS)]
+
+
+class InputItem(OpenAIObject):
+    type: Annotated[str | None, AfterValidator(Kinds((*_ID_PREFIX, REFERENCE)))] = None
+    """`message`, the default, `function_call`, `function_call_output`, `reasoning`, or `item_reference`: an item of a
+    stored response, by its `id`."""
+    id: Id | None = None
+    """Kept, and told again."""
+    role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)] | None = None
+    """Of a message: `user`, `assistant`, `system`, `developer`."""
+    content: Parts = None
+    """Of a message or a reasoning: a string, or a list of parts of text."""
+    call_id: Id | None = None
+    """Of a call and its output, which it ties together."""
+    name: str | None = None
+    """Of a call: the function."""
+    arguments: str | None = None
+    """Of a call: a JSON object, written as a string."""
+    output: Parts = None
+    """Of a call's output: a string, or a list of parts of text."""
+    summary: Parts = None
+    """Of a reasoning: taken for its content, where it has none."""
+    # Of an item of an answer that comes back as it went.
+    status: Ignored = None
+    phase: Ignored = None
+    encrypted_content: Ignored = None
+    parsed_arguments: Ignored = None
+
+    @property
+    def kind(self) -> str:
+        return self.type or "message"
+
+    def check(self, path: str) -> None:
+        """Whether it has what its type needs. Raises RequestError."""
+        for name in _NEEDED.get(self.kind, ()):
+            given = getattr(self, name)
+            if given is None or (name == "id" and not given):
+                raise RequestError(f"{path}.{name}: is required of a {self.kind}", param=f"{path}.{name}")
+
+    def to_store(self, default_id: str) -> JSON:
+        """As it is kept, and as clients read it. default_id: where the client has given it none."""
+        kept: JSON = {"id": self.id or f"{_ID_PREFIX[self.kind]}_{default_id}", "type": self.kind}
+        match self.kind:
+            case "message" if self.role == "assistant":
+                content: list[JSON] = [
+                    {"type": "output_text", "text": part.text, "annotations": []} for part in self.content or ()
+                ]
+                kept |= {"role": self.role, "content": content}
+            case "message":
+                content = [{"type": "input_text", "text": part.text} for part in self.content or ()]
+                kept |= {"role": self.role, "content": content}
+            case "function_call":
+                kept |= {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+            case "function_call_output":
+                kept |= {"call_id": self.call_id, "output": _text(self.output)}
+            case "reasoning":
+                content = [{"type": "reasoning_text", "text": self.thinking}]
+                return kept | {"summary": [], "content": content if self.thinking else []}
+        return kept | {"status": "completed"}
+
+    @property
+    def is_assistants(self) -> bool:
+        return self.kind in ("function_call", "reasoning") or (self.kind == "message" and self.role == "assistant")
+
+    @property
+    def thinking(self) -> str:
+        return _text(self.content) or _text(self.summary)
+
+    @property
+    def texts(self) -> list[TextPart]:
+        """For a message of a chat."""
+        parts = self.output if self.kind == "function_call_output" else self.content
+        return [TextPart.model_construct(type="text", text=part.text) for part in parts or ()]
+
+
+Items = Annotated[
+    Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)],
+    BeforeValidator(_items),
+]
+
+
+def shown(items: Sequence[InputItem]) -> list[int]:
+    """Which of them the model is shown: all but reasoning that the assistant's next word or call does not follow."""
+    numbers, is_followed = list[int](), False
+    for number, item in reversed([*enumerate(items)]):
+        if item.kind != "reasoning":
+            is_followed = item.is_assistants
+        if item.kind != "reasoning" or is_followed:
+            numbers.append(number)
+    return numbers[::-1]
+
+
+def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
+    """What an assistant thought, said and called, in that order, is one message; what does not fit begins another."""
+    given = [_message("system", [TextPart.model_construct(type="text", text=instructions)])] if instructions else []
+    return [*given, *_told([items[number] for number in shown(items)])]
+
+
+def _told(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
+    turn: _Turn | None = None  # the assistant's, that is not over
+    for item in items:
+        if turn and not turn.takes(item):
+            yield turn.message()
+            turn = None
+        if item.is_assistants:
+            turn = turn or _Turn()
+            turn.add(item)
+        else:
+            answers = item.kind == "function_call_output"
+            yield _message("tool" if answers else item.role or "", item.texts, tool_call_id=item.call_id)
+    if turn:
+        yield turn.message()
+
+
+@dataclass
+class _Turn:
+    """A message of the assistant's, while it is made: thoughts, then one text, then calls."""
+
+    thoughts: list[str] = field(default_factory=list)
+    texts: list[TextPart] | None = None
+    calls: list[CallInHistory] = field(default_factory=list)
+
+    def takes(self, item: InputItem) -> bool:
+        return item.kind == "function_call" or (item.is_assistants and self.texts is None and not self.calls)
+
+    def add(self, item: InputItem) -> None:
+        match item.kind:
+            case "reasoning":
+                self.thoughts.append(item.thinking)
+            case "function_call":
+                function = CalledFunction.model_construct(name=item.name or "", arguments=item.arguments or "")
+                self.calls.append(CallInHistory.model_construct(id=item.call_id, function=function))
+            case _:
+                self.texts = item.texts
+
+    def message(self) -> ChatMessage:
+        return ChatMessage.model_construct(
+            role="assistant",
+            content=self.texts,
+            tool_calls=self.calls or None,
+            reasoning_content="\n".join(self.thoughts) if self.thoughts else None,
+        )
+
+
+def _message(role: str, content: list[TextPart] | None, *, tool_call_id: str | None = None) -> ChatMessage:
+    return ChatMessage.model_construct(role=role, content=content, tool_call_id=tool_call_id)
+
+
+def _text(parts: Sequence[ItemPart] | None) -> str:
+    return "\n".join(part.text for part in parts or ())

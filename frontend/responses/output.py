@@ -1,0 +1,157 @@
+"""What one answer is made of in the words of /v1/responses: items of thinking, text and calls, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from core.types.request import FinishReason
+from frontend.http.json_response import JSON
+from frontend.responses.events import part_of
+from frontend.text.answer_reader import CallSaid
+from frontend.text.events import Delta, Finished
+
+_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class Teller(Protocol):
+    """Who hears of items as they come."""
+
+    def begin(self, item: JSON, *, index: int) -> None: ...
+    def piece(self, text: str) -> None: ...
+    def piece_with(self, text: str, logprobs: list[JSON]) -> None: ...
+    def end(self, item: JSON, *, index: int, text: str, logprobs: list[JSON] | None) -> None: ...
+
+
+class ResponseOutput:
+    """Belongs to one response.
+
+    A call that turns out to be none has been told of by then: its item ends there, `incomplete`, and what is left of it
+    is text. Of the whole it is no part: all of its text is.
+    """
+
+    def __init__(self, id: str, logprobs_of: Callable[[Delta], list[JSON]], teller: Teller | None = None) -> None:
+        """id: in those of its items. teller: None: nobody hears of them before the end."""
+        self._id = id
+        self._logprobs_of = logprobs_of
+        self._teller = teller
+        self._items: list[_Item] = []
+        self._open: _Item | None = None
+
+    def add(self, delta: Delta) -> None:
+        if not delta.says_more:
+            if delta.text or (delta.has_logprobs and self._open and self._open.kind == "message"):
+                self._say(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
+            return
+        if delta.thinking:
+            self._opened("reasoning")
+            self._piece(delta.thinking)
+        told = 0
+        for call in delta.calls:
+            if delta.text[told : call.at]:
+                self._say(delta.text[told : call.at])
+            told = call.at
+            self._call(call)
+        if delta.text[told:]:
+            self._say(delta.text[told:])
+
+    def finish(self, finished: Finished | None) -> None:
+        """None: it failed, and nobody hears more of its items. Of a whole answer there is always one."""
+        if finished is None:
+            self._teller = None
+        if finished and not self._items:
+            self._opened("message")
+        if self._open:
+            self._close("completed" if finished and finished.reason is not FinishReason.LENGTH else "incomplete")
+
+    @property
+    def items(self) -> list[JSON]:
+        """All that have ended."""
+        return [item.whole() for item in self._items if item.status and not item.is_broken]
+
+    def _say(self, text: str, logprobs: list[JSON] | None = None) -> None:
+        item = self._opened("message")
+        if logprobs is None:
+            return self._piece(text)
+        item.texts.append(text)
+        item.logprobs = [*(item.logprobs or ()), *logprobs]
+        if self._teller:
+            self._teller.piece_with(text, logprobs)
+
+    def _call(self, call: CallSaid) -> None:
+        if call.broken is not None:
+            assert self._open
+            self._open.is_broken = True
+            self._close("incomplete")
+            item = self._opened("message")
+            item.broken, item.rest = call.broken, call.rest
+            if call.rest:
+                self._piece(call.rest)
+            return
+        if call.id:
+            self._begin("function_call", name=call.name, call_id=call.id)
+        if call.arguments:
+            self._piece(call.arguments)
+
+    def _piece(self, text: str) -> None:
+        assert self._open
+        self._open.texts.append(text)
+        if self._teller:
+            self._teller.piece(text)
+
+    def _opened(self, kind: str) -> _Item:
+        return self._open if self._open and self._open.kind == kind else self._begin(kind)
+
+    def _begin(self, kind: str, **more: str) -> _Item:
+        if self._open:
+            self._close("completed")
+        index = len(self._items)
+        item = self._open = _Item(kind, f"{_PREFIX[kind]}_{self._id}_{index}", index, more)
+        self._items.append(item)
+        if self._teller:
+            self._teller.begin(item.begun(), index=index)
+        return item
+
+    def _close(self, status: str) -> None:
+        item, self._open = self._open, None
+        assert item
+        item.status = status
+        if self._teller:
+            text = "".join(item.texts)
+            self._teller.end(item.written(text), index=item.index, text=text, logprobs=item.logprobs)
+
+
+@dataclass
+class _Item:
+    kind: str
+    id: str
+    index: int
+    more: dict[str, str]  # name and id of a call
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[JSON] | None = None
+    status: str = ""  # once it has ended
+    is_broken: bool = False  # it is no call
+    broken: str = ""  # of a message: a call before it that was none
+    rest: str = ""  # how much of that its own texts begin with
+
+    def begun(self) -> JSON:
+        return self._head("in_progress") | self._content([])
+
+    def written(self, text: str) -> JSON:
+        content = [] if self.kind == "function_call" else [part_of(self.kind, text, self.logprobs)]
+        return self._head(self.status) | self._content(content, text)
+
+    def whole(self) -> JSON:
+        return self.written(self.broken + "".join(self.texts).removeprefix(self.rest))
+
+    def _head(self, status: str) -> JSON:
+        return {"id": self.id, "type": self.kind, "status": status}
+
+    def _content(self, parts: list[JSON], text: str = "") -> JSON:
+        match self.kind:
+            case "message":
+                return {"role": "assistant", "content": parts}
+            case "reasoning":
+                return {"summary": [], "content": parts}
+        return {**self.more, "arguments": text}

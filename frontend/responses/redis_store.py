@@ -1,0 +1,184 @@
+"""Stored responses in the deployment's Redis, for all of its routers.
+
+    <name>:response:<tenant>:<id>     the value behind its seal; it expires
+    <name>:responses:of:<tenant>      sorted set of the tenant's entries, by the time at which they were put
+    <name>:responses:all              the same of all tenants
+    <name>:responses:bytes            hash: what each tenant has, and `all`
+
+Tenants and ids are keyed hashes here: who sees the names learns neither, and nobody can name another tenant's. An entry
+of a set is <tenant>:<id>:<bytes>. Sets and sums do not expire (see core/index/key_channel.py): what is put takes out
+of them some of what is too old, whoever's it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from redis.asyncio import Redis
+
+from core.identity.keyed_hash import keyed_hash
+from core.identity.signing import SEAL_BYTES, opened, sealed
+from frontend.responses.store import ENTRY_BYTES, MAX_VALUE_BYTES, SMALL_BYTES, StoreBounds
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_REDIS_TIME = -1
+
+# KEYS sorted set of all, sums. ARGV[1] the deployment's name.
+_DROP = """
+local function drop(entry)
+    redis.call('ZREM', KEYS[1], entry)
+    local tenant, id, size = string.match(entry, '^(%x+):(%x+):(%d+)$')
+    if not tenant then
+        return
+    end
+    redis.call('ZREM', ARGV[1] .. ':responses:of:' .. tenant, entry)
+    redis.call('DEL', ARGV[1] .. ':response:' .. tenant .. ':' .. id)
+    for _, whose in ipairs({tenant, 'all'}) do
+        if redis.call('HINCRBY', KEYS[2], whose, -size) <= 0 then
+            redis.call('HDEL', KEYS[2], whose)
+        end
+    end
+end
+"""
+
+# ARGV name, now (ms; below 0: Redis's), tenant, id, value, bytes that it counts, ttl (ms), bytes of a tenant, of all.
+# Where nothing is left to drop, a sum that says otherwise is wrong, and begins anew.
+_PUT = (
+    _DROP
+    + """
+local now, tenant, size, ttl = tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[6]), tonumber(ARGV[7])
+if now < 0 then
+    local t = redis.call('TIME')
+    now = t[1] * 1000 + math.floor(t[2] / 1000)
+end
+for _, entry in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now - ttl, 'LIMIT', 0, 100)) do
+    drop(entry)
+end
+local own = ARGV[1] .. ':responses:of:' .. tenant
+for whose, set in pairs({[tenant] = own, all = KEYS[1]}) do
+    local most = tonumber(ARGV[whose == 'all' and 9 or 8])
+    while tonumber(redis.call('HGET', KEYS[2], whose) or 0) + size > most do
+        local oldest = redis.call('ZRANGE', set, 0, 0)[1]
+        if not oldest then
+            redis.call('HDEL', KEYS[2], whose)
+            break
+        end
+        redis.call('ZREM', set, oldest)
+        drop(oldest)
+    end
+end
+local entry = tenant .. ':' .. ARGV[4] .. ':' .. ARGV[6]
+redis.call('SET', ARGV[1] .. ':response:' .. tenant .. ':' .. ARGV[4], ARGV[5], 'PX', ttl)
+redis.call('ZADD', own, now, entry)
+redis.call('ZADD', KEYS[1], now, entry)
+redis.call('HINCRBY', KEYS[2], tenant, size)
+redis.call('HINCRBY', KEYS[2], 'all', size)
+"""
+)
+
+# ARGV name, tenant, id, and what an entry counts beside its value.
+_DELETE = (
+    _DROP
+    + """
+local size = redis.call('STRLEN', ARGV[1] .. ':response:' .. ARGV[2] .. ':' .. ARGV[3])
+if size == 0 then
+    return 0
+end
+drop(ARGV[2] .. ':' .. ARGV[3] .. ':' .. string.format('%d', size + tonumber(ARGV[4])))
+return 1
+"""
+)
+
+# KEYS a value. ARGV the most bytes that it is given with; of a longer one their number is.
+_LOOK = """
+local size = redis.call('STRLEN', KEYS[1])
+if size > tonumber(ARGV[1]) then
+    return size
+end
+return redis.call('GET', KEYS[1])
+"""
+
+
+class RedisResponses:
+    """Implements ResponseStore for all routers of the deployment `name`."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        bounds: StoreBounds,
+        *,
+        name: str,
+        key: bytes,
+        large: Redis | None = None,
+        now_ms: Callable[[], int] = lambda: _REDIS_TIME,
+    ) -> None:
+        """key: of the deployment's, for names and seals. large: a client that waits for longer, for what is large;
+        None: the same. now_ms: a clock in place of Redis's own."""
+        self._large = large or redis
+        self._bounds = bounds
+        self._name = name
+        self._key = key
+        self._now_ms = now_ms
+        self._put: Any = redis.register_script(_PUT)
+        self._look: Any = redis.register_script(_LOOK)
+        self._delete: Any = redis.register_script(_DELETE)
+        self._tables = [f"{name}:responses:all", f"{name}:responses:bytes"]
+
+    async def put(self, tenant: str, id: str, value: bytes) -> None:
+        place = self._place(tenant, id)
+        size, bounds = len(value) + ENTRY_BYTES, self._bounds
+        sealed = await _aside(len(value), self._sealed, place, value)
+        ttl_ms = round(bounds.ttl_s * 1e3)
+        most = bounds.max_of_tenant, bounds.max_bytes
+        args = [self._name, self._now_ms(), *place, sealed, size, ttl_ms, *most]
+        await self._put(keys=self._tables, args=args, client=self._large if len(value) > SMALL_BYTES else None)
+
+    async def look(self, tenant: str, id: str) -> bytes | int | None:
+        """As get does."""
+        place = self._place(tenant, id)
+        found: Any = await self._look(keys=[self._key_of(place)], args=[SEAL_BYTES + SMALL_BYTES])
+        if not isinstance(found, int):
+            return self._opened(place, found)
+        return found - SEAL_BYTES if found <= SEAL_BYTES + MAX_VALUE_BYTES else None  # none of ours is larger
+
+    async def get(self, tenant: str, id: str) -> bytes | None:
+        """None also where the seal is not this deployment's."""
+        place = self._place(tenant, id)
+        found: Any = await self._large.get(self._key_of(place))
+        return await _aside(len(found or b""), self._opened, place, found)
+
+    async def delete(self, tenant: str, id: str) -> bool:
+        place = self._place(tenant, id)
+        beside = ENTRY_BYTES - SEAL_BYTES
+        return bool(await self._delete(keys=self._tables, args=[self._name, *place, beside]))
+
+    def _key_of(self, place: tuple[str, str]) -> str:
+        return "{}:response:{}:{}".format(self._name, *place)
+
+    def _sealed(self, place: tuple[str, str], value: bytes) -> bytes:
+        return sealed(value, self._key, _bytes(place))
+
+    def _opened(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
+        return None if found is None else opened(found, self._key, _bytes(place))
+
+    def _place(self, tenant: str, id: str) -> tuple[str, str]:
+        """Hashes of the tenant, and of the id among that tenant's."""
+        return self._hashed(tenant), self._hashed(tenant, id)
+
+    def _hashed(self, *words: str) -> str:
+        return keyed_hash(self._key, *words, person=b"responses")
+
+
+async def _aside(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `work` returns, which takes 5 ms for each 4 MiB. Of large ones there are only a few at a time."""
+    if num_bytes <= SMALL_BYTES + SEAL_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def _bytes(place: tuple[str, str]) -> bytes:
+    return "".join(place).encode()

@@ -1,0 +1,126 @@
+"""What a router stores of responses, and what becomes of it while the store is away."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisUnreachable
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeout
+
+from core.index.redis_client import RedisReach, connect_redis
+from core.types.errors import CapacityError, StoreUnavailable, UnknownResponse
+from frontend.responses.byte_budget import HeldBytes
+from frontend.responses.large_transfers import LargeTransfers
+from frontend.responses.memory_store import MemoryResponses
+from frontend.responses.redis_store import RedisResponses
+from frontend.responses.store import SMALL_BYTES, ResponseStore, StoreBounds
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WITHIN_S = 1.0  # of an answer of Redis, for which a request waits
+_LARGE_WITHIN_S = 5.0  # of a large one: while it comes, this process may have other things to do
+_TRY_AGAIN_S = 1.0  # after it was found to be away: nobody waits meanwhile
+_MAX_HELD = 128 * 2**20  # bytes of large values
+_MAX_ID = 64  # characters of one that is told again
+
+
+class StoredResponses:
+    """Of one router; lives on its event loop. What is stored belongs to a tenant, and is not there for another one."""
+
+    def __init__(
+        self, store: ResponseStore | None, bounds: StoreBounds, *redises: Redis, try_again_s: float = _TRY_AGAIN_S
+    ) -> None:
+        """store: None: nothing is stored. redises: closed with this."""
+        self._store = store
+        self._bounds = bounds
+        self._redises = redises
+        self._try_again_s = try_again_s
+        self._reach = RedisReach("responses are not stored")
+        self._away_until = 0.0
+        self._held = HeldBytes(_MAX_HELD, "responses")
+        self._transfers = LargeTransfers()
+
+    @classmethod
+    def in_redis(cls, url: str, *, name: str, key: bytes, bounds: StoreBounds) -> StoredResponses:
+        """Of all routers of the deployment `name`; where the bounds leave no room, none."""
+        if not bounds.max_bytes:
+            return cls(None, bounds)
+        redis, large = connect_redis(url, within_s=_WITHIN_S), connect_redis(url, within_s=_LARGE_WITHIN_S)
+        return cls(RedisResponses(redis, bounds, name=name, key=key, large=large), bounds, redis, large)
+
+    @classmethod
+    def in_memory(cls, bounds: StoreBounds) -> StoredResponses:
+        """Of this router alone."""
+        return cls(MemoryResponses(bounds), bounds)
+
+    @property
+    def stores(self) -> bool:
+        return self._store is not None
+
+    async def put(self, tenant: str, id: str, value: bytes) -> bool:
+        """Whether it is stored; not so where it is too large, or the store is away, or too many others are stored."""
+        if self._store is None or not self._bounds.takes(value):
+            return False
+        store = self._store
+        try:
+            if len(value) <= SMALL_BYTES:
+                await self._asked(lambda: store.put(tenant, id, value))
+            else:
+                async with self._transfers.turn(tenant):
+                    await self._asked(lambda: store.put(tenant, id, value), is_large=True)
+        except (StoreUnavailable, CapacityError):
+            return False
+        return True
+
+    async def get(self, tenant: str, id: str, held: ExitStack, *, param: str | None = None) -> bytes:
+        """held: while it is open, the value counts as held by its tenant if it is large. param: the field that names
+        it. Raises UnknownResponse, StoreUnavailable, and CapacityError where too many large ones are held."""
+        store, value = self._store, None
+        if store:
+            value = await self._asked(lambda: store.look(tenant, id))
+        if store and isinstance(value, int):
+            held.enter_context(self._held.during(tenant, value))
+            async with self._transfers.turn(tenant):
+                value = await self._asked(lambda: store.get(tenant, id), is_large=True)
+        if not isinstance(value, bytes):
+            raise self._unknown(id, param)
+        return value
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Raises UnknownResponse, StoreUnavailable."""
+        store = self._store
+        if store is None or not await self._asked(lambda: store.delete(tenant, id)):
+            raise self._unknown(id, None)
+
+    async def close(self) -> None:
+        for redis in self._redises:
+            await redis.aclose()
+
+    def _unknown(self, id: str, param: str | None) -> UnknownResponse:
+        why = "" if self._store else "; none is stored here (router.stored_responses_mib)"
+        return UnknownResponse(f"{param or 'response'}: there is no response {id[:_MAX_ID]!r}{why}", param=param)
+
+    async def _asked(self, ask: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
+        """Raises StoreUnavailable, within a second or two; of what is large, within some more. That this comes too late
+        says nothing of what is small."""
+        if time.monotonic() >= self._away_until:
+            try:
+                answer = await ask()
+            except (RedisUnreachable, RedisTimeout) as error:
+                if not (is_large and isinstance(error, RedisTimeout)):
+                    self._reach.missed(error)
+                    self._away_until = time.monotonic() + self._try_again_s
+            except RedisError as error:  # it is there, and cannot do this: it may be full
+                logger.warning("Redis does not store responses: %s", error)
+            else:
+                self._reach.found()
+                return answer
+        raise StoreUnavailable("where responses are stored cannot be reached at present; try again in a moment")

@@ -1,0 +1,141 @@
+"""A body of /v1/responses with what it goes on from: the response before it, and the items that it refers to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+from fastapi import Request
+from msgspec import Raw
+from pydantic import ValidationError
+
+from core.types.errors import RequestError, UnknownResponse
+from frontend.http.json_response import JSON, to_json
+from frontend.http.open_requests import Asked
+from frontend.openai.fields import OpenAIObject
+from frontend.responses.items import REFERENCE, InputItem, shown
+from frontend.responses.types import ResponsesBody
+from frontend.text.completion_request import MAX_REQUEST_BYTES
+
+MAX_REFERRED = 64  # responses that the items of one body refer to
+PREVIOUS = "previous_response_id"
+_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")  # of an item: its response's is in it
+_MAX_TOLD = 64
+
+
+class StoredTurn(msgspec.Struct):
+    """What is stored of a response."""
+
+    response: Raw
+    input: list[Raw]  # items, those of all turns before it among them
+
+    @classmethod
+    def of(cls, value: bytes) -> StoredTurn:
+        """Raises UnknownResponse."""
+        try:
+            return msgspec.json.decode(value, type=cls)
+        except msgspec.MsgspecError:
+            raise _other_form() from None
+
+    @property
+    def items(self) -> list[Raw]:
+        """Of its input, then of its output."""
+        return [*self.input, *msgspec.json.decode(self.response, type=_Output).output]
+
+
+def id_of(item: Raw) -> str:
+    return msgspec.json.decode(item, type=_Named).id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A body, and what visits all of it to be known."""
+
+    body: ResponsesBody
+    # Its input as it is stored: with what it goes on from, and nothing that the model is not shown.
+    items: Sequence[Raw]
+    told_again: JSON
+    needed: Mapping[str, str]  # responses, and the field that names each
+    asked: Asked[ResponsesBody] | None = None  # None: what is needed is not there yet
+
+    @classmethod
+    def of(cls, request: Request, id: str, body: ResponsesBody) -> Turn:
+        """id: of the response. Raises RequestError."""
+        body.check_items()
+        own = id.partition("_")[2]
+        items = [Raw(to_json(item.to_store(f"{own}_i{number}"))) for number, item in enumerate(body.input)]
+        needed = dict.fromkeys(_referred(body.input), "input")
+        if len(needed) > MAX_REFERRED:
+            raise RequestError(f"input: items refer to more than {MAX_REFERRED} responses", param="input")
+        if body.previous_response_id is not None:
+            needed[body.previous_response_id] = PREVIOUS
+        turn = cls(body=body, items=items, told_again=body.told_again(), needed=needed)
+        return turn if needed else turn._asking(request, body)
+
+    def completed(self, stored: Mapping[str, bytes], request: Request) -> Turn:
+        """stored: what is needed, by id. Raises RequestError."""
+        try:
+            turns = {id: StoredTurn.of(value) for id, value in stored.items()}
+            known = {id_of(item): item for id in set(_referred(self.body.input)) for item in turns[id].items}
+            previous = self.body.previous_response_id
+            history = turns[previous].items if previous is not None else []
+            items = [self._resolved(number, item, known) for number, item in enumerate(self.items)]
+            whole = [*history, *items]
+            _check_size(whole)
+            read = _Items.model_validate_json(to_json({"items": whole})).items
+        except (msgspec.MsgspecError, ValidationError):
+            raise _other_form() from None
+        return replace(self, items=whole)._asking(request, self.body.model_copy(update={"input": read}))
+
+    def _asking(self, request: Request, body: ResponsesBody) -> Turn:
+        """body: with all that the items say. Raises RequestError."""
+        items = [self.items[number] for number in shown(body.input)]
+        return replace(self, items=items, asked=Asked.of(request, body))
+
+    def _resolved(self, number: int, item: Raw, known: Mapping[str, Raw]) -> Raw:
+        given = self.body.input[number]
+        if given.kind != REFERENCE:
+            return item
+        if (found := known.get(given.id or "")) is None:
+            raise _no_item(number, given)
+        return found
+
+
+class _Output(msgspec.Struct):
+    output: list[Raw]
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+class _Items(OpenAIObject):
+    items: list[InputItem]
+
+
+def _referred(items: Sequence[InputItem]) -> Iterator[str]:
+    """The responses to whose items these refer. Raises UnknownResponse."""
+    for number, item in enumerate(items):
+        if item.kind == REFERENCE:
+            if not (found := _ID.fullmatch(item.id or "")):
+                raise _no_item(number, item)
+            yield f"resp_{found[1]}"
+
+
+def _check_size(items: Sequence[Raw]) -> None:
+    """Whoever goes on may send no more than whoever sends all again. Raises RequestError."""
+    if sum(memoryview(item).nbytes for item in items) > MAX_REQUEST_BYTES:
+        text = f"input: with what it goes on from and refers to, it has more than {MAX_REQUEST_BYTES} bytes"
+        raise RequestError(text, param="input")
+
+
+def _no_item(number: int, item: InputItem) -> UnknownResponse:
+    field = f"input[{number}].id"
+    text = f"{field}: there is no item {(item.id or '')[:_MAX_TOLD]!r}; send the item itself"
+    return UnknownResponse(text, param=field)
+
+
+def _other_form() -> UnknownResponse:
+    return UnknownResponse("the response was stored in a form that is not known here", param=PREVIOUS)

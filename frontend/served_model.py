@@ -1,0 +1,241 @@
+"""One model in a router, whole: its text side, the replicas of its deployment, the dispatch between them, and what its
+operators ask. Whatever happens here is of this model alone; doors are not among it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from core.grammar.compiler import GrammarCompiler
+from core.identity.credentials import Identity
+from core.identity.deployment_secrets import Credentials, Purpose
+from core.index.redis_client import connect_redis
+from core.model import config as model_config
+from core.model import source as model_source
+from core.process.supervisor import Supervisor
+from core.rpc import worker_pb2
+from core.spec.schema import Spec
+from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficNews
+from core.types.request import Role
+from core.types.revisions import RevisionTable
+from frontend.admin.admin_server import AdminDoor
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.chat.output_format import Dialect
+from frontend.text.audit_log import RequestTrail
+from frontend.text.completion import Completions
+from frontend.text.completion_request import MAX_CHOICES, ModelCard
+from frontend.text.tokenizer import Tokenizer
+from router.routing.chooser import Chooser
+from router.routing.plain_policies import make_policy
+from router.serving.core import RouterCore
+from router.serving.discovery import Discovery
+from router.serving.dispatch import Dispatch
+from router.serving.grpc_worker import GrpcWorker
+from router.serving.replicas import Replicas
+from router.serving.revision_watch import RevisionWatch
+from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import Tracing
+from router.telemetry.traffic import TrafficRecord
+from router.telemetry.traffic_reporter import TrafficTeller
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 1.0
+
+
+class ServedModel:
+    """Open it with `open`, on the event loop that will serve it."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        core: RouterCore,
+        discovery: Discovery,
+        revisions: RevisionWatch,
+        metrics: Metrics,
+        *,
+        tasks: Supervisor,
+    ) -> None:
+        self.completions = completions
+        self.metrics = metrics
+        self._core = core
+        self._dispatch = core.dispatch
+        self._replicas = core.dispatch.replicas
+        self._discovery = discovery
+        self._revisions = revisions
+        self._tasks = tasks
+        self._admin: AdminDoor | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        spec: Spec,
+        *,
+        credentials: Credentials,
+        identity: Identity,
+        metrics: Metrics,
+        tasks: Supervisor,
+        node: str,
+        trail: Path | None = None,
+        revisions: RevisionTable | None = None,
+        has_many_tenants: Callable[[], bool] = lambda: False,
+        tracing: Tracing | None = None,
+    ) -> ServedModel:
+        """Load the model's text side, and find the replicas. Raises SpecError, DeployError.
+
+        identity: by a name that no other router of this deployment has. tasks: among which its own run; they are closed
+        with it. node: the address of this machine among the others. trail: the file with one line for each request.
+        revisions: what the controller has said of those that serve; None: Redis alone says it. has_many_tenants:
+        whether those who ask now are several.
+        """
+        model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
+        config = model_config.load(model_dir)
+        tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
+        grammars = await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size)
+        replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=identity), tasks=tasks)
+        discovery = Discovery(
+            connect_redis(credentials.index_url),
+            replicas,
+            name=spec.name,
+            key=credentials.key(Purpose.MEMBERS),
+            tasks=tasks,
+            count_refused=lambda why: metrics.members_refused.labels(why).inc(),
+        )
+        dispatch = Dispatch(
+            replicas,
+            Chooser(make_policy(spec.router.policy, pulls=True), max_local_tokens=spec.router.max_local_prefill),
+            name=spec.model.name,
+            model=model_config.fingerprint(model_dir),
+            block_size=spec.kv.block_size,
+            vocab_size=config.vocab_size,
+            queue_s=spec.timeouts.queue_s,
+            max_waiting=spec.router.max_waiting,
+            metrics=metrics,
+            tenant_share=lambda: spec.router.tenant_share if has_many_tenants() else 1.0,
+        )
+        watch = RevisionWatch(
+            connect_redis(credentials.index_url),
+            dispatch.revisions,
+            name=spec.name,
+            key=credentials.key(Purpose.REVISIONS),
+            router=identity.name.router,
+            known=revisions,
+        )
+        core = RouterCore(dispatch)
+        template = ChatTemplate(
+            find_chat_template(model_dir, spec.model.chat_template), special_tokens=tokenizer.special_tokens
+        )
+        completions = Completions(
+            token_service=core,
+            tokenizer=tokenizer,
+            chat_template=template,
+            dialect=Dialect.of(
+                template.source, tool_parser=spec.model.tool_parser, reasoning_parser=spec.model.reasoning_parser
+            ),
+            model=ModelCard(
+                id=spec.model.name,
+                max_context=min(config.max_context, spec.model.max_context or config.max_context),
+                vocab_size=config.vocab_size,
+                dtype=spec.model.dtype,
+                max_choices=min(MAX_CHOICES, spec.decode.max_running),
+            ),
+            metrics=metrics,
+            max_request_s=spec.timeouts.request_s,
+            max_unread_s=spec.timeouts.unread_s,
+            trail=RequestTrail(trail),
+            traffic=TrafficRecord(credentials.key(Purpose.TRAFFIC), router=identity.name.router),
+            grammars=grammars,
+            tracing=tracing,
+        )
+        model = cls(completions, core, discovery, watch, metrics, tasks=tasks)
+        try:
+            await model._start(spec, credentials, router=identity.name.router, node=node)
+        except BaseException:
+            await model.close()
+            raise
+        return model
+
+    @property
+    def admin_address(self) -> tuple[str, int]:
+        """Where the operators of its deployment ask."""
+        assert self._admin
+        return self._admin.address
+
+    @property
+    def has_read(self) -> bool:
+        """Its deployment's replicas were looked up."""
+        return self._discovery.has_read
+
+    @property
+    def is_failing(self) -> bool:
+        """Its tasks keep dying: opened anew, it may do better."""
+        return bool(self._tasks.failing)
+
+    def health(self) -> dict[str, int]:
+        """How many replicas of each role can be used now."""
+        return {role.value: len(self._replicas.usable(role)) for role in Role}
+
+    def is_ready(self) -> bool:
+        """Whether there is a replica that answers."""
+        return self._dispatch.may_answer()
+
+    async def changed(self, *, timeout_s: float) -> None:
+        """Wait until something is heard of any replica. Raises TimeoutError."""
+        await self._replicas.changed(timeout_s=timeout_s)
+
+    def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
+        """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, and decides by
+        it. Raises ClusterError."""
+        record = self.completions.traffic
+        assert record
+        teller = TrafficTeller(record, self._dispatch, answered=self._show_scaling)
+        self._tasks.start("traffic", lambda: teller.tell_forever(tell))
+
+    async def close(self) -> None:
+        """What runs is cut off: whoever waits for it does so before."""
+        self._dispatch.absence.end()
+        if self._admin:
+            await self._admin.close()
+        await self._discovery.close()
+        await self._core.close()
+        await self._tasks.close()
+        await self._revisions.close()
+        await self._replicas.close()
+        self.completions.close()
+
+    async def _start(self, spec: Spec, credentials: Credentials, *, router: str, node: str) -> None:
+        """What runs for as long as it is served."""
+        self._admin = await AdminDoor.open(
+            spec,
+            credentials,
+            router=router,
+            node=node,
+            dispatch=self._dispatch,
+            metrics=self.metrics,
+            health=self.health,
+            tasks=self._tasks,
+        )
+        self._discovery.start()
+        self.metrics.watch(self._statuses)
+        self._tasks.start("presence", self._watch)
+        self._tasks.start("revisions", self._revisions.follow_forever)
+        if spec.router.rebalance:
+            self._tasks.start("rebalance", self._core.rebalance_forever)
+        if spec.router.backup_tokens:
+            self._tasks.start("backup", lambda: self._core.back_up_forever(every=spec.router.backup_tokens))
+
+    def _show_scaling(self, decisions: Sequence[ShownDecision]) -> None:
+        if self._admin:
+            self._admin.show_scaling([asdict(decision) for decision in decisions])
+
+    def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
+        return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)
+
+    async def _watch(self) -> None:
+        """So that it is known since when there has been no replica, whether anybody asks or not."""
+        while True:
+            self._dispatch.absence.look()
+            await asyncio.sleep(_WATCH_S)

@@ -1,0 +1,263 @@
+"""One router, whole: who may ask, both doors, and the models behind them: its own deployment's, and those of its
+borrowers, deployments that have no doors of their own.
+
+Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from core.identity.credentials import Identity
+from core.identity.deployment_secrets import Credentials, Purpose
+from core.process.supervisor import Supervisor
+from core.spec.schema import Spec
+from core.trace.traffic import TrafficAnswer, TrafficNews
+from core.types.api_key import KeyBook
+from core.types.network import is_loopback
+from core.types.revisions import RevisionTable
+from frontend.access.access import Access
+from frontend.admin.health_api import HealthProbes
+from frontend.attached_deployments import Borrowers, FindBorrowers
+from frontend.grpc.api import GrpcApi, open_grpc_api
+from frontend.http.app import create_app
+from frontend.http.certificates import Certificates
+from frontend.http.connections import HTTP_DOOR
+from frontend.http.http_listener import HttpListener
+from frontend.responses.store import StoreBounds
+from frontend.responses.stored import StoredResponses
+from frontend.served_model import ServedModel
+from frontend.text.models import Models
+from router.batches.batches import Batches
+from router.batches.bounds import BatchBounds
+from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 1.0
+_MAX_LINES = 64  # of batches, that a router answers at a time; and no more than half of what one replica runs
+
+
+class RouterService:
+    """Open it with `open`, on the event loop that will serve it."""
+
+    def __init__(
+        self,
+        own: ServedModel,
+        borrowers: Borrowers,
+        models: Models,
+        access: Access,
+        stored: StoredResponses,
+        batches: Batches | None,
+        *,
+        tracing: Tracing | None,
+        tasks: Supervisor,
+        drain_s: float,
+    ) -> None:
+        self._own = own
+        self._borrowers = borrowers
+        self._models = models
+        self._access = access
+        self._stored = stored
+        self._batches = batches
+        self._tracing = tracing
+        self._grpc: GrpcApi | None = None
+        self._http: HttpListener | None = None
+        self._drain_s = drain_s
+        self._is_closing = False
+        self._tasks = tasks
+
+    @classmethod
+    async def open(
+        cls,
+        spec: Spec,
+        *,
+        credentials: Credentials,
+        identity: Identity,
+        host: str = "127.0.0.1",
+        node: str | None = None,
+        trail: Path | None = None,
+        keys: KeyBook | None = None,
+        revisions: RevisionTable | None = None,
+        find_borrowers: FindBorrowers | None = None,
+    ) -> RouterService:
+        """Load the models' text sides, find the replicas, open both doors. Raises SpecError, DeployError.
+
+        identity: by a name that no other one of this deployment has. host: where the doors listen. node: the address of
+        this machine among the others; None: that one. trail: the file with one line for each request. keys, revisions:
+        what the controller has said of API keys and of the revisions that serve; None: Redis alone says it.
+        find_borrowers: whose models these doors serve, too, at each moment; None: nobody's.
+        """
+        metrics = Metrics()
+        tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
+        access = await Access.follow(
+            credentials.index_url,
+            name=spec.name,
+            seal_key=credentials.key(Purpose.API_KEYS),
+            salt_key=credentials.key(Purpose.SALTS),
+            is_required=spec.router.needs_keys(host),
+            is_cache_told=is_loopback(host),
+            num_routers=spec.router.replicas,
+            tasks=tasks,
+            count=lambda outcome: metrics.requests.labels(outcome).inc(),
+            known=keys,
+        )
+        tracing = Tracing.of(spec.tracing, deployment=spec.name, router=identity.name.router)
+        own = await ServedModel.open(
+            spec,
+            credentials=credentials,
+            identity=identity,
+            metrics=metrics,
+            tasks=tasks,
+            node=node or host,
+            trail=trail,
+            revisions=revisions,
+            has_many_tenants=lambda: access.has_many_tenants,
+            tracing=tracing,
+        )
+        models = Models(own.completions)
+        borrowers = Borrowers(
+            models, find_borrowers, node=node or host, has_many_tenants=lambda: access.has_many_tenants, tracing=tracing
+        )
+        await borrowers.settle()  # so that a router that takes another's place knows what that knew
+        stored = StoredResponses.in_redis(
+            credentials.index_url,
+            name=spec.name,
+            key=credentials.key(Purpose.RESPONSES),
+            bounds=StoreBounds(
+                max_bytes=spec.router.stored_responses_mib * 2**20, ttl_s=spec.router.stored_responses_s
+            ),
+        )
+        batches = Batches.in_redis(
+            credentials.index_url,
+            name=spec.name,
+            key=credentials.key(Purpose.BATCHES),
+            bounds=BatchBounds(max_bytes=spec.router.batch_mib * 2**20),
+            client_of=access.client_of,
+            at_a_time=min(_MAX_LINES, max(1, spec.decode.max_running // 2)),
+        )
+        drain_s = spec.timeouts.drain_s
+        service = cls(own, borrowers, models, access, stored, batches, tracing=tracing, tasks=tasks, drain_s=drain_s)
+        await service._open_doors(spec, host=host)
+        service._start()
+        logger.info(
+            "router open router=%s grpc=%s:%d http=%s:%d admin=%s:%d",
+            identity.name.router,
+            *(host, service.grpc_port),
+            *service.http_address,
+            *service.admin_address,
+        )
+        return service
+
+    @property
+    def grpc_port(self) -> int:
+        assert self._grpc
+        return self._grpc.port
+
+    @property
+    def http_address(self) -> tuple[str, int]:
+        assert self._http
+        return self._http.address
+
+    @property
+    def admin_address(self) -> tuple[str, int]:
+        """Where operators ask."""
+        return self._own.admin_address
+
+    def health(self) -> dict[str, int]:
+        """How many replicas of each role of its own deployment can be used now."""
+        return self._own.health()
+
+    @property
+    def models(self) -> Sequence[str]:
+        """What clients call those that are served now, its own first."""
+        return self._models.names
+
+    @property
+    def probes(self) -> HealthProbes:
+        return HealthProbes(live=self.is_live, ready=self.is_ready, startup=lambda: self._own.has_read)
+
+    def is_live(self) -> bool:
+        """No: a task of the router keeps dying, and a new process is wanted. Borrowers' tasks are looked after here."""
+        return not self._tasks.failing
+
+    def is_ready(self) -> bool:
+        """Whether requests should come here: for one model at least."""
+        return not self._is_closing and self._is_healthy()
+
+    def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
+        """Of its own deployment, as ServedModel does."""
+        self._own.tell_traffic(tell)
+
+    async def close(self) -> None:
+        """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
+        self._is_closing = True
+        if self._batches:
+            await self._batches.leave()
+        doors = [door for door in (self._grpc, self._http) if door]
+        await asyncio.gather(*(door.close(grace_s=self._drain_s) for door in doors))
+        await self._access.close()
+        await self._stored.close()
+        if self._batches:
+            await self._batches.close()
+        await self._borrowers.close()
+        await self._own.close()  # and with it all tasks of the router
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.close)
+
+    async def _open_doors(self, spec: Spec, *, host: str) -> None:
+        """Routers of one machine share both ports."""
+        router, is_port_shared = spec.router, spec.router.replicas > 1
+        self._grpc = await open_grpc_api(
+            self._models,
+            access=self._access,
+            host=host,
+            port=router.grpc_port,
+            is_port_shared=is_port_shared,
+            certificates=Certificates.of(router.tls_cert, router.tls_key),
+        )
+        app = create_app(
+            self._models,
+            access=self._access,
+            is_healthy=self._is_healthy,
+            probes=self.probes,
+            refuses_unknown_fields=router.unknown_fields == "refuse",
+            stored=self._stored,
+            batches=self._batches,
+            max_resume_s=spec.timeouts.resume_s,
+            cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
+        )
+        self._http = await HttpListener.open(
+            app,
+            host=host,
+            port=router.http_port,
+            is_port_shared=is_port_shared,
+            certificates=Certificates.of(router.tls_cert, router.tls_key),
+            limits=HTTP_DOOR,
+            max_unread_s=spec.timeouts.unread_s,
+        )
+
+    def _start(self) -> None:
+        """What runs for as long as the router does."""
+        self._tasks.start("health", self._watch)
+        if self._borrowers.may_come:
+            self._tasks.start("borrowers", self._borrowers.follow_forever)
+        if self._batches:
+            self._batches.start(self._tasks)
+
+    def _is_healthy(self) -> bool:
+        return self._own.is_ready() or self._borrowers.is_any_ready()
+
+    async def _watch(self) -> None:
+        """Keep the gRPC health service in step with the replicas."""
+        while True:
+            assert self._grpc
+            self._grpc.set_health(is_live=self.is_live(), is_ready=self.is_ready())
+            try:
+                await self._own.changed(timeout_s=_WATCH_S)
+            except TimeoutError:
+                pass

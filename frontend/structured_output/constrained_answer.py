@@ -1,0 +1,137 @@
+"""An answer that keeps to a schema, and what it may say besides: thinking before it, or calls of tools in its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import RequestError
+from core.types.json_schema import DROPPED, rewritten
+from frontend.chat.chat import Chat
+from frontend.chat.output_format import Dialect
+from frontend.parsers.thinking import END_THINK, THINK
+from frontend.structured_output.json_schema import in_lark, lenient, moved
+from frontend.structured_output.structural_tag import structural_tag_rules
+from frontend.text.completion_request import CompletionRequest
+
+_SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
+_NOTES = ("description", "title", "default", "examples", "x-guidance")  # in a tool's schema
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """How a family of models writes calls."""
+
+    opening: str
+    arguments: str  # what it calls them
+    closing: str
+    between: str
+
+
+_CALLS = {
+    "hermes": _Calls("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
+    "llama3_json": _Calls("", "parameters", "", "; "),
+}
+
+
+def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
+    """Whether there is room for thinking before the answer. prompt: its end is enough."""
+    end = prompt.rstrip()
+    if grammar is None:
+        return True
+    return grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and (
+        end.endswith(THINK) or not (chat.is_continued or end.endswith(END_THINK))
+    )
+
+
+def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
+    """What the whole answer keeps to. Raises RequestError where that cannot be said. prompt: its end is enough."""
+    try:
+        return _bound_answer(request, dialect, prompt)
+    except RecursionError:
+        text = f"{request.grammar_field}: something of it, or a schema of tools, is nested too deeply"
+        raise RequestError(text, param=request.grammar_field) from None
+
+
+def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
+    grammar, chat = request.grammar, request.prompt
+    if grammar is not None and grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA:
+        grammar.check(request.grammar_field)
+        schema = lenient(_object(grammar.text, request.grammar_field))
+        grammar = Grammar(kind=grammar.kind, text=json.dumps(schema))
+    if grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG:
+        thinks = isinstance(chat, Chat) and dialect.thinks and may_think(grammar, chat, prompt)
+        rules = [f"start: {'thought ' if thinks else ''}answer"]
+        if thinks:
+            rules += _thought(dialect, prompt)
+        # Calls, too, are what these say.
+        rules += structural_tag_rules(grammar.text, request.grammar_field, dialect.special)
+        return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
+    if grammar is None or not isinstance(chat, Chat):
+        return grammar
+    tools = chat.tools if chat.forced is None else ()
+    thinks = dialect.thinks and may_think(grammar, chat, prompt)
+    if not tools and not thinks:
+        return grammar
+    grammar.check(request.grammar_field)
+    rules = [f"start: {'thought ' if thinks else ''}body", f"body: {'answer | calls' if tools else 'answer'}"]
+    if thinks:
+        rules += _thought(dialect, prompt)
+    if tools:
+        rules += _calls(request, chat, dialect)
+    schema = _object(grammar.text, request.grammar_field)
+    rules.append(_rule("answer", schema, is_lenient=grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA))
+    return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
+
+
+def _thought(dialect: Dialect, prompt: str) -> Iterator[str]:
+    is_open = prompt.rstrip().endswith(THINK)
+    yield f"thought: {'said' if is_open else '(opening said)?'}"
+    if not is_open:
+        token = dialect.special.begun(THINK)
+        yield f"opening: opened {f'| {token[0]}' if token else ''}"
+        yield f"opened[lazy]: {json.dumps(THINK)}"  # also where an answer may begin with any text
+    yield "said: thinking gap"
+    token = dialect.special.begun(END_THINK)
+    yield f"thinking: ended {f'| anything {token[0]}' if token else ''}"
+    yield f"ended[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
+    yield "anything: /(?s:.*)/"
+    yield r"gap: /\n{0,2}/"
+
+
+def _calls(request: CompletionRequest, chat: Chat, dialect: Dialect) -> Iterator[str]:
+    assert request.grammar is not None
+    form = _CALLS.get(dialect.calls or "")
+    if form is None or request.grammar.kind not in _SCHEMAS:
+        text = f"tools: with {request.grammar_field} no call could be made here; set tool_choice to none or required"
+        raise RequestError(text, param="tools")
+    opening, closing, between = map(dialect.special.literal, (form.opening, form.closing, form.between))
+    yield f"calls: call ({between} call)*" if chat.is_parallel else "calls: call"
+    yield f"call: {' | '.join(f'{opening} call{number} {closing}' for number in range(len(chat.tools)))}"
+    for number, (name, parameters) in enumerate(chat.parameters.items()):
+        lean = rewritten(lenient(parameters), lambda key, value: DROPPED if key in _NOTES else value)
+        yield _rule(f"call{number}", _call(name, {"type": "object", **lean}, form), is_lenient=True)
+
+
+def _call(name: str, arguments: dict[str, Any], form: _Calls) -> dict[str, Any]:
+    properties = {"name": {"const": name}, form.arguments: moved(arguments, f"#/properties/{form.arguments}")}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _rule(name: str, schema: dict[str, Any], *, is_lenient: bool) -> str:
+    return f"{name}: {in_lark(schema, is_lenient=is_lenient)}"
+
+
+def _object(text: str, param: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, bool):
+        return {} if found else {"not": {}}
+    if not isinstance(found, dict):
+        raise RequestError(f"{param}: must be a JSON schema", param=param)
+    return found

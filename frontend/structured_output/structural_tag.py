@@ -1,0 +1,237 @@
+"""Structural tags, as xgrammar has them, to Lark: free text up to a trigger, then a tag that keeps to a schema.
+
+Both forms are taken, {"structures", "triggers"} and {"format"}; of the formats those of _FIELDS, and what would need
+another one is refused by its path. Free text ends where the tag around it ends, or with the answer. Its lexemes are
+lazy where they end with something: the first trigger counts, and the first end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+from core.types.constraints import MAX_SCHEMA_BYTES, in_quotes
+from core.types.errors import RequestError
+from frontend.structured_output.json_schema import in_lark, lenient
+from frontend.structured_output.special_tokens import SpecialTokens
+
+_ANYTHING = "/(?s:.*)/"
+_MAX_LISTED = 512  # tags, triggers and elements of one format
+_MAX_ENDS = 16  # of one tag
+_FLAGS = {"at_least_one": False, "stop_after_first": False}
+_FIELDS: Mapping[str, tuple[Mapping[str, type | tuple[type, ...]], Mapping[str, Any]]] = {
+    # by type: the fields that it needs, and those that it may have with what they are where they are left out
+    "const_string": ({"value": str}, {}),
+    "json_schema": ({"json_schema": (dict, bool)}, {}),
+    "any_text": ({}, {}),
+    "sequence": ({"elements": list}, {}),
+    "or": ({"elements": list}, {}),
+    "tag": ({"begin": str, "content": dict, "end": (str, list)}, {}),
+    "triggered_tags": ({"triggers": list, "tags": list}, _FLAGS),
+    "tags_with_separator": ({"tags": list, "separator": str}, _FLAGS),
+}
+_NEUTRAL = {"style": ("json", None), "any_order": (False, None), "excludes": ([], None), "max_tokens": (None,)}
+
+_Format = Mapping[str, Any]
+
+
+def structural_tag_rules(text: str, param: str, special: SpecialTokens) -> list[str]:
+    """Rules in Lark, with that of `answer` as the last. text: JSON. Raises RequestError that names `param`, and the
+    path in it; and RecursionError."""
+    writer = _Writer(param, special)
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise RequestError(f"{param}: at most {MAX_SCHEMA_BYTES} bytes are taken", param=param)
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or given.get("type", "structural_tag") != "structural_tag":
+        writer.fail("", 'must be an object such as {"type": "structural_tag", "format": {…}}')
+    parts = {name for name, part in given.items() if part is not None and name != "type"}
+    if parts not in ({"format"}, {"structures", "triggers"}):
+        writer.fail("", "needs format, or structures and triggers, and nothing else")
+    if "format" in parts:
+        answer = writer.written(writer.checked(given["format"], "format"), "format", ())
+    else:
+        answer = writer.written(_as_format(given, writer), "structures", ())
+    return [*writer.rules, f"answer: {answer}"]
+
+
+def _as_format(given: Mapping[str, Any], writer: _Writer) -> _Format:
+    """The older form in the words of the newer one."""
+    structures, triggers = given.get("structures"), given.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        writer.fail("", "needs lists of structures and triggers")
+    tags = list[dict[str, Any]]()
+    for number, one in enumerate(structures):
+        if not isinstance(one, dict) or set(one) - {"begin", "schema", "end"}:
+            writer.fail(f"structures[{number}]", "must be an object of begin, schema and end")
+        content = {"type": "json_schema", "json_schema": one.get("schema")}
+        tags.append({"type": "tag", "begin": one.get("begin"), "content": content, "end": one.get("end")})
+    return writer.checked({"type": "triggered_tags", "triggers": triggers, "tags": tags}, "structures")
+
+
+class _Writer:
+    """Writes one grammar. Paths are those in what the client has sent."""
+
+    def __init__(self, param: str, special: SpecialTokens) -> None:
+        self.rules: list[str] = []
+        self._param = param
+        self._special = special
+        self._literal = special.literal
+        self._ends: dict[tuple[str, ...], str] = {}  # their rules: many parts of a format may have the same ones
+        self._texts: dict[tuple[str, ...], str] = {}  # rules, by the ends of free text
+
+    def fail(self, path: str, why: str) -> NoReturn:
+        raise RequestError(f"{self._param}: {path + ' ' if path else ''}{why}", param=self._param)
+
+    def checked(self, form: Any, path: str, *, kind: str | None = None) -> _Format:
+        """A format whose own fields are as they must be. kind: that it must be; it need not say so."""
+        if not isinstance(form, dict):
+            self.fail(path, "must be an object")
+        name = form.get("type", kind)
+        if not isinstance(name, str) or name not in _FIELDS or (kind and name != kind):
+            known = kind or ", ".join(_FIELDS)
+            self.fail(f"{path}.type", f"is not supported here as {str(name)[:32]!r}; known: {known}")
+        needed, flags = _FIELDS[name]
+        for field, value in form.items():
+            is_flag = field in flags and isinstance(value, bool | None)
+            if not (field == "type" or field in needed or is_flag or value in _NEUTRAL.get(field, ())):
+                self.fail(f"{path}.{field[:64]}", "is not supported here")
+        for field, types in needed.items():
+            if not isinstance(form.get(field), types):
+                self.fail(f"{path}.{field}", "is required" if form.get(field) is None else "is of a wrong type")
+            if isinstance(form[field], list) and not 0 < len(form[field]) <= _MAX_LISTED:
+                self.fail(f"{path}.{field}", f"must have 1 to {_MAX_LISTED}")
+        return {**flags, **form, "type": name}
+
+    def written(self, form: _Format, path: str, ends: tuple[str, ...]) -> str:
+        """An expression of this and of one of `ends`; of none where the answer may end there, or goes on."""
+        match form["type"]:
+            case "const_string":
+                return f"{self._literal(form['value'])} {self._end(ends)}"
+            case "json_schema":
+                schema = form["json_schema"]
+                if isinstance(schema, bool):
+                    schema = {} if schema else {"not": {}}
+                return f"{self._rule(in_lark(lenient(schema), is_lenient=True))} {self._end(ends)}"
+            case "any_text":
+                return self._text(ends)
+            case "sequence":
+                *parts, last = self._listed(form, "elements", path)
+                for part, place in parts:
+                    if _is_free(part):
+                        self.fail(place, "is free text, which only the last of a sequence may be")
+                before = " ".join(self.written(part, place, ()) for part, place in parts)
+                return f"{before} {self.written(*last, ends)}"
+            case "or":
+                return f"({' | '.join(self.written(*one, ends) for one in self._listed(form, 'elements', path))})"
+            case "tag":
+                return f"{self._literal(form['begin'])} {self._behind_begin(form, path)} {self._end(ends)}"
+            case "tags_with_separator":
+                return f"{self._separated(form, path)} {self._end(ends)}"
+        return self._triggered(form, path, ends)
+
+    def _behind_begin(self, tag: _Format, path: str) -> str:
+        content = self.checked(tag["content"], f"{path}.content")
+        given = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
+        if len(given) > _MAX_ENDS or not all(isinstance(end, str) for end in given):
+            self.fail(f"{path}.end", f"must be a string, or a list of at most {_MAX_ENDS}")
+        if _is_free(content) and "" in given:
+            self.fail(f"{path}.end", "must not be empty behind free text")
+        return self.written(content, f"{path}.content", tuple(given))
+
+    def _separated(self, form: _Format, path: str) -> str:
+        tags = self._listed(form, "tags", path, kind="tag")
+        one = self._rule(" | ".join(self.written(tag, place, ()) for tag, place in tags))
+        more = "" if form["stop_after_first"] else f"({self._literal(form['separator'])} {one})*"
+        return f"({one} {more}){'' if form['at_least_one'] else '?'}"
+
+    def _triggered(self, form: _Format, path: str, ends: tuple[str, ...]) -> str:
+        triggers = form["triggers"]
+        if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+            self.fail(f"{path}.triggers", "must be strings that are not empty")
+        behind: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        named: dict[str, list[str]] = {}  # behind the token with which a tag begins, as a whole
+        first = list[str]()
+        for tag, place in self._listed(form, "tags", path, kind="tag"):
+            begin = tag["begin"]
+            found = [trigger for trigger in behind if begin.startswith(trigger)]
+            if len(found) != 1:
+                self.fail(f"{place}.begin", f"must begin with one of the triggers, and not with {len(found) or 'none'}")
+            body = self._rule(self._behind_begin(tag, place))
+            behind[found[0]].append(f"{self._literal(begin.removeprefix(found[0]))} {body}")
+            first.append(f"{self._literal(begin)} {body}")
+            if token := self._special.begun(begin):
+                named.setdefault(token[0], []).append(f"{self._literal(token[1])} {body}")
+        if idle := next((trigger for trigger, tags in behind.items() if not tags), None):
+            self.fail(f"{path}.triggers", f"has {idle[:64]!r}, with which no tag begins")
+        if form["at_least_one"] and form["stop_after_first"]:
+            return f"({' | '.join(first)}) {self._end(ends)}"
+        tags = " | ".join([*self._spelt(behind), *self._named(named)])
+        if form["stop_after_first"]:
+            return f"(({tags}) {self._end(ends)} | {self._text(ends)})"
+        return f"{'(' + ' | '.join(first) + ')' if form['at_least_one'] else ''} ({tags})* {self._text(ends)}"
+
+    def _spelt(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
+        for trigger, tags in behind.items():
+            text = self._rule(f"{_ANYTHING} {in_quotes(trigger)}", mark="[lazy]")
+            yield f"{text} ({' | '.join(tags)})"
+
+    def _named(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
+        for token, tags in behind.items():
+            yield f"{self._anything} {token} ({' | '.join(tags)})"
+
+    def _text(self, ends: tuple[str, ...]) -> str:
+        """Free text up to the first of these, with it."""
+        if not ends:
+            return self._anything
+        if ends not in self._texts:
+            self._texts[ends] = self._text_before(ends)
+        return self._texts[ends]
+
+    def _text_before(self, ends: tuple[str, ...]) -> str:
+        spelt = self._rule(f"{_ANYTHING} {SpecialTokens().one_of(ends)}", mark="[lazy]")
+        tokens = [token for end in ends if (token := self._special.begun(end))]
+        named = [f"{self._anything} {token} {self._literal(rest)}" for token, rest in tokens]
+        return self._rule(" | ".join([spelt, *named]))
+
+    def _end(self, ends: tuple[str, ...]) -> str:
+        """One of these."""
+        if any(ends) and ends not in self._ends:
+            self._ends[ends] = self._rule(self._special.one_of(ends))
+        return self._ends.get(ends, "")
+
+    @cached_property
+    def _anything(self) -> str:
+        return self._rule(_ANYTHING)
+
+    def _rule(self, expression: str, mark: str = "") -> str:
+        """Its name."""
+        name = f"part{len(self.rules)}"
+        self.rules.append(f"{name}{mark}: {expression}")
+        return name
+
+    def _listed(
+        self, form: _Format, field: str, path: str, *, kind: str | None = None
+    ) -> Sequence[tuple[_Format, str]]:
+        places = [f"{path}.{field}[{number}]" for number in range(len(form[field]))]
+        return [(self.checked(one, place, kind=kind), place) for one, place in zip(form[field], places, strict=True)]
+
+
+def _is_free(form: Any) -> bool:
+    """It is, or ends with, text that nothing in it ends. form: may not have been checked yet."""
+    if not isinstance(form, dict):
+        return False
+    match form.get("type"):
+        case "any_text":
+            return True
+        case "triggered_tags":
+            return not (form.get("at_least_one") and form.get("stop_after_first"))
+        case "sequence" | "or":
+            elements = form.get("elements")
+            asked = (elements[-1:] if form["type"] == "sequence" else elements) if isinstance(elements, list) else []
+            return any(map(_is_free, asked))
+    return False

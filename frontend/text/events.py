@@ -1,0 +1,97 @@
+"""What a completion yields: deltas of each choice, its end, and at last an account of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.types.request import FinishReason, SampledToken
+from frontend.text.answer_reader import CallSaid, Said
+from router.generation import RequestRoute
+
+
+@dataclass(slots=True)
+class Delta:
+    """Tokens of one choice that have come together, mostly one, and the text that may go out now: often none, or also
+    that of tokens before them."""
+
+    choice: int
+    text: str
+    tokens: list[SampledToken]  # at least one; all have a logprob, or none has
+    text_offsets: list[int]  # characters of the choice before each
+    thinking: str = ""  # before the answer
+    calls: list[CallSaid] = field(default_factory=list)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.tokens[0].logprob is not None
+
+    @property
+    def says_more(self) -> bool:
+        """Than text."""
+        return bool(self.thinking or self.calls)
+
+    def add(self, said: Said) -> None:
+        for call in said.calls:
+            call.at += len(self.text)
+            if self.calls and call.goes_on_from(self.calls[-1]):
+                self.calls[-1].arguments += call.arguments
+            else:
+                self.calls.append(call)
+        self.text += said.text
+        self.thinking += said.thinking
+
+    def text_with_broken(self, *, is_whole: bool) -> str:
+        """And that of what was no call: all of it, or what has not been said."""
+        text = self.text
+        for call in reversed(self.calls):
+            if call.broken is not None:
+                text = text[: call.at] + (call.broken if is_whole else call.rest) + text[call.at :]
+        return text
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A choice has ended; once per choice."""
+
+    choice: int
+    reason: FinishReason  # STOP or LENGTH
+    stop: str | None = None  # the stop string that ended it, if one did
+    num_calls: int = 0  # of tools
+
+    @property
+    def word(self) -> str:
+        """By OpenAI's names, which gRPC has, too."""
+        return "tool_calls" if self.num_calls and self.reason is FinishReason.STOP else self.reason.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenUsage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0  # of all choices, each up to the token that ended it
+    reasoning_tokens: int = 0  # of those, what was thought before the answers
+    cached_tokens: int = 0  # prompt tokens whose KV was not computed again
+    accepted_prediction_tokens: int = 0  # of completion_tokens: drafted before they were computed
+    rejected_prediction_tokens: int = 0  # drafted, and wrong
+
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            accepted_prediction_tokens=self.accepted_prediction_tokens + other.accepted_prediction_tokens,
+            rejected_prediction_tokens=self.rejected_prediction_tokens + other.rejected_prediction_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Once, after every choice has finished."""
+
+    usage: TokenUsage
+    route: RequestRoute
+    ttft_s: float  # from the request's arrival
+    itl_s: float  # mean time between two tokens of a choice; 0 where none has two
+
+
+Event = Delta | Finished | Summary

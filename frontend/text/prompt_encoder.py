@@ -1,0 +1,159 @@
+"""Prompts to tokens, and back: bounded, and on other threads where they are long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+from core.types.errors import ContextLengthExceeded, RequestError, UnsupportedField
+from frontend.chat.chat import Chat
+from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.output_format import Dialect
+from frontend.text.bad_words import bad_words_as_tokens
+from frontend.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
+from frontend.text.text_threads import TextThreads
+from frontend.text.tokenizer import Tokenizer
+
+_LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
+_MANY_TOKENS = 4096  # some 2 ms of decoding
+_MESSAGE = 64  # characters that take as long as a template needs for one message, or a call in it
+_EFFORT, _THINKING = "reasoning_effort", "enable_thinking"  # of templates
+_MAX_KNOWN = 64  # lists of bad words: the prompts of one body have the same, and may be a thousand
+_MARK = 16  # tokens that are enough for a mark at the end of a prompt
+
+
+class PromptEncoder:
+    """Makes prompts into the tokens of one model. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        *,
+        model: ModelCard,
+        dialect: Dialect,
+        threads: TextThreads,
+    ) -> None:
+        self.dialect = dialect
+        self.shown_ids = tokenizer.ids_of(dialect.markers)  # special tokens that are for who reads answers
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self._model = model
+        self._threads = threads
+        self._bad_words_as_tokens = lru_cache(_MAX_KNOWN)(partial(bad_words_as_tokens, tokenizer))
+
+    def least_tokens(self, request: CompletionRequest) -> int:
+        """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
+        least, num_kept = self._least_in(request), request.truncate_prompt_tokens
+        if num_kept is not None:
+            least = min(least, num_kept if num_kept > 0 else self._model.max_context)
+        return least + request.num_choices
+
+    def _least_in(self, request: CompletionRequest) -> int:
+        """Tokens of the prompt as it was given."""
+        prompt = request.prompt
+        if isinstance(prompt, tuple):
+            return len(prompt)
+        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token))
+
+    async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
+        """The tokens of its prompt alone, bounded like any. Raises RequestError and its kin."""
+        check(request, self._model)
+        return await self.encode(request)
+
+    async def detokenize(self, request: CompletionRequest) -> str:
+        """The text of a prompt of token ids, special tokens and all. Raises RequestError."""
+        assert isinstance(request.prompt, tuple)
+        if (number := len(request.prompt)) > self._model.max_context:
+            text = f"tokens: this model's context holds {self._model.max_context} of them, not {number}"
+            raise ContextLengthExceeded(text, param="tokens")
+        check_token_ids(request.prompt, self._model, param="tokens")
+        check(request, self._model)
+        return await self.text_of(request, request.prompt)
+
+    async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...], *, is_cut: bool = False) -> str:
+        """Of its prompt, as the client gave it; where that was ids, or more than these, special tokens and all."""
+        if isinstance(request.prompt, str) and not is_cut:
+            return request.prompt
+        decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)
+        return await self._threads.run(request.key_id, decode) if len(prompt_ids) > _MANY_TOKENS else decode()
+
+    async def encode(self, request: CompletionRequest, *, num_beside: int = 0) -> tuple[int, ...]:
+        """Of a request that has been checked. num_beside: characters of other prompts that come along with this one."""
+        prompt = request.prompt
+        if isinstance(prompt, tuple):
+            return prompt
+        if isinstance(prompt, Chat) and self._has_unread_calls(prompt):
+            text = "tools: how this model writes calls is not known here; the operator can say so (model.tool_parser)"
+            raise RequestError(text, param="tools")
+        # What could not fit even if every token were the longest one is not worth tokenising.
+        if self._least_in(request) > self._model.max_context:
+            raise ContextLengthExceeded(
+                f"this model's context holds {self._model.max_context} tokens; {num_chars(prompt)} characters are more",
+                param="messages" if isinstance(prompt, Chat) else "prompt",
+            )
+        num_all = num_chars(prompt) + num_beside
+        if isinstance(prompt, Chat):
+            num_all += _MESSAGE * (len(prompt.messages) + prompt.num_calls)
+        if num_all > _LONG_TEXT:
+            return await self._threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
+        return self._encode(prompt, request.add_special_tokens)
+
+    async def bad_words_of(self, request: CompletionRequest) -> tuple[tuple[int, ...], ...]:
+        """Those of a request that has been checked, as an answer may come to contain them: at its beginning, or behind
+        a space. Raises RequestError where they are too many tokens."""
+        words = request.bad_words
+        if sum(map(len, words)) > _LONG_TEXT:
+            return await self._threads.run(request.key_id, self._bad_words_as_tokens, words)
+        return self._bad_words_as_tokens(words)
+
+    def _has_unread_calls(self, chat: Chat) -> bool:
+        return bool(chat.tools) and self.chat_template.knows_tools and not self.dialect.calls and chat.forced is None
+
+    def _variables(self, chat: Chat) -> Mapping[str, Any]:
+        """Of the template. The client's own word for one of them counts."""
+        effort, known = chat.reasoning_effort, self.chat_template.variables
+        variables = {**self._thinking(), **chat.variables} if chat.thinks else chat.variables
+        if effort is None:
+            return variables
+        if _EFFORT in known:
+            return {_EFFORT: effort, **variables}
+        if effort == "none" and _THINKING in known:
+            return {_THINKING: False, **variables}
+        if effort == "none" and not self.dialect.thinks:
+            return variables
+        text = f"{chat.effort_field}: this model's chat template knows no {effort!r}"
+        raise UnsupportedField(text, param=chat.effort_field)
+
+    def _thinking(self) -> Mapping[str, Any]:
+        """Where it is asked for. Raises UnsupportedField."""
+        if _THINKING in self.chat_template.variables:
+            return {_THINKING: True}
+        if not self.dialect.thinks and _EFFORT not in self.chat_template.variables:
+            raise UnsupportedField("thinking: this model does not think", param="thinking")
+        return {}
+
+    def end_of(self, prompt_ids: tuple[int, ...]) -> str:
+        """The last few characters, special tokens and all."""
+        return self.tokenizer.decode(prompt_ids[-_MARK:], skip_special_tokens=False)
+
+    def _encode(self, prompt: str | Chat, add_special_tokens: bool | None) -> tuple[int, ...]:
+        if isinstance(prompt, Chat):
+            text = self.chat_template.render(
+                prompt.messages,
+                variables=self._variables(prompt),
+                tools=prompt.tools,
+                opens_answer=prompt.opens_answer,
+                is_continued=prompt.is_continued,
+            )
+            # The template wrote them itself.
+            return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))
+        return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False))
+
+
+def num_chars(prompt: str | Chat | tuple[int, ...]) -> int:
+    """Of all that has to be tokenised."""
+    if isinstance(prompt, tuple):
+        return 0
+    return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)

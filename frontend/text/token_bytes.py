@@ -1,0 +1,93 @@
+"""The bytes of each token, from the decoder that tokenizer.json names.
+
+A decoder turns a whole list of tokens into text. To stream, we need what one token adds, whatever its neighbours. Two
+families give that exactly, and every model that we serve is of one of them:
+
+    ByteLevel                          GPT-2's table: each character of a token is one byte    (Llama 3, Qwen, SmolLM2)
+    Replace ▁, ByteFallback, Fuse …    tokens are text, but <0xNN> is one byte                 (Llama 2, Mistral, Gemma)
+
+The second family may strip the space in front of the very first token. A completion continues a prompt, so we never
+do. It also gives up a whole run of <0xNN> tokens when any of them is no UTF-8; like sentencepiece itself, we lose only
+the bytes in question.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from core.types.errors import SpecError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass
+class TokenBytes:
+    """Looks up each token's bytes once. Filling the table is idempotent, so threads may share it."""
+
+    tokenizer: Tokenizer
+    is_byte_level: bool = False
+    has_byte_fallback: bool = False
+    replacements: list[tuple[str, str]] = field(default_factory=list)
+    _table: dict[int, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TokenBytes:
+        """Reads the tokenizer's decoder. Raises SpecError for one whose tokens have no bytes of their own."""
+        if tokenizer.decoder is None:
+            raise SpecError("tokenizer.json names no decoder, so its tokens cannot be turned back into text")
+        table = cls(tokenizer)
+        for step in _steps(json.loads(tokenizer.decoder.__getstate__())):
+            table._add(step)
+        return table
+
+    def of_id(self, token_id: int) -> bytes:
+        found = self._table.get(token_id)
+        if found is None:
+            token = self.tokenizer.id_to_token(token_id)
+            found = self._table[token_id] = b"" if token is None else self._of_token(token)
+        return found
+
+    def _add(self, step: dict[str, Any]) -> None:
+        match step:
+            case {"type": "ByteLevel"}:
+                self.is_byte_level = True
+            case {"type": "ByteFallback"}:
+                self.has_byte_fallback = True
+            case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+                self.replacements.append((pattern, content))
+            case {"type": "Metaspace", "replacement": pattern}:
+                self.replacements.append((pattern, " "))
+            case {"type": "Fuse"} | {"type": "Strip", "content": " ", "start": 0 | 1, "stop": 0}:
+                pass  # joins tokens, or strips the very first space
+            case _:
+                raise SpecError(f"tokenizer.json: decoder step {step} is not supported; ByteLevel and ByteFallback are")
+
+    def _of_token(self, token: str) -> bytes:
+        if self.has_byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        for pattern, content in self.replacements:
+            token = token.replace(pattern, content)
+        if self.is_byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        return token.encode()  # in a byte-level vocabulary: an added token, written as it is
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table: a printable Latin-1 byte is its own character, each other byte the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()

@@ -1,0 +1,45 @@
+"""When the tokens of one request came: time to the first, and between one and the next."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from router.telemetry.metrics import Metrics
+
+
+class TokenClock:
+    """Starts when the request arrives. Observes each token's latency as it comes, and keeps the means."""
+
+    def __init__(self, metrics: Metrics, *, num_choices: int) -> None:
+        self._metrics = metrics
+        self._observe = metrics.inter_token_latency.observe
+        self.began = monotonic()
+        self._last: list[float | None] = [None] * num_choices  # when a token of each came
+        self._gaps_s = 0.0  # the sum over all choices
+        self._num_gaps = 0
+        self.ttft_s = 0.0  # 0 until there is a token
+
+    @property
+    def elapsed_s(self) -> float:
+        return monotonic() - self.began
+
+    @property
+    def itl_s(self) -> float:
+        """Mean time between two tokens of a choice; 0 where none has two."""
+        return self._gaps_s / self._num_gaps if self._num_gaps else 0.0
+
+    def tick(self, choice: int, num_tokens: int = 1) -> None:
+        """Tokens of this choice have come, all at this moment."""
+        now = monotonic()
+        last, self._last[choice] = self._last[choice], now
+        if self.ttft_s == 0.0:
+            self.ttft_s = now - self.began
+            self._metrics.time_to_first_token.observe(self.ttft_s)
+        if last is not None:
+            gap_s = now - last
+            self._gaps_s += gap_s
+            self._num_gaps += 1
+            self._observe(gap_s)
+        if num_tokens > 1:
+            self._num_gaps += num_tokens - 1
+            self._observe(0.0, num_tokens - 1)

@@ -1,0 +1,129 @@
+"""The handoffs that a replica is sending, as its rank 0 sees them. Pure.
+
+    SENDING ──every rank has landed──────────────────> LANDED
+       │ a rank failed, or aborted
+       v
+    FAILING ──every rank has stopped reading──> FAILED
+
+A departure holds a reference of its own to every block that it reads, from its beginning to its end. So whoever owns
+the sequence may finish, cancel, preempt or free it at any moment.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from core.types.errors import TransferError
+from core.types.handoff import Handoff, HandoffKey
+from engine.kv.block_manager import BlockManager
+from kvtransfer.protocol.rank_transfer import Shipment
+
+T = TypeVar("T")
+
+_MAX_ENDED = 4096  # a call that is made twice, or a report, comes late by a deadline, not by thousands of handoffs
+
+
+class DepartureState(StrEnum):
+    SENDING = "sending"
+    FAILING = "failing"
+    LANDED = "landed"
+    FAILED = "failed"
+
+
+@dataclass(eq=False)
+class Departure(Generic[T]):
+    """One handoff on its way out, for `owner`."""
+
+    owner: T
+    handoff: Handoff
+    ranks: set[int]  # ours that still send
+    blocks: list[int]
+    state: DepartureState = DepartureState.SENDING
+    error: TransferError | None = None
+    done: list[Shipment] = field(default_factory=list)
+
+    @property
+    def key(self) -> HandoffKey:
+        return self.handoff.id, self.handoff.epoch
+
+    @property
+    def is_over(self) -> bool:
+        return not self.ranks
+
+    @property
+    def shipment(self) -> Shipment:
+        """All ranks' together, once it is over."""
+        return Shipment(
+            handoff=self.handoff.id,
+            epoch=self.handoff.epoch,
+            wire_bytes=sum(shipment.wire_bytes for shipment in self.done),
+            seconds=max(shipment.seconds for shipment in self.done),
+            link_s=max(shipment.link_s for shipment in self.done),
+            error=self.error,
+        )
+
+
+class Departures(Generic[T]):
+    """Owned by the step thread of rank 0."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._under_way: dict[HandoffKey, Departure[T]] = {}
+        self._ended: OrderedDict[HandoffKey, None] = OrderedDict()
+        self._aborts: list[HandoffKey] = []
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def knows(self, key: HandoffKey) -> bool:
+        """Whether it is under way, or was. A key serves once: a report of its first passage that comes late, or twice,
+        would end a second one while that is still being read."""
+        return key in self._under_way or key in self._ended
+
+    def begin(self, handoff: Handoff, blocks: Sequence[int], *, ranks: Iterable[int], owner: T) -> Departure[T]:
+        """Our `ranks` begin to send these blocks, which somebody holds now. Nobody may know the handoff's key yet."""
+        departure = Departure(owner, handoff, set(ranks), [])
+        assert not self.knows(departure.key), f"{departure.key} is under way, or was"
+        self._under_way[departure.key] = departure
+        self.grow(departure, blocks)
+        return departure
+
+    def grow(self, departure: Departure[T], blocks: Sequence[int]) -> None:
+        """The table from position 0 on has become `blocks`: hold those that are new."""
+        new = blocks[len(departure.blocks) :]
+        self._blocks.share(new)
+        departure.blocks += new
+
+    def abort(self, departure: Departure[T], error: TransferError) -> None:
+        """Stop sending; it is over when every rank says so. The first error counts."""
+        if departure.state is DepartureState.SENDING:
+            departure.state, departure.error = DepartureState.FAILING, error
+            self._aborts.append(departure.key)
+
+    def ended(self, rank: int, shipment: Shipment) -> Departure[T] | None:
+        """One of our ranks has ended its part. The departure, or None if that was known already."""
+        departure = self._under_way.get((shipment.handoff, shipment.epoch))
+        if departure is None or rank not in departure.ranks:
+            return None
+        departure.ranks.discard(rank)
+        departure.done.append(shipment)
+        if shipment.error:
+            self.abort(departure, shipment.error)
+        if departure.is_over:
+            failed = departure.state is DepartureState.FAILING
+            departure.state = DepartureState.FAILED if failed else DepartureState.LANDED
+            del self._under_way[departure.key]
+            self._ended[departure.key] = None
+            if len(self._ended) > _MAX_ENDED:
+                self._ended.popitem(last=False)
+            self._blocks.free(departure.blocks)
+        return departure
+
+    def take_aborts(self) -> list[HandoffKey]:
+        """What the ranks must be ordered to abort."""
+        aborts, self._aborts = self._aborts, []
+        return aborts

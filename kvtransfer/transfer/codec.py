@@ -1,0 +1,151 @@
+"""What the bytes on the wire mean: a segment of KV, packed out of one pool and unpacked into another.
+
+A segment is a run of layers and a run of token positions of one sequence. Its payload, L layers of T tokens of K heads:
+
+    codes   L x (T, 2, K, D)   fp8 or int8, or the pool's own dtype when the wire is raw
+    scales  L x (T, 2, K)      bf16; codes of 8 bits only, and always with them
+    rows    (N, F) bytes       what heads keep of the N of these positions that fill their blocks: with the last layer,
+                               and whole from every rank that sends heads of it
+
+2 stands for keys, then values. A pool that has 8 bits already ships its codes as they are: nothing is quantised twice.
+With latent attention there is one side, K is 1, and a row of 8 bits on the wire ends with its rotated key in bf16,
+as it does in such a pool (engine/kv/layout.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.types.errors import TransferError
+from engine.cpu.library import open_copies
+from engine.kernels.checksum import launch_word_sum
+from engine.kernels.kv_wire import pack_kv, unpack_kv
+from engine.kernels.quant.row_quantization import MOST
+from engine.kv.layout import DTYPES, KVLayout
+from engine.kv.pool import KVPool
+from engine.runner import streams
+from kvtransfer.protocol.plan import head_counts
+from kvtransfer.protocol.segment import Segment
+
+
+class Codec:
+    """A wire format between two pools of one layout: the pools' own bytes, bit for bit, or about half of them, scales
+    included, where pools of bf16, fp16 or fp32 are quantised to 8 bits for the wire."""
+
+    def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
+        """dtype: of the codes on the wire."""
+        self._layout = layout
+        self._dtype = dtype
+        self._quantizes = dtype in MOST and not layout.has_scales
+
+    def num_bytes(self, segment: Segment) -> int:
+        """Size of the segment's payload."""
+        rows = segment.num_layers * segment.num_tokens * self._layout.num_sides * segment.num_heads
+        row_bytes = self._row_dim * self._dtype.itemsize + (torch.bfloat16.itemsize if self._dtype in MOST else 0)
+        return rows * row_bytes + self._num_feature_bytes(segment)
+
+    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
+        """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
+        codes_LT2KD, scales_LT2K = self._views(payload, segment)
+        for i, layer in enumerate(segment.layers):
+            scales_T2K = scales_LT2K[i] if self._quantizes else None
+            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], scales_T2K)
+            if pool.scales:
+                pack_kv(pool.scales[layer].unsqueeze(-1), slots_T, segment.heads, scales_LT2K[i].unsqueeze(-1), None)
+        if num_bytes := self._num_feature_bytes(segment):
+            features_NF = pool.features.index_select(0, self._full_blocks(segment, slots_T))
+            payload[-num_bytes:].copy_(features_NF.flatten())
+
+    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
+        """Write the payload's KV at `slots_T` of the pool."""
+        codes_LT2KD, scales_LT2K = self._views(payload, segment)
+        for i, layer in enumerate(segment.layers):
+            scales_T2K = scales_LT2K[i] if self._quantizes else None
+            unpack_kv(codes_LT2KD[i], scales_T2K, pool.codes[layer], slots_T, segment.heads)
+            if pool.scales:
+                unpack_kv(scales_LT2K[i].unsqueeze(-1), None, pool.scales[layer].unsqueeze(-1), slots_T, segment.heads)
+        if num_bytes := self._num_feature_bytes(segment):
+            features_NF = payload[-num_bytes:].view(-1, self._layout.feature_bytes)
+            pool.features.index_copy_(0, self._full_blocks(segment, slots_T), features_NF)
+
+    def warm_up(self, device: torch.device) -> None:
+        """On a GPU: compile now what packs, sums up and unpacks as many heads as a replica of any tensor-parallel
+        degree asks for, so that no handoff waits for it. Over a pool of its own."""
+        if device.type != "cuda":
+            return
+        layout = self._layout
+        pool, num_layers = KVPool(layout, num_blocks=1, device=device), min(2, layout.num_layers)
+        # Behind one token, a layer's scales begin at no multiple of 16 bytes, where they ever do not.
+        every = [(layout.block_size, layout.heads_per_rank), *((1, num_heads) for num_heads in head_counts(layout))]
+        for num_tokens, num_heads in every:
+            segment = Segment(
+                first_layer=layout.num_layers - num_layers,
+                num_layers=num_layers,
+                first_token=0,
+                num_tokens=num_tokens,
+                first_head=0,
+                num_heads=num_heads,
+            )
+            slots_T = slots_of(pool, [0], 0, num_tokens)
+            payload = torch.empty(self.num_bytes(segment), dtype=torch.uint8, device=device)
+            self.pack(pool, segment, slots_T, payload)
+            launch_word_sum(payload)
+            self.unpack(payload, pool, segment, slots_T)
+
+    @property
+    def _row_dim(self) -> int:
+        return self._layout.head_dim + (self._layout.exact_dim if self._dtype in MOST else 0)
+
+    def _num_feature_bytes(self, segment: Segment) -> int:
+        layout = self._layout
+        if not layout.feature_bytes or segment.layers.stop < layout.num_layers:
+            return 0
+        return (
+            segment.end_token // layout.block_size - segment.first_token // layout.block_size
+        ) * layout.feature_bytes
+
+    def _full_blocks(self, segment: Segment, slots_T: Tensor) -> Tensor:
+        """(N,) int64: the blocks of the positions that fill them."""
+        size = self._layout.block_size
+        return slots_T[size - 1 - segment.first_token % size :: size] // size
+
+    def _views(self, payload: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+        """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); these are empty unless codes have 8 bits."""
+        rows = (segment.num_layers, segment.num_tokens, self._layout.num_sides, segment.num_heads)
+        shape = (*rows, self._row_dim)
+        num_code_bytes = math.prod(shape) * self._dtype.itemsize
+        codes = payload[:num_code_bytes].view(self._dtype).view(shape)
+        scales = payload[num_code_bytes : payload.numel() - self._num_feature_bytes(segment)].view(torch.bfloat16)
+        return codes, scales.view(rows) if self._dtype in MOST else scales
+
+
+def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
+    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3", "int8" or "raw").
+
+    Takes seconds where the CPU kernels are yet to be compiled: a link's thread must not be the first to ask for them.
+    """
+    open_copies(torch.device("cpu"))
+    is_raw = wire_dtype == "raw" or layout.has_scales
+    return Codec(layout, layout.torch_dtype if is_raw else DTYPES[wire_dtype])
+
+
+def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
+    """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64; they are on
+    the device behind what the calling thread has started there.
+
+    Every slot that `pack` and `unpack` see is made here, and here they are bounded: the kernels behind them write where
+    they are told. Raises TransferError for a table that is too short, or has blocks that are not in the pool.
+    """
+    size = pool.layout.block_size
+    first_block, end_block = first_token // size, -(-(first_token + num_tokens) // size)
+    blocks_B = np.array(blocks[first_block:end_block], dtype=np.int64)
+    if len(blocks_B) < end_block - first_block or (blocks_B.view(np.uint64) >= pool.num_blocks).any():  # or negative
+        raise TransferError(f"positions {first_token} to {first_token + num_tokens} do not lie in the pool's blocks")
+    slots_BS = blocks_B[:, None] * size + np.arange(size)
+    offset = first_token - first_block * size
+    return streams.upload_indices(slots_BS.ravel()[offset : offset + num_tokens], pool.device)

@@ -1,0 +1,220 @@
+"""One link from one sending rank: its conversation, and the thread that takes the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from core.rpc import transfer_pb2 as pb
+from core.types.errors import LinkClosed, RequestError, TransferError
+from kvtransfer.links.backends import make_link
+from kvtransfer.links.device_stream import own_lane
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link
+from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.plan import HeadCopy
+from kvtransfer.protocol.segment import operation_timeout
+from kvtransfer.protocol.validation import check_commit, check_segment
+from kvtransfer.transfer.incoming import Incoming
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.rendezvous import Meeting, local_store
+from kvtransfer.transfer.staging import StagingRing
+from kvtransfer.transfer.wire_messages import frame_from_proto
+
+logger = logging.getLogger(__name__)
+
+_MAX_ANNOUNCED = 4096  # frames that wait, either way: a sender announces what it is about to send, and no more
+_MAX_UNWANTED_BYTES = 64 << 20  # of a payload that will be refused: it must be taken in to be thrown away
+
+_Frame = SegmentFrame | CommitFrame
+_Announced = tuple[_Frame, Tensor | None]  # and where a segment's payload will be
+
+
+class Handoffs(Protocol):
+    """What is open on this rank: the Receiver. Called from the link's thread."""
+
+    def find(self, handoff: str) -> Incoming:
+        """Raises HandoffExpired."""
+        ...
+
+    def end_of(self, handoff: str) -> int:
+        """Positions before this one may come of a handoff that is open here or was; 0: it never was, that we know."""
+        ...
+
+    def landed(self, landing: Landing) -> None: ...
+
+
+class IncomingLink:
+    """One link's thread receives each announced payload, in order, and answers.
+
+    What is announced is checked before it is queued, and again, against what its handoff was opened for, before there
+    is a buffer for it. A sender that announces what cannot be meant loses its link.
+    """
+
+    def __init__(
+        self,
+        handoffs: Handoffs,
+        config: LinkConfig,
+        meeting: Meeting,
+        *,
+        prefix: str,
+        sender: str,
+        copy: HeadCopy,
+        num_sources: int,
+        ended: Callable[[], None],
+    ) -> None:
+        """sender: the replica. copy: what it brings; num_sources: how many links bring something to this rank. ended:
+        called on the link's thread, last."""
+        self.has_begun = False  # to have a thread
+        self._handoffs = handoffs
+        self._config = config
+        self._meeting = meeting
+        self._prefix = prefix
+        self._sender = sender
+        self._copy = copy
+        self._num_sources = num_sources
+        self._ended = ended
+        self._frames: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()  # None: nothing more comes
+        self._answers: asyncio.Queue[pb.ReceiverFrame | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._has_ended = False  # the conversation; then the link fails, which is no news
+        self._refused: tuple[str, int] | None = None  # the last handoff refused: say so once, not per segment
+
+    async def converse(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
+        threading.Thread(target=self._run, name=f"kv-recv-{self._prefix}", daemon=True).start()
+        self.has_begun = True
+        listener = asyncio.create_task(self._listen(frames))
+        try:
+            while (answer := await self._answers.get()) is not None:
+                yield answer
+        finally:
+            listener.cancel()
+            self._has_ended = True
+            self._frames.put(None)
+            if self._link:
+                self._link.close()
+            self._meeting.forget(self._prefix)
+
+    async def _listen(self, frames: AsyncIterator[pb.SenderFrame]) -> None:
+        try:
+            async for message in frames:
+                self._frames.put(self._checked(message))
+        except (RequestError, LinkClosed) as error:
+            logger.warning("link closed prefix=%s: %s", self._prefix, error)
+        finally:
+            self._answers.put_nowait(None)
+
+    def _checked(self, message: pb.SenderFrame) -> _Frame:
+        """What is announced, if it could be meant. Raises RequestError, LinkClosed."""
+        if self._frames.qsize() >= _MAX_ANNOUNCED:
+            raise LinkClosed(f"{_MAX_ANNOUNCED} frames are announced, and their payloads do not come")
+        frame, pool = frame_from_proto(message, self._copy), self._config.pool
+        if isinstance(frame, CommitFrame):
+            check_commit(frame, pool.layout, num_blocks=pool.num_blocks)
+            return frame
+        check_segment(frame, pool.layout, num_blocks=pool.num_blocks)
+        # Its size must follow from its place, or the two sides do not speak of the same.
+        num_bytes = self._config.codec.num_bytes(frame.segment)
+        if num_bytes != frame.num_bytes:
+            raise LinkClosed(
+                f"handoff {frame.handoff} segment {frame.number}: {frame.num_bytes} bytes were announced, but "
+                f"{frame.segment} takes {num_bytes}"
+            )
+        return frame
+
+    # On the link's thread.
+
+    def _run(self) -> None:
+        store = local_store(self._meeting, timeout_s=MEET_TIMEOUT_S)
+        try:
+            with own_lane(self._config.pool.device):
+                end = self._config.link_end(store, prefix=self._prefix, is_sender=False)
+                self._link = link = make_link(self._config.backend, end)
+                if self._has_ended:  # before it was there to be closed
+                    return
+                link.meet()
+                self._receive(link, StagingRing(link.device, num_buffers=link.num_buffers))
+        except TransferError as error:
+            if not self._has_ended:
+                logger.warning("link failed prefix=%s: %s", self._prefix, error)
+        except Exception:  # the edge of this thread: the sender must hear that nobody listens any more
+            logger.exception("link failed prefix=%s", self._prefix)
+        finally:
+            if self._link:
+                self._link.close()
+            self._answer(None)
+            self._ended()
+
+    def _receive(self, link: Link, ring: StagingRing) -> None:
+        """Take everything in the order in which it is announced; while one payload is written, the next arrives."""
+        begun: deque[_Announced | None] = deque()
+        while True:
+            if not begun:
+                begun.append(self._begin(self._frames.get(), link, ring))
+            self._begin_more(begun, link, ring)
+            if (oldest := begun.popleft()) is None:
+                return
+            frame, payload = oldest
+            if payload is None:
+                self._take(frame, None)
+                continue
+            ring.wait()
+            self._begin_more(begun, link, ring)
+            self._take(frame, payload)
+            ring.release()
+
+    def _begin_more(self, begun: deque[_Announced | None], link: Link, ring: StagingRing) -> None:
+        """Start to receive what has been announced by now, as far as there are buffers. Does not wait."""
+        while ring.has_room and not self._frames.empty():
+            begun.append(self._begin(self._frames.get(), link, ring))
+
+    def _begin(self, frame: _Frame | None, link: Link, ring: StagingRing) -> _Announced | None:
+        """Start to receive what was announced, if it has a payload. Raises LinkClosed where none may come."""
+        if frame is None:
+            return None
+        if isinstance(frame, CommitFrame):
+            return frame, None
+        end = self._handoffs.end_of(frame.handoff)
+        if frame.segment.end_token > end and frame.num_bytes > _MAX_UNWANTED_BYTES:
+            raise LinkClosed(f"handoff {frame.handoff} segment {frame.number}: it was not opened for so much")
+        payload = ring.take(frame.num_bytes)
+        ring.start(link.recv(payload), timeout_s=operation_timeout(self._config.timeout_s, frame.num_bytes))
+        return frame, payload
+
+    def _take(self, frame: _Frame, payload: Tensor | None) -> None:
+        """Write or commit. A handoff that is refused does not end the link: others share it."""
+        try:
+            incoming = self._handoffs.find(frame.handoff)
+            if isinstance(frame, CommitFrame):
+                self._commit(incoming, frame)
+            else:
+                assert payload is not None
+                incoming.write(frame, payload, sender=self._sender, source=self._copy.sender)
+        except TransferError as error:
+            if self._refused != (frame.handoff, frame.epoch):
+                self._refused = (frame.handoff, frame.epoch)
+                refused = pb.Refused(handoff=frame.handoff, epoch=frame.epoch, reason=str(error))
+                self._answer(pb.ReceiverFrame(refused=refused))
+
+    def _commit(self, incoming: Incoming, frame: CommitFrame) -> None:
+        landing = incoming.commit(frame, sender=self._sender, source=self._copy.sender, num_sources=self._num_sources)
+        self._answer(pb.ReceiverFrame(landed=pb.Landed(handoff=frame.handoff, epoch=frame.epoch)))
+        if landing:
+            self._handoffs.landed(landing)
+
+    def _answer(self, frame: pb.ReceiverFrame | None) -> None:
+        """Raises LinkClosed where the sender does not read its answers."""
+        if frame and self._answers.qsize() >= _MAX_ANNOUNCED:
+            raise LinkClosed(f"{_MAX_ANNOUNCED} answers wait for the sender")
+        try:
+            self._loop.call_soon_threadsafe(self._answers.put_nowait, frame)
+        except RuntimeError:
+            pass  # the loop has ended, and with it the call

@@ -1,0 +1,153 @@
+"""The receiving end of a rank's links."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from uuid import uuid4
+
+from core.identity.rendezvous_key import key_of_link
+from core.rpc import transfer_pb2 as pb
+from core.types.errors import CapacityError, ClusterError, LayoutMismatch
+from core.types.failpoint import Milestone
+from core.types.validation import check, check_name
+from core.types.wire_version import WIRE_VERSION
+from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.plan import HeadCopy, plan_heads
+from kvtransfer.protocol.register import Register
+from kvtransfer.protocol.validation import can_share, check_opening
+from kvtransfer.transfer.incoming import Incoming
+from kvtransfer.transfer.incoming_link import IncomingLink
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.rendezvous import Meeting
+
+logger = logging.getLogger(__name__)
+
+_MAX_OPEN = 65_536  # handoffs
+_MAX_LINKS = 1024  # a thread each
+_MAX_CLOSED = 4096  # whose payloads may still be on their way
+_HELLO_S = 10.0
+
+
+class Receiver:
+    """Accepts links and writes what they bring into the blocks that were opened for it.
+
+    `open` and `close` may be called from any thread. `on_landed` is called from link threads, once per handoff and
+    epoch.
+    """
+
+    def __init__(self, config: LinkConfig, *, meeting: Meeting, on_landed: Callable[[Landing], None]) -> None:
+        self.config = config
+        self._codec = config.codec
+        self._meeting = meeting
+        self._on_landed = on_landed
+        self._incoming: Register[Incoming] = Register()
+        self._closed_ends: OrderedDict[str, int] = OrderedDict()  # see end_of
+        self._lock = threading.Lock()  # of the two
+        self._threads = threading.BoundedSemaphore(_MAX_LINKS)  # those of links, until each has ended
+
+    def checked(self, opening: Opening) -> Opening:
+        """The same, if this rank's pool has such blocks. Raises RequestError."""
+        check_opening(opening, self.config.pool.layout, num_blocks=self.config.pool.num_blocks)
+        return opening
+
+    def open(self, opening: Opening) -> None:
+        """Allow a handoff to fill the blocks named, unless it has been closed already. Raises TransferError for blocks
+        that are not in the pool (what another process says is `checked` before), CapacityError where too many are open.
+        """
+        incoming = Incoming(opening, pool=self.config.pool, codec=self._codec)
+        with self._lock:
+            if len(self._incoming) >= _MAX_OPEN:
+                raise CapacityError(f"{_MAX_OPEN} handoffs are open here")
+            self._incoming.open(opening.handoff, incoming)
+        self.config.probe(Milestone.OPENED, opening.handoff)
+
+    def close(self, handoff: str) -> None:
+        """End a handoff, also before it is opened. When this returns, nothing of it is written any more."""
+        with self._lock:
+            incoming = self._incoming.close(handoff)
+            if incoming:
+                self._closed_ends[handoff] = incoming.end_token
+            if len(self._closed_ends) > _MAX_CLOSED:
+                self._closed_ends.popitem(last=False)
+        if incoming:
+            incoming.close()
+
+    def close_all(self) -> None:
+        """End every handoff that is open. When this returns, nothing of any of them is written any more."""
+        with self._lock:
+            handoffs = self._incoming.handoffs
+        for handoff in handoffs:
+            self.close(handoff)
+
+    def end_of(self, handoff: str) -> int:
+        """Positions before this one may come of a handoff that is open here or was; 0: it never was, that we know."""
+        with self._lock:
+            incoming = self._incoming.get(handoff)
+            return incoming.end_token if incoming else self._closed_ends.get(handoff, 0)
+
+    def find(self, handoff: str) -> Incoming:
+        """Raises HandoffExpired."""
+        with self._lock:
+            return self._incoming.find(handoff)
+
+    def landed(self, landing: Landing) -> None:
+        """For its links: a handoff is whole on this rank."""
+        self.config.probe(Milestone.LANDED, landing.handoff)
+        self._on_landed(landing)
+
+    async def connect(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
+        """One link's conversation: the body of the Connect call. Ends when the sender ends it or the link fails."""
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                first = await anext(frames)
+            copy, num_sources = self._admit(first.hello)
+        except (TimeoutError, StopAsyncIteration):
+            return
+        except ClusterError as error:
+            yield pb.ReceiverFrame(refused=pb.Refused(reason=str(error)))
+            return
+        prefix = key_of_link(first.hello.sender, receiver=self.config.rank, epoch=first.hello.epoch, unique=uuid4().hex)
+        link = IncomingLink(
+            self,
+            self.config,
+            self._meeting,
+            prefix=prefix,
+            sender=first.hello.sender.rpartition("/")[0],
+            copy=copy,
+            num_sources=num_sources,
+            ended=self._threads.release,
+        )
+        try:
+            yield pb.ReceiverFrame(welcome=pb.Welcome(prefix=prefix))
+            async for frame in link.converse(frames):
+                yield frame
+        finally:
+            if not link.has_begun:
+                self._threads.release()
+
+    def _admit(self, hello: pb.Hello) -> tuple[HeadCopy, int]:
+        """What this sender brings to this rank, and how many senders bring something; it may have a thread then. Raises
+        LayoutMismatch, which says what differs and not what it is here, RequestError and CapacityError."""
+        check_name(hello.sender, "hello.sender")
+        config, layout = self.config, self.config.pool.layout
+        ours = (WIRE_VERSION, layout.fingerprint, config.wire_dtype, config.mode)
+        theirs = (hello.wire_version, hello.layout, hello.wire_dtype, hello.backend)
+        names = ("wire version", "KV layout", "wire dtype", "link backend")
+        for name, our, their in zip(names, ours, theirs, strict=True):
+            if our != their:
+                logger.warning("link refused sender=%s: %s is %.100r there and %r here", hello.sender, name, their, our)
+                raise LayoutMismatch(f"{hello.sender} has another {name} than this rank")
+        check(can_share(layout, hello.sender_ranks), "hello.sender_ranks", "cannot share the heads")
+        copies = plan_heads(sender=replace(layout, tensor_parallel=hello.sender_ranks), receiver=layout)
+        mine = [copy for copy in copies if copy.receiver == config.rank]
+        if copy := next((copy for copy in mine if copy.sender == hello.sender_rank), None):
+            if not self._threads.acquire(blocking=False):
+                raise CapacityError(f"{_MAX_LINKS} links come in here already")
+            return copy, len(mine)
+        raise LayoutMismatch(f"rank {hello.sender_rank} of {hello.sender_ranks} has nothing for rank {config.rank}")

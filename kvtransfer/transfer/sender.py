@@ -1,0 +1,110 @@
+"""The sending end of a rank's links: ships KV layer by layer while the next layer computes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from core.identity.process_name import ProcessName
+from core.types.errors import LinkClosed
+from core.types.failpoint import Milestone
+from core.types.handoff import Handoff, HandoffKey
+from engine.kv.layout import KVLayout
+from kvtransfer.protocol.plan import plan_heads
+from kvtransfer.protocol.rank_transfer import Outlet, Passage, Shipment
+from kvtransfer.protocol.segment import Segment
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.outgoing_link import OutgoingLink
+from kvtransfer.transfer.reconnection import Reconnection
+
+# docs/benchmarks/kv_path.md says why. On a GPU each message costs launches and a wait for its checksum, some 0.2 ms of
+# the host: bytes that a fast network carries in no time.
+_GROUP_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
+
+
+class Sender:
+    """One rank's outgoing links, one per receiving rank, made on first use and shared by all handoffs to it.
+
+    `begin` and the passages belong to the step thread. Each link packs and sends on a thread of its own; its gRPC
+    stream lives on `loop`. `on_shipped` is called from any of these, once per passage.
+    """
+
+    def __init__(
+        self,
+        config: LinkConfig,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        on_shipped: Callable[[Shipment], None],
+        group_bytes: int | None = None,
+    ) -> None:
+        """group_bytes: layers go together until a message has so many; None: what suits the pool's device."""
+        self.config = config
+        self.pool = config.pool
+        self._loop = loop
+        self._on_shipped = on_shipped
+        group_bytes = group_bytes or _GROUP_BYTES[config.pool.device.type]
+        self._group_rows = max(1, group_bytes // config.codec.num_bytes(_one_row(config.pool.layout)))
+        self._passages: dict[HandoffKey, Passage] = {}
+        self._links: dict[tuple[ProcessName, str], OutgoingLink] = {}  # by receiver, and its address
+        self._reconnections: defaultdict[str, Reconnection] = defaultdict(Reconnection)  # by address
+        self._epochs = itertools.count(1)
+
+    def begin(self, handoff: Handoff, blocks: Sequence[int]) -> Passage | None:
+        """Start to ship a sequence whose block table is `blocks`. None if this rank has no head to send there."""
+        layout = self.config.pool.layout
+        copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=len(handoff.ranks)))
+        mine = [copy for copy in copies if copy.sender == self.config.rank]
+        if not mine:
+            return None
+        passage = Passage(handoff, blocks, layout=layout, begun_at=time.monotonic(), group_rows=self._group_rows)
+        self._passages[passage.key] = passage
+        links = [self._link_to(handoff, copy.receiver) for copy in mine]
+        passage.outlets = [Outlet(passage, copy, link) for copy, link in zip(mine, links, strict=True)]
+        for outlet, link in zip(passage.outlets, links, strict=True):
+            link.add(outlet)
+        return passage
+
+    def find(self, key: HandoffKey) -> Passage | None:
+        """A passage that is not over."""
+        return self._passages.get(key)
+
+    async def close(self) -> None:
+        """Close every link; what is under way fails."""
+        for link in list(self._links.values()):
+            link.fail(LinkClosed(f"{self.config.identity.name} is stopping"))
+            await link.disconnected()
+
+    def _link_to(self, handoff: Handoff, rank: int) -> OutgoingLink:
+        """The link to a receiving rank. A failed one is replaced by a new one, of a new epoch."""
+        address, peer = handoff.ranks[rank], self.config.identity.rank(handoff.replica, rank)
+        link = self._links.get((peer, address))
+        if link is None or link.is_closed:
+            self._links = {to: link for to, link in self._links.items() if not link.is_closed}
+            link = self._links[peer, address] = OutgoingLink(
+                self.config,
+                address,
+                peer=peer,
+                epoch=next(self._epochs),
+                loop=self._loop,
+                reconnection=self._reconnections[address],
+                on_over=self._check_over,
+            )
+        return link
+
+    def _check_over(self, passage: Passage) -> None:
+        """Called for each outlet that is over, from any thread: whoever takes the passage out of the table reports."""
+        if passage.is_over and self._passages.pop(passage.key, None) is not None:
+            shipment = passage.shipment(time.monotonic())
+            self.config.probe(Milestone.FAILED if shipment.error else Milestone.SHIPPED, shipment.handoff)
+            self._on_shipped(shipment)
+
+
+def _one_row(layout: KVLayout) -> Segment:
+    """One position of one layer, all heads of a rank."""
+    return Segment(
+        first_layer=0, num_layers=1, first_token=0, num_tokens=1, first_head=0, num_heads=layout.heads_per_rank
+    )

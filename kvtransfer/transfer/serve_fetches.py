@@ -1,0 +1,173 @@
+"""Prefixes that a replica ships to others who asked for them, as its rank 0 sees them.
+
+Of what is asked for, the leading blocks that are here are held until they have landed there, or until nobody waits for
+them any more. Those that lie in a lower tier are loaded first. The replica goes on with its own work; it computes
+nothing for a grant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from core.types.errors import HandoffExpired, TransferError
+from core.types.failpoint import Milestone, Probe, unobserved
+from core.types.handoff import Handoff, HandoffKey
+from engine.kv.block_manager import BlockManager
+from engine.kv.layout import KVLayout
+from engine.scheduler.step_commands import BeginOrder
+from engine.tiers.table import Load
+from engine.tiers.tiers import Tiers
+from kvtransfer.protocol.outgoing_transfers import Departure, Departures
+from kvtransfer.protocol.plan import sending_ranks
+from kvtransfer.protocol.rank_transfer import Shipment
+
+
+class GrantListener(Protocol):
+    """Who waits for a grant. Called on the step thread."""
+
+    def granted(self, num_tokens: int) -> None:
+        """The receiver will have this many leading positions, counting those before the handoff. If that adds nothing
+        to what it has, the grant is over and `ended` is not called."""
+        ...
+
+    def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
+        """Last, and once: it has landed, or the error says why not."""
+        ...
+
+
+@dataclass(eq=False)
+class Loading:
+    """A grant that waits for blocks from a lower tier."""
+
+    handoff: Handoff
+    hashes: list[bytes]
+    listener: GrantListener
+    blocks: list[int]
+    num_cached: int  # of the blocks
+
+    @property
+    def id(self) -> str:
+        return self.handoff.id
+
+
+class Grants:
+    """Owned by the step thread. Every rank carries its orders out in the next step, before any abort."""
+
+    def __init__(self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any], *, probe: Probe = unobserved) -> None:
+        self._blocks = blocks
+        self._layout = layout
+        self._tiers = tiers
+        self._probe = probe
+        self._loading: dict[GrantListener, Loading] = {}
+        self._departures: Departures[GrantListener] = Departures(blocks)
+        self._listeners: dict[GrantListener, Departure[GrantListener]] = {}
+        self._hashes: dict[HandoffKey, list[bytes]] = {}
+        self._orders: list[BeginOrder] = []
+
+    def __len__(self) -> int:
+        """Grants under way, and what is still being sent of those that were given up."""
+        return len(self._departures) + len(self._loading)
+
+    def give(self, handoff: Handoff, hashes: Sequence[bytes], listener: GrantListener) -> None:
+        """Ship what is here of the blocks of `hashes`, as far as the handoff has room for it."""
+        self._probe(Milestone.ASKED, handoff.id)
+        if self._departures.knows((handoff.id, handoff.epoch)):
+            listener.ended(None, HandoffExpired(f"handoff {handoff.id} is under way already, or was"))
+            return
+        end = min(self._tiers.table.depth(hashes), handoff.max_tokens // self._layout.block_size)
+        if not self._load(handoff, list(hashes[:end]), listener):
+            self._ship(handoff, hashes, listener)
+
+    def loaded(self, load: Load[Any]) -> bool:
+        """Blocks have come back from a lower tier. False if they were not for a grant."""
+        loading = load.owner
+        if not isinstance(loading, Loading):
+            return False
+        del self._loading[loading.listener]
+        come = slice(loading.num_cached, loading.num_cached + load.num_loaded)
+        for block, prefix_hash in zip(loading.blocks[come], loading.hashes[come], strict=True):
+            self._blocks.seal(block, prefix_hash)
+        self._blocks.free(loading.blocks)
+        self._ship(loading.handoff, loading.hashes, loading.listener)
+        return True
+
+    def expired(self, owner: object) -> bool:
+        """A load takes too long: what is on the device is shipped. False if it was not for a grant."""
+        if not isinstance(owner, Loading):
+            return False
+        self._stop_loading(owner)
+        self._ship(owner.handoff, owner.hashes, owner.listener)
+        return True
+
+    def _load(self, handoff: Handoff, hashes: list[bytes], listener: GrantListener) -> bool:
+        """Bring what lies in a lower tier to the device first. False if there is none, or no room for it."""
+        if len(hashes) <= self._blocks.match(hashes):
+            return False
+        if (taken := self._blocks.allocate(hashes, len(hashes))) is None:
+            return False
+        blocks, num_cached = taken
+        loading = Loading(handoff, hashes, listener, blocks, num_cached)
+        if not self._tiers.begin(loading, hashes[num_cached:], blocks[num_cached:]):
+            self._blocks.free(blocks)
+            return False
+        self._loading[listener] = loading
+        return True
+
+    def _stop_loading(self, loading: Loading) -> None:
+        del self._loading[loading.listener]
+        gone = self._tiers.cancel(loading)
+        self._blocks.free([block for block in loading.blocks if block not in gone])
+
+    def _ship(self, handoff: Handoff, hashes: Sequence[bytes], listener: GrantListener) -> None:
+        size = self._layout.block_size
+        num_blocks = min(self._blocks.match(hashes), handoff.max_tokens // size)
+        num_tokens = num_blocks * size
+        listener.granted(max(num_tokens, handoff.first_token))
+        if num_tokens <= handoff.first_token:
+            return
+        taken = self._blocks.allocate(hashes[:num_blocks], num_blocks)
+        assert taken, "blocks that are here need no room"
+        blocks, _ = taken
+        ranks = sending_ranks(self._layout, num_receivers=len(handoff.ranks))
+        departure = self._departures.begin(handoff, blocks, ranks=ranks, owner=listener)
+        self._blocks.free(blocks)  # the departure holds them
+        self._listeners[listener] = departure
+        self._hashes[departure.key] = list(hashes[:num_blocks])
+        self._orders.append(BeginOrder(handoff, blocks, num_tokens))
+        self._probe(Milestone.GRANTED, handoff.id)
+
+    def cancel(self, listener: GrantListener) -> None:
+        """Nobody waits for it any more. It may have ended already."""
+        if loading := self._loading.get(listener):
+            self._stop_loading(loading)
+        if departure := self._listeners.pop(listener, None):
+            self._departures.abort(departure, HandoffExpired(f"handoff {departure.handoff.id} is not wanted any more"))
+
+    def shipped(self, rank: int, shipment: Shipment) -> Shipment | None:
+        """One of our ranks has nothing more to send. The shipment of all ranks, once it has landed."""
+        departure = self._departures.ended(rank, shipment)
+        if departure is None:
+            return None
+        listener = departure.owner
+        if departure.error and self._listeners.pop(listener, None):
+            listener.ended(None, departure.error)
+        if not departure.is_over:
+            return None
+        hashes = self._hashes.pop(departure.key)
+        if departure.error:
+            return None
+        self._blocks.spare(hashes)  # two replicas hold them now
+        if self._listeners.pop(listener, None):
+            listener.ended(departure.shipment, None)
+        return departure.shipment
+
+    def take_orders(self) -> list[BeginOrder]:
+        """What every rank must begin to ship in the next step."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def take_aborts(self) -> list[HandoffKey]:
+        """What the ranks must be ordered to abort."""
+        return self._departures.take_aborts()

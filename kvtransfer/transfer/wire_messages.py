@@ -1,0 +1,102 @@
+"""What ranks say to each other about handoffs as protobuf messages, and back."""
+
+from __future__ import annotations
+
+from core.rpc import transfer_pb2 as pb
+from core.types.errors import RequestError, TransferError
+from core.types.tier import Tier
+from core.types.validation import check
+from core.wire.proto_fields import from_message, to_message
+from engine.tiers.commands import LoadResult
+from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.plan import HeadCopy
+from kvtransfer.protocol.rank_transfer import Shipment
+from kvtransfer.protocol.segment import Segment
+from kvtransfer.protocol.validation import check_landing, check_seconds, check_shipment
+
+_MAX_REASON = 1000  # characters of an error that another rank gives
+
+Part = Landing | Shipment | LoadResult  # what a rank has to tell its rank 0
+
+
+def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
+    if isinstance(frame, CommitFrame):
+        return pb.SenderFrame(commit=to_message(pb.Commit, frame))
+    segment = pb.Segment(
+        handoff=frame.handoff,
+        epoch=frame.epoch,
+        number=frame.number,
+        first_layer=frame.segment.first_layer,
+        num_layers=frame.segment.num_layers,
+        first_token=frame.segment.first_token,
+        num_tokens=frame.segment.num_tokens,
+        num_bytes=frame.num_bytes,
+        checksum=frame.checksum,
+    )
+    return pb.SenderFrame(segment=segment)
+
+
+def frame_from_proto(message: pb.SenderFrame, copy: HeadCopy) -> SegmentFrame | CommitFrame:
+    """`copy`: what this link brings, which says whose heads they are here. Raises RequestError."""
+    kind = message.WhichOneof("frame")
+    check(kind in ("segment", "commit"), "frame", "must be a segment or a commit")
+    if kind == "segment":
+        announced = message.segment
+        segment = Segment(
+            first_layer=announced.first_layer,
+            num_layers=announced.num_layers,
+            first_token=announced.first_token,
+            num_tokens=announced.num_tokens,
+            first_head=copy.receiver_head,
+            num_heads=copy.num_heads,
+        )
+        return SegmentFrame(
+            handoff=announced.handoff,
+            epoch=announced.epoch,
+            number=announced.number,
+            segment=segment,
+            num_bytes=announced.num_bytes,
+            checksum=announced.checksum,
+        )
+    return from_message(CommitFrame, message.commit)
+
+
+def part_to_report(part: Part, *, rank: int) -> pb.ReportRequest:
+    if isinstance(part, Landing):
+        return pb.ReportRequest(rank=rank, landed=to_message(pb.LandedPart, part))
+    if isinstance(part, LoadResult):
+        num_bytes = {int(tier): count for tier, count in part.num_bytes.items()}
+        seconds = {int(tier): seconds for tier, seconds in part.seconds.items()}
+        loaded = to_message(pb.LoadedPart, part, num_bytes=num_bytes, seconds=seconds)
+        return pb.ReportRequest(rank=rank, loaded=loaded)
+    error = str(part.error) if part.error else ""
+    return pb.ReportRequest(rank=rank, shipped=to_message(pb.ShippedPart, part, error=error))
+
+
+def part_from_report(report: pb.ReportRequest) -> Part:
+    """Raises RequestError for what no rank of ours would say."""
+    match report.WhichOneof("part"):
+        case "landed":
+            landing = from_message(Landing, report.landed)
+            check_landing(landing)
+            return landing
+        case "loaded":
+            return _load_result(report.loaded)
+        case "shipped":
+            error = report.shipped.error[:_MAX_REASON]
+            shipment = from_message(Shipment, report.shipped, error=TransferError(error) if error else None)
+            check_shipment(shipment)
+            return shipment
+        case _:
+            raise RequestError("report: has no part", param="part")
+
+
+def _load_result(loaded: pb.LoadedPart) -> LoadResult:
+    tiers = {int(tier) for tier in Tier}
+    check({*loaded.num_bytes, *loaded.seconds} <= tiers, "loaded.num_bytes", "is of tiers that there are not")
+    check({*loaded.seconds} <= {*loaded.num_bytes}, "loaded.seconds", "must be of tiers that bytes came from")
+    check_seconds(loaded.seconds.values(), "loaded.seconds")
+    num_bytes = {Tier(tier): count for tier, count in loaded.num_bytes.items()}
+    seconds = {Tier(tier): seconds for tier, seconds in loaded.seconds.items()}
+    return from_message(LoadResult, loaded, num_bytes=num_bytes, seconds=seconds)

@@ -1,0 +1,102 @@
+"""A live deployment in the simulator's words: its rates as its replicas have learnt them, and how full it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from core.spec.schema import AutoscaleSpec, Spec
+from core.trace.traffic import TOKENS_PER_HASH, ReplicaNews
+from core.types.errors import ClusterError
+from core.types.request import Role
+from core.types.step_timing import StepTiming
+from planner.autoscaler.observation import Saturation
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.simulated_outlook import Fleets
+from planner.simulator.learnt_drafts import by_yield
+from planner.simulator.profile import KV, Drafts, LinkProfile, Profile, Steps
+
+_LINK_BYTES_PER_S = 1e9  # until one is measured
+_LATENCY_S = 0.003
+_NUM_LAYERS = 32  # a transfer hides behind all of a prompt but about one of these
+_HOST_BYTES_PER_S = 4e9
+
+
+def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaNews]) -> Fleets:
+    """Raises ClusterError, which says what is not known yet."""
+    if not replicas:
+        raise ClusterError("no router has told yet of its replicas: it does every few seconds")
+    steps = {role: _mean_timing(role, replicas) for role in Role}
+    rates = [replica.link_bytes_per_s for replica in replicas if replica.link_bytes_per_s]
+    pools = [replica.num_blocks * replica.block_size for replica in replicas]
+    num_bytes = max(replica.bytes_per_token for replica in replicas)
+    profile = Profile(
+        name="live",
+        origin="measured",
+        derivation=["what replicas have learnt of their own steps, whatever else kept their machines busy included"],
+        steps=Steps(**{**_fields(steps[Role.PREFILL]), "context_s": steps[Role.DECODE].context_s}),
+        decode_steps=Steps(**_fields(steps[Role.DECODE])),
+        drafts=_drafts(replicas),
+        kv=KV(
+            bytes_per_token=num_bytes,
+            wire_bytes_per_token=num_bytes,
+            num_layers=_NUM_LAYERS,
+            pool_tokens=round(fmean(pools)),
+        ),
+        link=LinkProfile(latency_s=_LATENCY_S, bytes_per_s=fmean(rates) if rates else _LINK_BYTES_PER_S),
+        host_bytes_per_s=_HOST_BYTES_PER_S,
+        usd_per_hour=1.0,
+    )
+    return Fleets.of(spec, rules, profile, block_size=TOKENS_PER_HASH)
+
+
+def saturation_of(fleet: Iterable[ReplicaNews], rules: AutoscaleSpec, *, num_waiting: int) -> Saturation:
+    """num_waiting: requests that wait in routers: then the fuller pool is full."""
+    replicas = list(fleet)
+    prefill = [r.queued_tokens / r.prefill_tokens_per_s for r in replicas if _does(r, Role.PREFILL)]
+    decode = [r for r in replicas if _does(r, Role.DECODE)]
+    full_p = fmean(prefill) / (rules.slo_ttft_ms / 1e3) if prefill else 0.0
+    full_d = max(
+        fmean(1 - r.available_blocks / r.num_blocks for r in decode) if decode else 0.0,
+        fmean(r.num_streams / r.max_running for r in decode) if decode else 0.0,
+        fmean(r.decode_step_s / max(1.0, r.tokens_per_row) for r in decode) / (rules.slo_itl_ms / 1e3)
+        if decode
+        else 0.0,
+    )
+    if num_waiting and full_p >= full_d:
+        full_p = max(full_p, 1.0)
+    elif num_waiting:
+        full_d = max(full_d, 1.0)
+    return Saturation(prefill=full_p, decode=full_d)
+
+
+def devices_of(spec: Spec) -> PoolSizes:
+    """GPUs of one replica of each pool, or ranks where there are none."""
+    of = {role: spec.pool(role) for role in Role}
+    return PoolSizes(*(round(of[role].tensor_parallel * max(1.0, of[role].resources.gpus)) for role in Role))
+
+
+def _does(replica: ReplicaNews, role: Role) -> bool:
+    is_measured = replica.prefill_tokens_per_s > 0 if role is Role.PREFILL else True
+    return replica.role is role and is_measured
+
+
+def _mean_timing(role: Role, replicas: Sequence[ReplicaNews]) -> StepTiming:
+    if not any(replica.role is role for replica in replicas):  # those of the other do both
+        role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    known = [replica.timing for replica in replicas if replica.role is role and replica.timing]
+    if not known:
+        raise ClusterError(f"no {role} replica has learnt yet how long its steps take")
+    return StepTiming(**{name: fmean(getattr(timing, name) for timing in known) for name in Steps.model_fields})
+
+
+def _drafts(replicas: Sequence[ReplicaNews]) -> Drafts | None:
+    """As the replicas that decode have drafted of late, with the load that they had."""
+    busy = [replica for replica in replicas if replica.role is Role.DECODE and replica.tokens_per_row]
+    if not busy:
+        return None
+    return by_yield(fmean(r.tokens_per_row for r in busy), fmean(r.drafted_per_row for r in busy))
+
+
+def _fields(timing: StepTiming) -> dict[str, float]:
+    return {name: getattr(timing, name) for name in Steps.model_fields}

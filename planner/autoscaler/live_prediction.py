@@ -1,0 +1,36 @@
+"""What the simulator says of a load on a live deployment, at the rates that its replicas have learnt of themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from core.spec.schema import AutoscaleSpec, Spec
+from core.trace.trace import TraceRequest
+from core.trace.traffic import ReplicaNews
+from planner.autoscaler.live_fleets import fleets_of
+from planner.simulator.run import simulate
+
+
+def predict_load(
+    spec: Spec,
+    replicas: Sequence[ReplicaNews],
+    trace: Sequence[TraceRequest],
+    *,
+    slo_ttft_s: float | None,
+    slo_itl_s: float | None,
+) -> dict[str, Any]:
+    """The simulator's report of the same requests on as many replicas, whose caches are empty as it begins.
+
+    Raises ClusterError where rates are not known yet.
+    """
+    fleets = fleets_of(spec, AutoscaleSpec(), replicas)  # its limits are not asked for
+    setup = replace(
+        fleets.setup,
+        num_prefill=spec.prefill.replicas,
+        num_decode=spec.decode.replicas,
+        block_size=math.gcd(spec.kv.block_size, trace[0].tokens_per_id),
+    )
+    return simulate(setup, fleets.profile, trace, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)

@@ -1,0 +1,130 @@
+"""How many replicas each pool has, and what it takes to come from one pair of sizes to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from core.spec.schema import AutoscaleSpec
+
+
+class PoolSizes(NamedTuple):
+    """Replicas that are wanted."""
+
+    prefill: int
+    decode: int
+
+    def __str__(self) -> str:
+        return f"{self.prefill}P{self.decode}D"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleMoves:
+    """How one pair of sizes becomes another: roles are switched first, for that is quicker than a start."""
+
+    to_prefill: int = 0  # decode replicas that become prefill replicas
+    to_decode: int = 0
+    start_prefill: int = 0
+    start_decode: int = 0
+    stop_prefill: int = 0
+    stop_decode: int = 0
+
+    @classmethod
+    def between(cls, before: PoolSizes, after: PoolSizes, *, has_switch: bool) -> ScaleMoves:
+        """has_switch: replicas of one pool may become replicas of the other."""
+        more_p, more_d = after.prefill - before.prefill, after.decode - before.decode
+        to_prefill = max(0, min(more_p, -more_d)) if has_switch else 0
+        to_decode = max(0, min(-more_p, more_d)) if has_switch else 0
+        return cls(
+            to_prefill=to_prefill,
+            to_decode=to_decode,
+            start_prefill=max(0, more_p - to_prefill),
+            start_decode=max(0, more_d - to_decode),
+            stop_prefill=max(0, -more_p - to_decode),
+            stop_decode=max(0, -more_d - to_prefill),
+        )
+
+    @property
+    def num_switches(self) -> int:
+        return self.to_prefill + self.to_decode
+
+    @property
+    def num_starts(self) -> int:
+        return self.start_prefill + self.start_decode
+
+    def __str__(self) -> str:
+        said = {
+            "decode -> prefill": self.to_prefill,
+            "prefill -> decode": self.to_decode,
+            "start prefill": self.start_prefill,
+            "start decode": self.start_decode,
+            "stop prefill": self.stop_prefill,
+            "stop decode": self.stop_decode,
+        }
+        return ", ".join(f"{count} x {what}" for what, count in said.items() if count) or "nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleLimits:
+    """What sizes there may be. A device is a GPU, or on a CPU a rank."""
+
+    least: PoolSizes
+    most: PoolSizes
+    devices: PoolSizes  # of one replica of each pool
+    max_devices: int
+
+    @classmethod
+    def of(cls, spec: AutoscaleSpec, *, devices: PoolSizes) -> ScaleLimits:
+        most = PoolSizes(spec.prefill.max, spec.decode.max)
+        return cls(
+            least=PoolSizes(spec.prefill.min, spec.decode.min),
+            most=most,
+            devices=devices,
+            max_devices=spec.max_devices or most.prefill * devices.prefill + most.decode * devices.decode,
+        )
+
+    def num_devices(self, sizes: PoolSizes) -> int:
+        return sizes.prefill * self.devices.prefill + sizes.decode * self.devices.decode
+
+    def allow(self, sizes: PoolSizes) -> bool:
+        return (
+            self.least.prefill <= sizes.prefill <= self.most.prefill
+            and self.least.decode <= sizes.decode <= self.most.decode
+            and self.num_devices(sizes) <= self.max_devices
+        )
+
+    def nearest(self, prefill: float, decode: float) -> PoolSizes:
+        """Sizes that are allowed and leave the busier pool as little busy as can be, where pools are wanted of
+        `prefill` and `decode` replicas (fractions of one included) and there may not be so many devices."""
+        least, most = self.least, self.most
+        want_p = min(max(-int(-prefill // 1), least.prefill), most.prefill)
+        want_d = min(max(-int(-decode // 1), least.decode), most.decode)
+        if self.allow(wanted := PoolSizes(want_p, want_d)):
+            return wanted
+        return self.least_busy(self.splits(), prefill, decode)
+
+    def evenly(
+        self, prefill: float, decode: float, *, num_devices: int, at_least: PoolSizes | None = None
+    ) -> PoolSizes:
+        """So many devices, split so that the busier pool is as little busy as can be; where there is one, a split that
+        has at_least so many of each."""
+        splits = replace(self, max_devices=min(num_devices, self.max_devices)).splits()
+        if at_least:
+            splits = [s for s in splits if s.prefill >= at_least.prefill and s.decode >= at_least.decode]
+        return self.least_busy(splits, prefill, decode) if splits else at_least or self.nearest(prefill, decode)
+
+    @staticmethod
+    def least_busy(splits: Sequence[PoolSizes], prefill: float, decode: float) -> PoolSizes:
+        """Of those that are alike in their busier pool, the one whose other pool is less busy."""
+        return min(splits, key=lambda s: sorted((prefill / max(s.prefill, 1e-9), decode / max(s.decode, 1e-9)))[::-1])
+
+    def splits(self) -> list[PoolSizes]:
+        """Of all devices that there may be, to each number of prefill replicas."""
+        found = []
+        for num_prefill in range(self.least.prefill, self.most.prefill + 1):
+            left = self.max_devices - num_prefill * self.devices.prefill
+            sizes = PoolSizes(num_prefill, min(left // self.devices.decode, self.most.decode))
+            if self.allow(sizes):
+                found.append(sizes)
+        return found

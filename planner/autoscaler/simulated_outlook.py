@@ -1,0 +1,244 @@
+"""What the simulator says of sizes that could be, for the load that is forecast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.spec.schema import AutoscaleSpec, Spec
+from core.trace.trace import TraceRequest
+from core.trace.traffic import SeenRequest
+from planner.autoscaler.answer_lengths import answer_lengths, tokens_so_far
+from planner.autoscaler.arithmetic import demand_of
+from planner.autoscaler.demand import Demand
+from planner.autoscaler.forecast import LoadForecast, begin_of_the_same, forecast_load, trace_request, upcoming
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.scaling_decision import Prediction
+from planner.simulator.clock import Clock
+from planner.simulator.fleet import Fleet
+from planner.simulator.fleet_setup import FleetSetup
+from planner.simulator.prefix_hashes import PrefixHashes
+from planner.simulator.profile import Profile
+from planner.simulator.report import Report
+from planner.simulator.run import feed
+
+_HORIZON_S = 60.0  # that are simulated, as far as that can be afforded
+_MOST_OUTPUT = 100_000  # tokens of answers that one simulation generates: some seconds
+_LASTING_S = 300.0  # that a decision is made for, as far as anybody knows
+_LEAST_REQUESTS = 8
+_OTHERS = 1 << 66  # more than any id
+_EVICTION = "lru"  # a minute has no history to learn from, and learning takes time
+_MOST_PAST = 200  # requests before these, whose prompts are in the caches when a simulation begins
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleets:
+    """What is the same whatever the sizes, for the simulator."""
+
+    setup: FleetSetup
+    profile: Profile
+    slo_ttft_s: float
+    slo_itl_s: float
+
+    @classmethod
+    def of(cls, spec: Spec, rules: AutoscaleSpec, profile: Profile, *, block_size: int) -> Fleets:
+        """block_size: tokens behind one id of the trace's."""
+        setup = FleetSetup(
+            num_prefill=1,
+            num_decode=1,
+            policy="cost",
+            block_size=block_size,
+            kv_tokens=profile.kv.pool_tokens,
+            pulls=True,
+            prefill_batch_tokens=spec.prefill.max_batch_tokens,
+            decode_batch_tokens=spec.decode.max_batch_tokens,
+            max_running=spec.decode.max_running,
+            max_local_tokens=spec.router.max_local_prefill,
+            waits_in_router=True,
+        )
+        return cls(setup=setup, profile=profile, slo_ttft_s=rules.slo_ttft_ms / 1e3, slo_itl_s=rules.slo_itl_ms / 1e3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Present:
+    """Where every simulation begins. Numbers of requests are negative: none of them is judged."""
+
+    cached: list[TraceRequest]  # their prompts may be found
+    running: list[tuple[TraceRequest, int]]  # and the tokens that each has
+    waiting: list[TraceRequest]  # for their first token
+
+    @classmethod
+    def of(cls, requests: Sequence[SeenRequest], answers: Sequence[int], now_s: float, *, first: int) -> _Present:
+        """answers: tokens of each. first: of those that are replayed, whose prompts should not be found."""
+        running, waiting = [], []
+        so_far = tokens_so_far(requests, now_s=now_s)
+        for i, (seen, length, done) in enumerate(zip(requests, answers, so_far, strict=True)):
+            if seen.is_over:
+                continue
+            length = max(length, done + 1)
+            request = trace_request(seen, number=-1 - i, arrival_s=0.0, num_tokens=seen.num_tokens, num_output=length)
+            if done:
+                running.append((request, done))
+            else:
+                waiting.append(request)
+        cached = [
+            trace_request(seen, number=-1 - i, arrival_s=0.0, num_tokens=seen.num_tokens, num_output=1)
+            for i, seen in enumerate(requests[:first])
+            if seen.ids is not None
+        ]
+        return cls(cached=cached[-_MOST_PAST:], running=running, waiting=waiting)
+
+
+class SimulatedOutlook:
+    """Implements Outlook. Each pair of sizes is simulated once, whoever asks."""
+
+    def __init__(
+        self, fleets: Fleets, trace: list[TraceRequest], trace_s: float, forecast: LoadForecast, now: _Present
+    ) -> None:
+        """trace: what is replayed, as what comes next in trace_s."""
+        self.forecast = forecast
+        self._fleets = fleets
+        self._trace, self._trace_s = trace, trace_s
+        self._now = now
+        self._hashes = PrefixHashes(fleets.setup.block_size, trace[0].tokens_per_id)
+        self._predicted: dict[tuple[PoolSizes, float], Prediction] = {}
+
+    @classmethod
+    def of(
+        cls, fleets: Fleets, requests: Sequence[SeenRequest], *, now_s: float, window_s: float, ahead_s: float
+    ) -> SimulatedOutlook | None:
+        """From what was seen until now, in order of arrival; None where that is too little in the last window_s.
+
+        ahead_s: for how long after now is decided.
+        """
+        recent = [request for request in requests if request.arrival_s >= now_s - window_s]
+        if len(recent) < _LEAST_REQUESTS:
+            return None
+        all_answers = answer_lengths(requests, now_s=now_s)  # those of a kind of prompt may be from long ago
+        answers = all_answers[len(requests) - len(recent) :]
+        first = begin_of_the_same(recent, now_s=now_s)
+        forecast = forecast_load(
+            recent,
+            answers,
+            begin_s=max(now_s - window_s, requests[0].arrival_s),
+            shape_s=max(now_s - window_s, recent[first].arrival_s),
+            now_s=now_s,
+            ahead_s=ahead_s,
+        )
+        first = max(first, _affordable(answers))
+        trace = upcoming(recent[first:], answers[first:], forecast)
+        seconds = (now_s - recent[first].arrival_s) * forecast.pace
+        present = _Present.of(requests, all_answers, now_s, first=len(requests) - len(recent) + first)
+        times = _times(seconds, answers[first:])
+        return cls(fleets, _again(trace, seconds, times), times * seconds, forecast, present)
+
+    def demand(self, *, reuse_share: float) -> Demand:
+        fleets = self._fleets
+        return demand_of(self._trace, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=reuse_share)
+
+    def predict(self, sizes: PoolSizes, *, load: float = 1.0) -> Prediction:
+        if (key := (sizes, load)) not in self._predicted:
+            self._predicted[key] = self._simulate(sizes, load)
+        return self._predicted[key]
+
+    def _simulate(self, sizes: PoolSizes, load: float) -> Prediction:
+        fleets = self._fleets
+        setup = replace(fleets.setup, num_prefill=sizes.prefill, num_decode=sizes.decode, eviction=_EVICTION)
+        clock, report = Clock(), Report(slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
+        fleet = Fleet(setup, fleets.profile, self._hashes, clock, report)
+        fleet.warm(self._now.cached)
+        for request, num_generated in self._now.running:
+            fleet.place(request, num_generated)
+        coming = [replace(request, arrival_s=request.arrival_s / load) for request in self._trace]
+        feed(clock, fleet.arrive, [*self._now.waiting, *coming])
+        clock.run()
+        judged = [flight for flight in report.flights if flight.request.number >= 0]
+        judged.sort(key=lambda flight: flight.request.arrival_s)
+        ttft = np.array([flight.ttft_s for flight in judged])
+        itl = np.array([flight.mean_itl_s for flight in judged])
+        in_ttft, in_itl = ttft <= fleets.slo_ttft_s, itl <= fleets.slo_itl_s
+        work_s = np.array([flight.compute_s for flight in judged if flight.option.prefill])
+        simulated_s = max(self._trace_s / load, 1e-3)
+        growth = _growth(work_s, sizes.prefill * simulated_s)
+        if not self._now.waiting:
+            growth = max(0.0, growth)  # nothing to make up for
+        arrivals = np.array([flight.request.arrival_s for flight in judged])
+        cached = sum(flight.num_cached for flight in judged) / sum(flight.request.num_tokens for flight in judged)
+        return Prediction(
+            sizes=sizes,
+            load=load,
+            num=len(judged),
+            good_share=float(np.mean(in_ttft & in_itl)),
+            lasting_share=_lasting(
+                arrivals, ttft, in_itl, simulated_s=simulated_s, growth=growth, slo_ttft_s=fleets.slo_ttft_s
+            ),
+            ttft_share=float(np.mean(in_ttft)),
+            itl_share=float(np.mean(in_itl)),
+            ttft_p50_s=float(np.percentile(ttft, 50)),
+            ttft_p90_s=float(np.percentile(ttft, 90)),
+            itl_s=float(np.mean(itl[itl > 0])) if (itl > 0).any() else 0.0,
+            reuse_share=min(1.0, cached),
+        )
+
+
+def _growth(work_s: Floats, capacity_s: float) -> float:
+    """By how many seconds a queue of prompts grows in a second, or shrinks: the work that came, over what could be
+    done, less one. It grows as far as that is beyond what comes of chance, where a few long prompts may come together:
+    the variance of a compound Poisson sum is that of its squares."""
+    growth = float(work_s.sum()) / capacity_s - 1.0
+    return growth if growth < 0 else max(0.0, growth - math.sqrt(float((work_s**2).sum())) / capacity_s)
+
+
+def _lasting(
+    arrivals: Floats, ttft: Floats, in_itl: Bools, *, simulated_s: float, growth: float, slo_ttft_s: float
+) -> float:
+    """The share of requests that keep both limits for as long as a decision is made, if it goes on like this: those
+    that were simulated, and behind them more like the last third, whose queue grows by so many seconds a second. A
+    minute alone would not show a queue that grows slowly, nor one that is on its way to an end."""
+    good = float(np.mean((ttft <= slo_ttft_s) & in_itl))
+    if (left_s := _LASTING_S - simulated_s) <= 0:
+        return good
+    is_last = arrivals >= simulated_s * 2 / 3
+    if not is_last.any():  # nothing came any more: all of it is what may come again
+        is_last[:] = True
+    later_s = np.linspace(0.0, left_s, 16)[:, None]
+    later = float(np.mean((ttft[is_last] + growth * later_s <= slo_ttft_s) & in_itl[is_last]))
+    return (simulated_s * good + left_s * later) / _LASTING_S
+
+
+def _affordable(answers: Sequence[int]) -> int:
+    """The first of the requests that are replayed: the last ones, as far as their answers can be afforded."""
+    left, first = _MOST_OUTPUT, len(answers)
+    while first and (left := left - answers[first - 1]) >= 0:
+        first -= 1
+    return min(first, max(0, len(answers) - _LEAST_REQUESTS))
+
+
+def _times(seconds: float, answers: Sequence[int]) -> int:
+    """How often so many seconds are replayed until they are long enough."""
+    return max(1, round(min(_HORIZON_S / max(seconds, 1e-3), _MOST_OUTPUT / sum(answers))))
+
+
+def _again(trace: list[TraceRequest], seconds: float, times: int) -> list[TraceRequest]:
+    """The same requests so many times, each time with prompts that nobody has seen.
+
+    seconds: that the trace is of, also those in which nothing came any more: a burst that is over does not go on."""
+    found = list(trace)
+    for turn in range(1, times):
+        found += [
+            replace(
+                request,
+                number=request.number + turn * len(trace),
+                arrival_s=request.arrival_s + turn * seconds,
+                ids=request.ids and tuple(id + turn * _OTHERS for id in request.ids),
+            )
+            for request in trace
+        ]
+    return found

@@ -1,0 +1,348 @@
+"""A decode replica, or one that does both, under virtual time: the engine itself, with a runner that takes time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from core.types.step_timing import StepTiming, pairs
+from engine.engine import Engine, SchedulerConfig
+from engine.scheduler.prompts import KVSource, Prompt
+from engine.scheduler.sequence import Sequence as TokenSequence
+from engine.scheduler.step import Prefilled, ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.spec_decode.row_yield import RowYield
+from planner.simulator.clock import Clock
+from planner.simulator.cores import Cores
+from planner.simulator.drafts import SimulatedDrafts
+from planner.simulator.flight import Flight
+from planner.simulator.prefill_replica import NO_LIMIT, NO_LOGITS, repeat_last
+from planner.simulator.store import Store
+
+
+class _Leap:
+    """Several steps in a row that are all alike: the same rows, one token each. Only a surprise cuts it short."""
+
+    def __init__(self, begin_s: float, num_steps: int, first_s: float, growth_s: float) -> None:
+        self.begin_s = begin_s
+        self.num_steps = num_steps
+        self.first_s = first_s
+        self._growth_s = growth_s  # each step reads one position more per row than the one before
+
+    def after(self, num_steps: int) -> float:
+        """When the first `num_steps` are over."""
+        return self.begin_s + num_steps * self.first_s + self._growth_s * num_steps * (num_steps - 1) / 2
+
+    def begun_by(self, when: float) -> int:
+        """How many steps have begun by then, the one under way included."""
+        a, b, c = self._growth_s / 2, self.first_s - self._growth_s / 2, self.begin_s - when
+        steps = (-c / b) if a == 0 else (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)
+        return max(1, min(self.num_steps, math.ceil(steps - 1e-9)))
+
+
+class DecodeReplica:
+    """Continuous batching. It tells `admitted(flight)`, when its blocks are set aside and a prefill replica may begin;
+    `reserved(flight)`, when they are for one that runs elsewhere; `prefilled(flight)`, when a prompt was computed here;
+    `gaps(seconds, count)` between tokens; `ended(flight)`. Implements engine.scheduler.step.Runner, and KVConnector.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        timing: StepTiming,
+        decode_timing: StepTiming,
+        *,
+        block_size: int,
+        max_batch_tokens: int,
+        max_running: int,
+        admitted: Callable[[Flight], None],
+        reserved: Callable[[Flight], None],
+        prefilled: Callable[[Flight], None],
+        gaps: Callable[[float, int], None],
+        ended: Callable[[Flight], None],
+        cores: Cores | None = None,
+        width: int = 1,
+        drafts: SimulatedDrafts | None = None,
+    ) -> None:
+        """decode_timing: of steps that only decode. cores: what it shares with other replicas; None: nothing. width: of
+        its steps there. drafts: None where nothing is drafted."""
+        self.store = store
+        self.busy_s = 0.0
+        self._clock = clock
+        self._timing = timing
+        self._decode_timing = decode_timing
+        self._cores = cores
+        self._width = width
+        self._block_size = block_size
+        config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT)
+        self._drafts = drafts
+        self._yield = RowYield()
+        self._engine = Engine(
+            self,
+            repeat_last,
+            store.blocks,
+            config,
+            block_size=block_size,
+            connector=self,
+            speculation=drafts.speculation if drafts else None,
+            prices=drafts,
+        )
+        self._admitted = admitted
+        self._reserved = reserved
+        self._prefilled = prefilled
+        self._gaps = gaps
+        self._ended = ended
+        self._max_running = max_running
+        self._promised_blocks = 0
+        self._flights: dict[Prompt, Flight] = {}
+        self._prompts: dict[Flight, Prompt] = {}
+        self._prompt_of: dict[TokenSequence, Prompt] = {}
+        self._to_move: Callable[[Flight], None] | None = None  # told of each answer that runs here; None: it stays
+        self._told: set[Flight] = set()
+        self._handed_over: dict[Flight, Callable[[int], None]] = {}  # once the step under way is over
+        self._leap: _Leap | None = None
+        self._step_number = 0
+        self._under_way: ScheduledStep | None = None
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._prompts)
+
+    def has_room(self, num_blocks: int) -> bool:
+        """As ReplicaLoad.has_room_to_decode: an idle replica has room for everything."""
+        blocks = self.store.blocks
+        taken = max(blocks.num_blocks - blocks.num_available, self._promised_blocks)
+        has = self.num_streams < self._max_running and num_blocks <= blocks.num_blocks - taken
+        return has or not self._prompts
+
+    @property
+    def row_yield(self) -> RowYield:
+        """As a live one would tell its routers."""
+        return self._yield
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._engine.decoding.num_preemptions
+
+    def submit(self, flight: Flight) -> None:
+        """With a prefill replica, the prompt's KV comes by `land`; without, it is computed here."""
+        source = KVSource.PREFILL if flight.option.prefill else KVSource.HERE
+        self._add(flight, Prompt(flight.sequence(block_size=self._block_size), source=source))
+
+    def _add(self, flight: Flight, prompt: Prompt) -> None:
+        self._flights[prompt], self._prompts[flight] = flight, prompt
+        self._promised_blocks += flight.promised_blocks
+        self._prompt_of[prompt.sequence] = prompt
+        self._engine.add(prompt)
+        self._wake()
+
+    def land(self, flight: Flight) -> None:
+        """The prompt's KV is here, and its first token is known."""
+        prompt = self._prompts[flight]
+        tokens = prompt.sequence.tokens
+        self._start(self._engine.landed(prompt, len(tokens), tokens[-1:]))
+        self.store.publish()
+        self._wake()
+
+    # Answers that move, as in docs/ARCHITECTURE.md §5, "Drain".
+
+    def leave(self, to_move: Callable[[Flight], None]) -> None:
+        """From now on `to_move` is told, once and at the end of a step, of each answer that runs here."""
+        self._to_move = to_move
+        self._wake()
+
+    def num_generated(self, flight: Flight) -> int:
+        return self._prompts[flight].sequence.num_generated
+
+    def reserve(self, flight: Flight, num_generated: int) -> None:
+        """Set blocks aside for an answer that runs elsewhere, with so many tokens."""
+        sequence = flight.sequence(block_size=self._block_size, num_generated=num_generated)
+        self._add(flight, Prompt(sequence, source=KVSource.DECODE))
+
+    def give_up(self, flight: Flight) -> None:
+        """It does not come."""
+        prompt = self._prompts.pop(flight)
+        self._promised_blocks -= flight.promised_blocks
+        del self._flights[prompt], self._prompt_of[prompt.sequence]
+        self._engine.cancel(prompt)
+        self._wake()
+
+    def hand_over(self, flight: Flight, then: Callable[[int], None]) -> None:
+        """Its KV is where it goes on: once the step under way is over, it is not here any more, and `then` is told how
+        many tokens it has; unless it ends before."""
+        self._handed_over[flight] = then
+        if self._under_way:
+            self._wake()
+        else:
+            self._hand_over()
+
+    def take_over(self, flight: Flight, num_generated: int) -> None:
+        """One that was reserved goes on here."""
+        prompt = self._prompts[flight]
+        sequence = prompt.sequence
+        num_new = num_generated - sequence.num_generated
+        self._engine.landed(prompt, len(sequence.tokens) + num_new - 1, sequence.tokens[-1:] * num_new)
+        self.store.publish()
+        self._wake()
+
+    def _hand_over(self) -> None:
+        handed_over, self._handed_over = self._handed_over, {}
+        for flight, then in handed_over.items():
+            if prompt := self._prompts.pop(flight, None):
+                self._promised_blocks -= flight.promised_blocks
+                del self._flights[prompt], self._prompt_of[prompt.sequence]
+                num_generated = prompt.sequence.num_generated
+                self._engine.end(prompt.sequence)
+                then(num_generated)
+
+    def _tell_what_runs(self) -> None:
+        if self._to_move is None:
+            return
+        for sequence in list(self._engine.decoding.running):
+            flight = self._flights[self._prompt_of[sequence]]
+            if flight not in self._told:
+                self._told.add(flight)
+                self._to_move(flight)
+
+    def missing_tokens(self, flight: Flight) -> int:
+        """Tokens whose KV an admitted request lacks here."""
+        return self._prompts[flight].sequence.num_missing
+
+    def begin_step(self, admitted: Sequence[Prompt]) -> None:
+        for prompt in admitted:
+            flight = self._flights[prompt]
+            if prompt.is_running_elsewhere:
+                self._reserved(flight)
+            elif not prompt.is_received:
+                self._free_restored(flight)
+                flight.num_cached = prompt.num_cached
+            else:
+                self._admitted(flight)
+
+    def orders(self, step: ScheduledStep) -> Orders:
+        return Orders()
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
+        """Take the time of a step, or of several that are all alike."""
+        assert step
+        self.store.publish()
+        self._under_way = step
+        is_plain = not step.prompts
+        num_steps = self._num_plain_steps() if is_plain else 1
+        timing = self._decode_timing if is_plain else self._timing
+        seconds = timing.step_s(
+            num_tokens=step.num_tokens,
+            num_pairs=sum(pairs(count, after=prompt.sequence.num_computed) for prompt, count in step.prompts),
+            num_context=sum(len(sequence.tokens) for sequence, _ in step.decoding),
+        )
+        seconds += self._drafts.take_asked_s() if self._drafts else 0.0
+        self._leap = _Leap(self._clock.now, num_steps, seconds, timing.context_s * len(step.decoding))
+        if self._cores:
+            self._step_number += 1
+            number = self._step_number
+            self._cores.run(seconds, lambda: self._end(number), width=self._width)
+        else:
+            self._end_at(self._leap.after(num_steps))
+        return NO_LOGITS
+
+    def _wake(self) -> None:
+        """Something has changed: begin to step, or cut a leap short after the step under way."""
+        if not self._under_way:
+            self._step()
+        elif self._leap:
+            num_steps = self._leap.begun_by(self._clock.now)
+            if num_steps < self._leap.num_steps:
+                self._leap.num_steps = num_steps
+                self._end_at(self._leap.after(num_steps))
+
+    def _step(self) -> None:
+        step = self._engine.launch()
+        if not step.has_rows:
+            self.store.publish()
+            self._give_up_restored()
+
+    def _give_up_restored(self) -> None:
+        """Blocks that were fetched for requests that wait must not be what they wait for."""
+        held = [flight for flight, prompt in self._prompts.items() if flight.restored and not prompt.is_received]
+        for flight in held:
+            self._free_restored(flight)
+        if held:
+            self._step()
+
+    def _free_restored(self, flight: Flight) -> None:
+        """Only of a prompt that is computed here: else they are blocks of its prefill replica."""
+        self.store.blocks.free(flight.restored)
+        flight.restored = []
+
+    def _num_plain_steps(self) -> int:
+        """How many steps nothing but time can change: until a sequence ends, or blocks run out."""
+        decoding = self._engine.decoding.running
+        if self._to_move is not None:  # how many tokens each has is to be known at any time
+            return 1
+        if self._engine.num_waiting or self._cores:  # how long a step takes on shared cores is known when it ends
+            return 1
+        if self._drafts:  # what was right is known then
+            return 1
+        num_steps = min(sequence.request.sampling.max_tokens - sequence.num_generated for sequence in decoding)
+        blocks = self.store.blocks
+        wanted = [sequence.num_blocks_for(len(sequence.tokens) + num_steps - 1) for sequence in decoding]
+        missing = sum(max(0, want - len(s.blocks)) for want, s in zip(wanted, decoding, strict=True))
+        if missing > blocks.num_available:
+            return 1
+        for want, sequence in zip(wanted, decoding, strict=True):
+            blocks.extend(sequence.blocks, want)
+        return num_steps
+
+    def _end_at(self, when: float) -> None:
+        self._step_number += 1
+        number = self._step_number
+        self._clock.at(when, lambda: self._end(number))
+
+    def _end(self, number: int) -> None:
+        if number != self._step_number:
+            return  # the leap was cut short
+        leap, step = self._leap, self._under_way
+        assert leap and step
+        self._leap = self._under_way = None
+        self.busy_s += self._clock.now - leap.begin_s
+        for sequence, _ in step.decoding if leap.num_steps > 1 else ():  # all but the last step of the leap
+            sequence.tokens += sequence.tokens[-1:] * (leap.num_steps - 1)
+            sequence.computed(leap.num_steps - 1, self.store.blocks)
+        result = self._engine.complete(step)
+        if self._drafts and result.num_rows:
+            num_tokens, num_drafted = len(result.sampled), result.num_drafted
+            self._yield.add(result.num_rows, num_tokens=num_tokens, num_drafted=num_drafted)
+        for sequence, token in result.sampled:
+            self._tell_gaps(self._flights[self._prompt_of[sequence]], leap)
+            if token.finish_reason:
+                self._ended_here(self._prompt_of[sequence])
+        for prefilled in result.prefilled:  # computed here
+            flight = self._flights[prefilled.prompt]
+            flight.first_token_at = flight.last_token_at = self._clock.now
+            self._prefilled(flight)
+            self._start(prefilled)
+        self._hand_over()
+        self.store.publish()
+        self._step()
+        self._tell_what_runs()
+
+    def _tell_gaps(self, flight: Flight, leap: _Leap) -> None:
+        first_at = leap.after(1) if leap.num_steps > 1 else self._clock.now
+        self._gaps(first_at - flight.last_token_at, 1)
+        if leap.num_steps > 1:
+            self._gaps((self._clock.now - leap.after(1)) / (leap.num_steps - 1), leap.num_steps - 1)
+        flight.last_token_at = self._clock.now
+
+    def _start(self, prefilled: Prefilled) -> None:
+        """The first token is known; it may be the last."""
+        if prefilled.tokens[0].finish_reason:
+            self._ended_here(prefilled.prompt)
+
+    def _ended_here(self, prompt: Prompt) -> None:
+        del self._prompt_of[prompt.sequence]
+        flight = self._flights.pop(prompt)
+        del self._prompts[flight]
+        self._promised_blocks -= flight.promised_blocks
+        flight.ended_at = self._clock.now
+        self._ended(flight)

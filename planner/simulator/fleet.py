@@ -1,0 +1,421 @@
+"""The simulated cluster: the router's own index and policy above simulated replicas."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from core.index.prefix_index import PrefixIndex
+from core.trace.trace import TraceRequest
+from core.types.request import Role
+from core.types.step_timing import StepTiming
+from engine.scheduler.prompts import ROOM_TOKENS
+from planner.simulator.clock import Action, Clock
+from planner.simulator.cores import Cores
+from planner.simulator.decode_replica import DecodeReplica
+from planner.simulator.drafts import SimulatedDrafts
+from planner.simulator.fleet_setup import FleetSetup
+from planner.simulator.flight import Flight
+from planner.simulator.prefill_replica import PrefillReplica
+from planner.simulator.prefix_hashes import PrefixHashes
+from planner.simulator.profile import Profile
+from planner.simulator.report import Report
+from planner.simulator.store import Store
+from planner.simulator.waiting_line import WaitingLine
+from router.routing.chooser import AnswerLength
+from router.routing.plain_policies import make_policy
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
+
+_MAX_BACKLOG_S = 1.0  # as router/routing/replica_load.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaUse:
+    """How full one simulated replica is."""
+
+    queue_s: float  # of prompts
+    num_streams: int
+    kv_share: float  # of its blocks, in use
+
+
+class Fleet:
+    """Takes requests of one trace, whose `hashes` are shared, and tells `report` what becomes of them."""
+
+    def __init__(self, setup: FleetSetup, profile: Profile, hashes: PrefixHashes, clock: Clock, report: Report) -> None:
+        self._setup = setup
+        self._profile = profile
+        self._timing = {
+            Role.PREFILL: profile.timing_of(setup.prefill_width),
+            Role.DECODE: profile.timing_of(setup.decode_width),
+        }
+        self._decode_timing = profile.decode_timing_of(setup.decode_width)
+        self._cores = Cores(clock, profile.slowdown) if profile.slowdown else None
+        self._clock = clock
+        self._report = report
+        self._policy = make_policy(setup.policy, pulls=setup.pulls)
+        self._index = PrefixIndex()  # on devices
+        self._stored = PrefixIndex() if setup.host_tokens else self._index  # in any tier
+        self._hashes = hashes
+        self._next_number = {role: 0 for role in Role}
+        self._leaving: dict[str, Action] = {}  # replicas that get nothing new, and what follows when they are empty
+        self._line = WaitingLine(clock, take=self._take, room_at=self._room_at)
+        self._usual_answer = AnswerLength()
+        self._given: Counter[str] = Counter()  # requests that a replica has a part in
+        self.prefills: dict[str, PrefillReplica] = {}
+        self.decodes: dict[str, DecodeReplica] = {}
+        self.drafts: dict[str, SimulatedDrafts] = {}  # of decode replicas, where they draft
+        for _ in range(setup.num_prefill):
+            self.add(Role.PREFILL)
+        for _ in range(setup.num_decode):
+            self.add(Role.DECODE)
+        self._busy_until: dict[str, float] = {}  # of the prompts that we have given each replica
+        self._unanswered: dict[str, int] = {}
+        self._link_free_at: dict[tuple[str, str], float] = {}
+
+    def arrive(self, request: TraceRequest) -> Flight:
+        """Choose replicas for a request, and send it on its way."""
+        flight = Flight(request, self._hashes.of(request), Option(prefill=None, decode=""), 0.0)
+        if self._setup.waits_in_router:
+            self._line.enter(flight)
+        else:
+            self._send(flight, self.serving(Role.PREFILL), self.serving(Role.DECODE))
+        return flight
+
+    def _take(self, flight: Flight) -> bool:
+        """As ReplicaLoad.has_room_to_prefill and has_room_to_decode have it."""
+        now, all_prefills = self._clock.now, self.serving(Role.PREFILL)
+        prefills = [name for name in all_prefills if self._busy_until.get(name, 0.0) - now <= _MAX_BACKLOG_S + 1e-9]
+        if all_prefills and not prefills:
+            return False
+        num_blocks = -(-(flight.request.num_tokens + self._usual_answer.predict(1 << 31)) // self._setup.block_size)
+        decodes = [name for name in self.serving(Role.DECODE) if self.decodes[name].has_room(num_blocks)]
+        if not decodes:
+            return False
+        flight.promised_blocks = num_blocks
+        self._send(flight, prefills, decodes)
+        return True
+
+    def _room_at(self) -> float:
+        """When the next prefill replica has so little left that it takes more."""
+        free_at = [self._busy_until.get(name, 0.0) for name in self.serving(Role.PREFILL)]
+        return min(free_at, default=0.0) - _MAX_BACKLOG_S
+
+    def _send(self, flight: Flight, prefills: list[str], decodes: list[str]) -> None:
+        hashes = flight.hashes
+        begin = time.perf_counter()
+        option, compute_s = self._choose(flight.request, hashes, prefills, decodes)
+        self._report.decided(time.perf_counter() - begin)
+        flight.option, flight.compute_s = option, compute_s
+        computes = option.prefill or option.decode
+        flight.with_replicas = {name for name in (option.prefill, option.decode, option.pull_from) if name}
+        self._given.update(flight.with_replicas)
+        now = self._clock.now
+        self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + compute_s
+        self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
+        self._index.expect(computes, hashes)
+        if option.pull_from is None and self._profile.request_s:
+            self._clock.at(now + self._profile.request_s, lambda: self._submit(flight))
+        elif option.pull_from is None:
+            self._submit(flight)
+        else:
+            self._fetch(flight, option.pull_from, computes)
+
+    # Replicas come and go.
+
+    def add(self, role: Role) -> str:
+        """One more, which serves from now on; returns its name, which no other one has had."""
+        name = f"{role.value}-{self._next_number[role]}"
+        self._next_number[role] += 1
+        if role is Role.PREFILL:
+            self.prefills[name] = self._prefill(name)
+        else:
+            self.decodes[name] = self._decode(name)
+        self._clock.at(self._clock.now, self._line.wake)
+        return name
+
+    def retire(self, role: Role, then: Action) -> str:
+        """The replica with the least to do gets nothing new; when it has nothing any more, it is gone, and `then` is
+        called. Prompts are computed to their end, answers move to others with their KV."""
+        name = min(self.serving(role), key=lambda name: self._given[name])
+        self._leaving[name] = then
+        if leaving := self.decodes.get(name):
+            leaving.leave(lambda flight: self._move(flight, name))
+        self._let_go([name])
+        return name
+
+    def serving(self, role: Role) -> list[str]:
+        """Those that get new requests."""
+        replicas = self.prefills if role is Role.PREFILL else self.decodes
+        return [name for name in replicas if name not in self._leaving]
+
+    def warm(self, past: Iterable[TraceRequest]) -> None:
+        """Before the first arrival: the prompts of these are cached where the router would have sent them."""
+        names = list(self.prefills) or list(self.decodes)
+        for number, request in enumerate(past):
+            hashes = self._hashes.of(request)
+            held = self._index.match(hashes)
+            name = max(held, key=lambda name: held[name]) if held else names[number % len(names)]
+            store = self._replica(name).store
+            store.blocks.free(store.blocks.restore(hashes) or [])
+            store.publish()
+
+    def place(self, request: TraceRequest, num_generated: int) -> None:
+        """Before the first arrival: this one is being answered, and has so many tokens."""
+        name = min(self.serving(Role.DECODE), key=lambda name: self.decodes[name].num_streams)
+        option = Option(prefill=None, decode=name)
+        flight = Flight(request, self._hashes.of(request), option, 0.0, reserved_at=num_generated, with_replicas={name})
+        self._given[name] += 1
+        self.decodes[name].reserve(flight, num_generated)
+
+    def loads(self, role: Role) -> list[ReplicaUse]:
+        """What the replicas of a role, those that leave included, have to do at present."""
+        replicas = self.prefills if role is Role.PREFILL else self.decodes
+        return [
+            ReplicaUse(
+                queue_s=max(0.0, self._busy_until.get(name, 0.0) - self._clock.now),
+                num_streams=replica.num_streams,
+                kv_share=1 - replica.store.blocks.num_available / replica.store.blocks.num_blocks,
+            )
+            for name, replica in replicas.items()
+        ]
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        for name in names:
+            if not self._given[name] and (then := self._leaving.pop(name, None)):
+                self.prefills.pop(name, None)
+                self.decodes.pop(name, None)
+                # Not before whoever is at work now has published what it did.
+                self._clock.at(self._clock.now, functools.partial(self._gone, name, then))
+
+    def _gone(self, name: str, then: Action) -> None:
+        self._index.drop(name)
+        self._stored.drop(name)
+        then()
+
+    def _done_with(self, *names: str) -> None:
+        self._given.subtract(names)
+        self._let_go(names)
+
+    def _ended(self, flight: Flight) -> None:
+        self._report.ended(flight)
+        if target := flight.moves_to:
+            flight.moves_to = None
+            self.decodes[target].give_up(flight)
+        self._done_with(*flight.with_replicas)
+        self._usual_answer.add(flight.request.num_output)
+        self._line.wake()
+
+    # The way of an answer from a decode replica that leaves to another one.
+
+    def _move(self, flight: Flight, source: str) -> None:
+        if not (others := self.serving(Role.DECODE)):
+            return  # it ends where it is
+        target = min(others, key=lambda name: self.decodes[name].num_streams)
+        flight.moves_to = target
+        flight.with_replicas.add(target)
+        self._given[target] += 1
+        flight.reserved_at = self.decodes[source].num_generated(flight)
+        self.decodes[target].reserve(flight, flight.reserved_at)
+
+    def _copy(self, flight: Flight) -> None:
+        """There is room for it where it goes."""
+        if flight.moves_to is None:  # placed there
+            self._clock.at(
+                self._clock.now, lambda: self.decodes[flight.option.decode].take_over(flight, flight.reserved_at)
+            )
+            return
+        source, link = flight.option.decode, self._profile.link
+        num_tokens = flight.request.num_tokens + self.decodes[source].num_generated(flight)
+        num_bytes = num_tokens * self._profile.kv.wire_bytes_per_token
+        self._report.shipped_bytes += num_bytes
+        copied = self._pass(source, "out", num_bytes, link.bytes_per_s) + link.latency_s
+        self._clock.at(copied, lambda: self._copied(flight, source))
+
+    def _copied(self, flight: Flight, source: str) -> None:
+        if (target := flight.moves_to) is None:
+            return  # it has ended meanwhile
+        if self.decodes[source].num_generated(flight) + 1 < flight.reserved_at + ROOM_TOKENS:
+            self.decodes[source].hand_over(flight, lambda num_generated: self._moved(flight, source, num_generated))
+            return
+        self.decodes[target].give_up(flight)  # it waited there for so long that it has outgrown its blocks
+        flight.with_replicas.discard(target)
+        self._done_with(target)
+        self._move(flight, source)
+
+    def _moved(self, flight: Flight, source: str, num_generated: int) -> None:
+        assert flight.moves_to
+        target, flight.moves_to = flight.moves_to, None
+        flight.option = replace(flight.option, decode=target)
+        self.decodes[target].take_over(flight, num_generated)
+        if source != flight.option.pull_from:
+            flight.with_replicas.discard(source)
+            self._done_with(source)
+
+    def _choose(
+        self, request: TraceRequest, hashes: list[bytes], prefill_names: list[str], decode_names: list[str]
+    ) -> tuple[Option, float]:
+        demand = RoutingRequest(
+            num_tokens=request.num_tokens,
+            block_size=self._setup.block_size,
+            bytes_per_token=self._profile.kv.wire_bytes_per_token,
+            max_local_tokens=self._setup.max_local_tokens,
+        )
+        cached = self._index.match(hashes)
+        stored = self._stored.match(hashes) if self._stored is not self._index else cached
+        prefills = [self._view(name, self.prefills[name], cached, stored) for name in prefill_names]
+        decodes = [self._view(name, self.decodes[name], cached, stored) for name in decode_names]
+        option = self._policy.options(demand, prefills, decodes)[0]
+        # Not as the policy predicts it: one that predicts nothing would see no queue.
+        view = next(view for view in (*prefills, *decodes) if view.replica == (option.prefill or option.decode))
+        return option, view.compute_s(demand, max(view.cached_tokens, option.pull_tokens))
+
+    def _view(
+        self, name: str, replica: PrefillReplica | DecodeReplica, cached: dict[str, int], stored: dict[str, int]
+    ) -> CandidateReplica:
+        setup, blocks = self._setup, replica.store.blocks
+        cached_tokens = cached.get(name, 0) * setup.block_size
+        is_prefill = name in self.prefills
+        return CandidateReplica(
+            replica=name,
+            cached_tokens=cached_tokens,
+            stored_tokens=max(cached_tokens, stored.get(name, 0) * setup.block_size),
+            queue_s=max(0.0, self._busy_until.get(name, 0.0) - self._clock.now),
+            num_streams=replica.num_streams,
+            num_blocks=blocks.num_blocks,
+            available_blocks=blocks.num_available,
+            timing=self._prompt_timing(is_prefill=is_prefill),
+            max_batch_tokens=setup.prefill_batch_tokens if is_prefill else setup.decode_batch_tokens,
+            link_bytes_per_s=self._profile.link.bytes_per_s,
+            restore_bytes_per_s=self._profile.host_bytes_per_s if setup.host_tokens else 0.0,
+            tokens_per_row=1.0 if isinstance(replica, PrefillReplica) else max(1.0, replica.row_yield.tokens_per_row),
+            drafted_per_row=0.0 if isinstance(replica, PrefillReplica) else replica.row_yield.drafted_per_row,
+        )
+
+    def _prompt_timing(self, *, is_prefill: bool) -> StepTiming:
+        if is_prefill:
+            return self._timing[Role.PREFILL]
+        return self._decode_timing if self.prefills else self._timing[Role.DECODE]
+
+    # Blocks that come from elsewhere.
+
+    def _fetch(self, flight: Flight, source: str, target: str) -> None:
+        """Bring the prefix to where the prompt is computed, then go on."""
+        setup, kv = self._setup, self._profile.kv
+        depth = flight.option.pull_tokens // setup.block_size
+        store = self._replica(target).store
+        missing = depth - store.blocks.match(flight.hashes[:depth])
+        if source == target:
+            rate, latency, size = self._profile.host_bytes_per_s, 0.0, kv.bytes_per_token
+        else:
+            rate, latency, size = self._profile.link.bytes_per_s, self._profile.link.latency_s, kv.wire_bytes_per_token
+            self._report.pulled_bytes += missing * setup.block_size * size
+        arrives = self._pass(source, "host" if source == target else "out", missing * setup.block_size * size, rate)
+        self._clock.at(arrives + latency, lambda: self._fetched(flight, source, target, depth))
+
+    def _fetched(self, flight: Flight, source: str, target: str, depth: int) -> None:
+        """The holder has the last word: what it no longer has is computed."""
+        giver, taker = self._replica(source).store, self._replica(target).store
+        there = giver.held(flight.hashes[:depth]) if source != target else taker.held(flight.hashes[:depth])
+        flight.restored = taker.restore(flight.hashes[:there]) or []
+        if source != target:
+            giver.blocks.spare(flight.hashes[:there])
+        taker.publish()
+        self._submit(flight)
+
+    def _pass(self, replica: str, way: str, num_bytes: float, rate: float) -> float:
+        """When these bytes are through, behind those that were there before."""
+        key = (replica, way)
+        self._link_free_at[key] = max(self._clock.now, self._link_free_at.get(key, 0.0)) + num_bytes / rate
+        return self._link_free_at[key]
+
+    # The way of a request; see docs/ARCHITECTURE.md §5.
+
+    def _submit(self, flight: Flight) -> None:
+        self.decodes[flight.option.decode].submit(flight)
+
+    def _admitted(self, flight: Flight) -> None:
+        assert flight.option.prefill
+        self.prefills[flight.option.prefill].submit(flight)
+
+    def _prefilled(self, flight: Flight) -> None:
+        """The first token is known. Layers have been sent while later ones were computed; the last follows now."""
+        option, link, kv = flight.option, self._profile.link, self._profile.kv
+        assert option.prefill
+        flight.first_token_at = flight.last_token_at = self._clock.now
+        self._answered(option.prefill, flight)
+        num_bytes = self.decodes[option.decode].missing_tokens(flight) * kv.wire_bytes_per_token
+        self._report.shipped_bytes += num_bytes
+        hidden = min(flight.compute_s * link.bytes_per_s, num_bytes * (1 - 1 / kv.num_layers))
+        landed = self._pass(option.prefill, "out", num_bytes - hidden, link.bytes_per_s) + link.latency_s
+        self._clock.at(landed, lambda: self._landed(flight))
+
+    def _landed(self, flight: Flight) -> None:
+        assert flight.option.prefill
+        self.prefills[flight.option.prefill].release(flight)
+        self.decodes[flight.option.decode].land(flight)
+
+    def _answered(self, replica: str, flight: Flight) -> None:
+        """A prompt that we gave it is computed. When it was the last, our sums begin anew."""
+        self._index.settle(replica, flight.hashes)
+        self._unanswered[replica] -= 1
+        if not self._unanswered[replica]:
+            self._busy_until[replica] = 0.0
+        self._line.wake()
+
+    def _replica(self, name: str) -> PrefillReplica | DecodeReplica:
+        return self.prefills.get(name) or self.decodes[name]
+
+    def _store(self, name: str) -> Store:
+        setup = self._setup
+        return Store(
+            name,
+            self._clock,
+            num_blocks=setup.kv_tokens // setup.block_size,
+            num_host_blocks=setup.host_tokens // setup.block_size,
+            eviction=setup.eviction,
+            device=self._index,
+            stored=self._stored,
+        )
+
+    def _prefill(self, name: str) -> PrefillReplica:
+        return PrefillReplica(
+            self._store(name),
+            self._clock,
+            self._timing[Role.PREFILL],
+            block_size=self._setup.block_size,
+            max_batch_tokens=self._setup.prefill_batch_tokens,
+            max_running=self._setup.max_running,
+            finished=self._prefilled,
+            cores=self._cores,
+            width=self._setup.prefill_width,
+        )
+
+    def _decode(self, name: str) -> DecodeReplica:
+        return DecodeReplica(
+            self._store(name),
+            self._clock,
+            self._timing[Role.DECODE],
+            self._decode_timing,
+            block_size=self._setup.block_size,
+            max_batch_tokens=self._setup.decode_batch_tokens,
+            max_running=self._setup.max_running,
+            admitted=self._admitted,
+            reserved=self._copy,
+            prefilled=lambda flight: self._answered(name, flight),
+            gaps=self._report.gap,
+            ended=self._ended,
+            cores=self._cores,
+            width=self._setup.decode_width,
+            drafts=self._drafts_of(name),
+        )
+
+    def _drafts_of(self, name: str) -> SimulatedDrafts | None:
+        """Each replica has chances of its own, the same in every run."""
+        rates = self._profile.draft_rates
+        if rates is None:
+            return None
+        drafts = self.drafts[name] = SimulatedDrafts(rates, self._decode_timing, seed=len(self.drafts))
+        return drafts

@@ -1,0 +1,128 @@
+"""What the simulator knows of a machine and a model: how long steps take, how large KV is, how fast it moves.
+
+A profile is a JSON file. Those beside this file are *derived* from data sheets, not measured; each says how. `cluster
+profile` measures one on the machine at hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from core.types.errors import SpecError
+from core.types.step_timing import StepTiming
+from planner.simulator.drafts import DraftRates
+
+DEFAULT = "h100-llama-3.1-8b"
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Steps(_Section):
+    """See core.types.step_timing."""
+
+    base_s: NotNegative
+    token_s: NotNegative
+    pair_s: NotNegative
+    context_s: NotNegative
+
+
+class WiderSteps(_Section):
+    """Of a replica with so many times the compute threads of the profile's."""
+
+    width: Annotated[int, Field(ge=2)]
+    steps: Steps
+    decode_steps: Steps
+
+
+class KV(_Section):
+    bytes_per_token: Annotated[int, Field(gt=0)]  # in the pool, all ranks
+    wire_bytes_per_token: Annotated[int, Field(gt=0)]
+    num_layers: Annotated[int, Field(gt=0)]  # a layer travels while the next one computes
+    pool_tokens: Annotated[int, Field(gt=0)]  # what a replica holds when nobody says otherwise
+
+
+class LinkProfile(_Section):
+    latency_s: NotNegative
+    bytes_per_s: Positive  # of one replica, each way
+
+
+class Drafts(_Section):
+    """What decode replicas draft; see planner.simulator.drafts.DraftRates."""
+
+    accepted: Annotated[list[Share], Field(min_length=1, max_length=64)]
+    guessed: Share = 1.0
+    ask_s: NotNegative = 0.0
+    ask_place_s: NotNegative = 0.0
+
+
+class Profile(_Section):
+    name: str
+    origin: Literal["derived", "measured"]
+    derivation: list[str]  # where each figure comes from
+    steps: Steps
+    decode_steps: Steps | None = None  # of steps that only decode; None: as `steps`
+    threads: Annotated[int, Field(ge=1)] = 1  # of one replica, on a CPU
+    wider: list[WiderSteps] = []  # what more of them would give; empty: not known, or on a GPU
+    # How much longer steps take while 1, 2, 3 … replicas step at the same time; empty: each has a device of its own.
+    slowdown: list[Positive] = []
+    request_s: NotNegative = 0.0  # that a request takes beside its steps, from a client to its first token
+    drafts: Drafts | None = None  # None: nothing is drafted
+    kv: KV
+    link: LinkProfile
+    host_bytes_per_s: Positive  # between a replica's device and its host memory
+    usd_per_hour: Positive  # of one replica
+
+    @property
+    def timing(self) -> StepTiming:
+        return self.timing_of(1)
+
+    @property
+    def decode_timing(self) -> StepTiming:
+        return self.decode_timing_of(1)
+
+    def timing_of(self, width: int) -> StepTiming:
+        """width: times the profile's threads."""
+        return StepTiming(**(self.steps if width == 1 else self._wider(width).steps).model_dump())
+
+    def decode_timing_of(self, width: int) -> StepTiming:
+        """Of steps that only decode."""
+        usual = self.decode_steps or self.steps
+        return StepTiming(**(usual if width == 1 else self._wider(width).decode_steps).model_dump())
+
+    def _wider(self, width: int) -> WiderSteps:
+        return next(wider for wider in self.wider if wider.width == width)
+
+    @property
+    def draft_rates(self) -> DraftRates | None:
+        if self.drafts is None:
+            return None
+        return DraftRates(**{**self.drafts.model_dump(), "accepted": tuple(self.drafts.accepted)})
+
+
+def load_profile(name: str) -> Profile:
+    """A file, or the name of one that is shipped. Raises SpecError."""
+    path = Path(name) if name.endswith(".json") else _shipped(name)
+    try:
+        return Profile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}; shipped profiles: {', '.join(shipped_profiles())}") from None
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise SpecError(f"{path}: {wrong}") from None
+
+
+def shipped_profiles() -> list[str]:
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.json"))
+
+
+def _shipped(name: str) -> Path:
+    return Path(__file__).parent / f"{name}.json"

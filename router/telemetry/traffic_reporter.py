@@ -1,0 +1,73 @@
+"""What one router has seen of traffic, told to the controller, which answers with what its autoscaler has decided."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from core.trace.traffic import ReplicaNews, ShownDecision, TrafficAnswer, TrafficNews
+from core.types.errors import ClusterError
+from router.routing.replica_load import ReplicaLoad
+from router.serving.dispatch import Dispatch
+from router.telemetry.traffic import TrafficRecord
+
+logger = logging.getLogger(__name__)
+
+_TELL_S = 5.0
+
+
+class TrafficTeller:
+    """Lives on its router's event loop. While nobody collects, the record remembers what there is room for."""
+
+    def __init__(
+        self, record: TrafficRecord, dispatch: Dispatch, *, answered: Callable[[Sequence[ShownDecision]], None]
+    ) -> None:
+        """answered: called with the autoscaler's last decisions, the latest first."""
+        self._record = record
+        self._dispatch = dispatch
+        self._answered = answered
+
+    async def tell_forever(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
+        """Every few seconds. tell: raises ClusterError. A controller with another life than it had before knows
+        nothing yet, and is told everything that is remembered."""
+        life, knows_all = "", False
+        while True:
+            await asyncio.sleep(_TELL_S)
+            news = self._news(all_of_it=not knows_all)
+            try:
+                told = await tell(news)
+            except ClusterError as error:
+                if knows_all:
+                    logger.warning("nobody collects what is told of the traffic: %s", error)
+                life, knows_all = "", False
+            else:
+                life, knows_all = told.life, told.life == life or not life
+                self._answered(told.scaling)
+
+    def _news(self, *, all_of_it: bool) -> TrafficNews:
+        loads = [replica.load() for replica in self._dispatch.replicas if replica.is_usable]
+        replicas = tuple(map(_news_of, loads))
+        return self._record.news(replicas, num_waiting=self._dispatch.num_waiting, all_of_it=all_of_it)
+
+
+def _news_of(load: ReplicaLoad) -> ReplicaNews:
+    member = load.member
+    return ReplicaNews(
+        replica=member.replica,
+        role=member.role,
+        timing=load.timing,
+        link_bytes_per_s=load.link_bytes_per_s,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        queued_tokens=load.queued_tokens,
+        num_streams=load.num_streams,
+        max_running=member.max_running,
+        max_batch_tokens=member.max_batch_tokens,
+        num_blocks=member.num_blocks,
+        available_blocks=load.available_blocks,
+        block_size=member.block_size,
+        bytes_per_token=member.bytes_per_token,
+        tokens_per_row=load.tokens_per_row,
+        drafted_per_row=load.drafted_per_row,
+    )

@@ -1,0 +1,160 @@
+"""What one router sees of its deployment, in plain values: for `cluster top`, and for the page.
+
+Ids and tenants in it are clients' words, and whoever shows them must take them for text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from core.rpc import worker_pb2 as pb
+from core.types.request import Role
+from router.routing.decisions import Decisions
+from router.serving.flows import Flows
+from router.serving.replica import Replica
+from router.telemetry.history import History, Point
+from router.telemetry.metrics import Metrics
+
+_TAKE_S = 1.0
+_MAX_REPLICAS = 256  # that are told one by one
+_MAX_FLOWS = 128
+_MAX_DECISIONS = 12
+_MAX_EVENTS = 50
+
+AutoscalerLog = Callable[[], Sequence[Mapping[str, Any]]]
+
+
+class RouterView:
+    """Lives on the event loop; `run` keeps up with time."""
+
+    def __init__(
+        self,
+        *,
+        deployment: str,
+        router: str,
+        replicas: Iterable[Replica],
+        metrics: Metrics,
+        decisions: Decisions,
+        flows: Flows,
+        routers: Callable[[], Mapping[str, str]] = dict,
+        autoscaler: AutoscalerLog = tuple,
+    ) -> None:
+        """replicas: of whom there are others at each look. routers: where each answers operators. autoscaler: its last
+        decisions, the latest first: each with `at` (unix seconds), `text` and `reason`."""
+        self._names = {"deployment": deployment, "router": router}
+        self._replicas = replicas
+        self._decisions = decisions
+        self._flows = flows
+        self._routers = routers
+        self._autoscaler = autoscaler
+        self._history = History(metrics)
+        self._rates: dict[str, _Rate] = {}  # by replica
+        self._states: dict[str, str] = {}
+        self._has_lived: set[str] = set()
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.take()
+            await asyncio.sleep(_TAKE_S)
+
+    def take(self) -> None:
+        """Another second has passed."""
+        self._history.take()
+        states = {}
+        for replica in self._replicas:
+            self._rates.setdefault(replica.id, _Rate()).take(replica.status.totals)
+            states[replica.id] = self._state(replica)
+        for name in [name for name in self._rates if name not in states]:
+            del self._rates[name]
+        self._has_lived &= states.keys()
+        for name in [*states, *(name for name in self._states if name not in states)]:
+            before, now = self._states.get(name), states.get(name, "gone")
+            if before != now and (before or self._states or now != "ready"):
+                self._events.appendleft({"at": time.time(), "replica": name, "text": "is " + now})
+        self._states = states
+
+    def now(self, *, has_history: bool = True) -> dict[str, Any]:
+        """has_history: with the last minutes; else with their last second alone."""
+        replicas = sorted(self._replicas, key=lambda replica: (self._state(replica) == "ready", _order(replica.id)))
+        points = list(self._history.points)
+        return {
+            **self._names,
+            "at": time.time(),
+            "routers": dict(self._routers()),
+            "replicas": [self._told(replica) for replica in replicas[:_MAX_REPLICAS]],
+            "num_replicas": len(replicas),
+            "flows": [asdict(flow) for flow in self._flows.lately()[:_MAX_FLOWS]],
+            "history": [_point(point) for point in (points if has_history else points[-1:])],
+            "decisions": self._decisions.last(_MAX_DECISIONS),
+            "events": list(self._events),
+            "autoscaler": [dict(one) for one in self._autoscaler()],
+        }
+
+    def _state(self, replica: Replica) -> str:
+        if replica.is_alive:
+            self._has_lived.add(replica.id)
+            return "draining" if replica.status.draining else "ready"
+        return "lost" if replica.id in self._has_lived else "joining"
+
+    def _told(self, replica: Replica) -> dict[str, Any]:
+        status, rate = replica.status, self._rates.get(replica.id) or _Rate()
+        totals = status.totals
+        return {
+            "id": replica.id,
+            "role": replica.member.role.value,
+            "address": replica.member.address,
+            "state": self._state(replica),
+            "running": status.running,
+            "waiting": status.waiting,
+            "queued_tokens": status.queued_tokens,
+            "max_running": replica.member.max_running,
+            "blocks": status.blocks_total,
+            "blocks_free": status.blocks_free,
+            "blocks_cached": status.blocks_cached,
+            "blocks_below": status.blocks_host + status.blocks_disk,
+            "generated_per_s": rate.generated_per_s,
+            "computed_per_s": rate.computed_per_s,
+            "reused": _reused(replica),
+            "link_bytes_per_s": status.link_bytes_per_s,
+            "transfer_failures": totals.transfer_failures,
+            "preemptions": totals.preemptions,
+        }
+
+
+def _reused(replica: Replica) -> float | None:
+    """Of its prompts' tokens, those that it held; None where prompts are received as well, and nobody counts these."""
+    totals = replica.status.totals
+    is_known = replica.member.role is Role.PREFILL and totals.prompt_tokens
+    return min(1.0, totals.prefix_hit_tokens / totals.prompt_tokens) if is_known else None
+
+
+class _Rate:
+    """Tokens a second of one replica."""
+
+    def __init__(self) -> None:
+        self.generated_per_s = self.computed_per_s = 0.0
+        self._last: tuple[float, int, int] | None = None
+
+    def take(self, totals: pb.Totals) -> None:
+        now = (time.monotonic(), totals.generated_tokens, totals.computed_tokens)
+        if self._last:
+            seconds = max(now[0] - self._last[0], 1e-3)
+            self.generated_per_s = max(0, now[1] - self._last[1]) / seconds
+            self.computed_per_s = max(0, now[2] - self._last[2]) / seconds
+        self._last = now
+
+
+def _order(replica: str) -> tuple[str, int]:
+    role, _, number = replica.rpartition("-")
+    return (role, int(number)) if number.isdigit() else (replica, 0)
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return asdict(point) | {"at": round(time.time() - (time.monotonic() - point.at), 1)}

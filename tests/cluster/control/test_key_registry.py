@@ -1,0 +1,167 @@
+"""What the controller's keeper says of Redis: whether routers were told, and that revoked keys leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from cluster.control.key_registry import KeyKeeper
+from cluster.ray import internals
+from core.identity.deployment_secrets import Credentials
+from core.index.key_channel import places_of
+from core.process.ports import free_port
+from core.spec.loader import parse_spec
+from core.types.api_key import KeyBook, KeyChange, new_key, new_secret
+from core.types.errors import DeployError
+from core.types.launch import Launch
+from tests.support.disks import fill_disk
+from tests.support.waiting import becomes
+
+
+@pytest.fixture
+async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[str], KeyKeeper]]:
+    """keep(index_url) -> KeyKeeper of one deployment, also of its later lives."""
+    stored: dict[bytes, bytes] = {}
+    monkeypatch.setattr(internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
+    monkeypatch.setattr(internals, "get", lambda key, *, namespace: stored.get(key))
+    monkeypatch.setattr(internals, "delete", lambda key, *, namespace: stored.pop(key, None))
+    credentials, made = Credentials.new(index_url=""), list[KeyKeeper]()
+
+    def keeper(index_url: str) -> KeyKeeper:
+        there = replace(credentials, index_url=index_url)
+        launch = Launch(spec=parse_spec({"name": "kept"}), log_dir=str(tmp_path / "logs"), credentials=there)
+        made.append(KeyKeeper(launch))
+        return made[-1]
+
+    yield keeper
+    for one in made:
+        await one.close()
+
+
+async def test_who_changes_keys_hears_whether_routers_were_told(
+    keep: Callable[[str], KeyKeeper], redis_url: str
+) -> None:
+    key = new_key("a", new_secret())
+    keeper = keep(redis_url)
+    assert (await keeper.add(key)).is_told and (await keeper.revoke(key)).is_told
+    away = keep(f"redis://127.0.0.1:{free_port()}")
+    assert not (await away.add(key)).is_told
+    change = await away.revoke(key)
+    assert (change.key, change.is_told) == (key, False)
+    assert away.book == KeyBook(version=4), "it is kept all the same"
+
+
+async def test_nothing_of_a_revoked_key_stays_also_when_its_keeper_has_died(
+    keep: Callable[[str], KeyKeeper], redis_url: str
+) -> None:
+    kept, revoked = new_key("a", new_secret(), rpm=1), new_key("b", new_secret(), rpm=1)
+    first = keep(redis_url)
+    await first.add(kept)
+    await first.add(revoked)
+    client = redis.Redis.from_url(redis_url)
+    for key in (kept, revoked):
+        client.hset(places_of("kept", key.id)[0], "r1", 1)
+    await first.revoke(revoked)
+    await first.close()  # before it has cleared up
+    internals.put(b"keys", first.book.to_json().encode(), namespace=b"")  # it has died: nobody has taken it down
+    keep(redis_url)
+    await becomes(lambda: not client.exists(*places_of("kept", revoked.id)))
+    assert client.exists(*places_of("kept", kept.id)) == 1
+    client.close()
+
+
+async def test_who_is_asked_twice_to_revoke_says_the_same(keep: Callable[[str], KeyKeeper], redis_url: str) -> None:
+    """Ray asks a controller again whose answer was lost when it died, and that had done what it was asked."""
+    key, other = new_key("a", new_secret()), new_key("b", new_secret())
+    keeper = keep(redis_url)
+    await keeper.add(key)
+    await keeper.add(other)
+    first = await keeper.revoke(key)
+    again = keep(redis_url)
+    assert await again.revoke(key) == first == KeyChange(key=key, is_told=True)
+    assert again.book == KeyBook(version=3, keys=(other,))
+
+
+async def test_a_revoked_key_is_refused_although_the_disk_is_full(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the controller has died; and it is saved as soon as there is room."""
+    key = new_key("a", new_secret())
+    keeper = keep(redis_url)
+    await keeper.add(key)
+    with monkeypatch.context() as meanwhile:
+        fill_disk(meanwhile)
+        change = await keeper.revoke(key)
+        assert change.is_told and "keys.json: No space left on device" in change.problem
+        assert keeper.book == keep(redis_url).book == KeyBook(version=2)
+        with redis.Redis.from_url(redis_url) as client:
+            assert KeyBook.from_json(client.hget("kept:keys", "book")) == KeyBook(version=2)  # type: ignore[arg-type]
+        assert KeyBook.from_json((tmp_path / "keys.json").read_bytes()).keys == (key,)
+    await becomes(lambda: KeyBook.from_json((tmp_path / "keys.json").read_bytes()) == KeyBook(version=2))
+
+
+async def test_where_it_cannot_be_saved_no_key_is_made(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = new_key("a", new_secret()), new_key("b", new_secret())
+    keeper = keep(redis_url)
+    await keeper.add(first)
+    with monkeypatch.context() as meanwhile:
+        fill_disk(meanwhile)
+        with pytest.raises(DeployError, match=r"the key is not made: .*keys\.json: No space left on device"):
+            await keeper.add(second)
+    assert keeper.book == keep(redis_url).book == KeyBook(version=1, keys=(first,))
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]
+
+
+async def test_a_keeper_that_comes_back_sees_that_the_file_says_what_ray_knows(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path
+) -> None:
+    """The head may have a new disk; the next deployment has nothing but the file."""
+    key, file = new_key("a", new_secret()), tmp_path / "keys.json"
+    book = (await keep(redis_url).add(key)) and KeyBook(version=1, keys=(key,))
+    file.unlink()
+    assert keep(redis_url).book == KeyBook.from_json(file.read_bytes()) == book
+    for other in ("", KeyBook(version=7, keys=(new_key("b", new_secret()),)).to_json()):
+        file.write_text(other)
+        assert keep(redis_url).book == KeyBook.from_json(file.read_bytes()) == book
+
+
+async def test_it_is_mended_later_where_that_cannot_be_done_at_once(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keep(redis_url).add(new_key("a", new_secret()))
+    (tmp_path / "keys.json").unlink()
+    with monkeypatch.context() as meanwhile:
+        fill_disk(meanwhile)
+        book = keep(redis_url).book
+    await becomes((tmp_path / "keys.json").exists)
+    assert KeyBook.from_json((tmp_path / "keys.json").read_bytes()) == book
+
+
+async def test_what_the_file_alone_knew_ray_knows_then(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path
+) -> None:
+    book = KeyBook(version=1, keys=(new_key("a", new_secret()),))
+    (tmp_path / "keys.json").write_text(book.to_json())
+    assert keep(redis_url).book == book
+    (tmp_path / "keys.json").unlink()
+    assert keep(redis_url).book == book
+
+
+@pytest.mark.parametrize(
+    "left", ["", '{"version": 1, "keys": [', '{"version": 1}', "[]", '{"version": 1, "keys": [1]}']
+)
+async def test_what_is_left_of_a_file_is_no_empty_book(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, left: str
+) -> None:
+    (tmp_path / "keys.json").write_text(left)
+    with pytest.raises(
+        DeployError, match=r"keys\.json: it is no book of API keys; put back a copy of it, or delete it"
+    ):
+        keep(redis_url)
+    assert (tmp_path / "keys.json").read_text() == left

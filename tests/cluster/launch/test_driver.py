@@ -1,0 +1,93 @@
+"""What a driver finds, starts and ends in a Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.control.placement import on_the_head
+from cluster.launch import driver
+from cluster.launch.driver import start_controller
+from cluster.ray import internals
+from tests.support.waiting import until
+
+
+class FakeActorClass:
+    """Notes with which of Ray's options an actor is made."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[str, Any] = {}
+
+    def options(self, **chosen: Any) -> FakeActorClass:
+        self.chosen = chosen
+        return self
+
+    def remote(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_controller_starts_again_where_its_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = FakeActorClass()
+    monkeypatch.setattr(ray, "remote", lambda actor: made)
+    start_controller("a")
+    assert made.chosen["resources"] == on_the_head()["resources"]
+    assert made.chosen["max_restarts"] == -1 and "scheduling_strategy" not in made.chosen
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own, of pydantic
+@pytest.mark.parametrize(("others", "is_shut_down"), [((), True), (("blue",), False)])
+def test_a_deployment_that_leaves_takes_no_routers_of_another_along(
+    monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...], is_shut_down: bool
+) -> None:
+    """Also where Ray Serve was started for it: the other one came afterwards."""
+    from ray import serve
+
+    from cluster.launch import router_app
+
+    applications, shut_down = {name: None for name in ("green", *others)}, []
+    monkeypatch.setattr(router_app, "is_serve_running", lambda: True)
+    monkeypatch.setattr(router_app.ray_internals, "serve_details", lambda: {"applications": {}})
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=applications))
+    monkeypatch.setattr(serve, "delete", lambda name, _blocking=True: applications.pop(name) if _blocking else None)
+    monkeypatch.setattr(serve, "shutdown", lambda: shut_down.append(True))
+    router_app.stop_router("green", owns_serve=True)
+    assert bool(shut_down) == is_shut_down
+    assert is_shut_down or list(applications) == ["blue"]
+
+
+def test_a_head_that_ray_up_has_made_will_not_stay_alone() -> None:
+    assert not driver.is_of_ray_up()
+    command = [sys.executable, "-c", "input()", "--autoscaling-config=/home/ubuntu/ray_bootstrap_config.yaml"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as autoscaler:
+        until(driver.is_of_ray_up)
+        autoscaler.communicate(b"\n")
+    assert not driver.is_of_ray_up()
+
+
+def test_what_rays_nodes_say_is_no_part_of_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`cluster status --json` has been followed by Ray's account of a host that had just been lost."""
+    from ray._private import worker
+
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    internals.keep_off_stdout()
+    said = [{"job_id": None, "error_message": "Raylet is terminated."}]
+
+    class Subscriber:
+        def subscribe(self) -> None: ...
+
+        def poll(self) -> tuple[bytes, Any]:
+            if not said:
+                raise OSError
+            return b"", said.pop()
+
+    driver_of_ray: Any = SimpleNamespace(gcs_error_subscriber=Subscriber(), current_job_id=ray.JobID.nil())
+    worker.listen_error_messages(driver_of_ray, threading.Event())
+    assert not said and not capsys.readouterr().out

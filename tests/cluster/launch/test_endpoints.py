@@ -1,0 +1,121 @@
+"""Where doors are: on one machine, and on several."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cluster.control.placement import Node
+from cluster.launch.endpoints import Doors, admin_addresses, keys_of, open_ones, openai_urls, plan_doors
+from core.process.ports import free_port
+from core.spec.schema import RouterSpec
+from core.types.errors import SpecError
+from core.wire.client_access import DoorAccess
+
+HEAD = {"node:__internal_head__": 1.0}
+
+
+def node(ip: str, *, pool: str = "", **more: Any) -> Node:
+    return Node(id=ip, name=ip, ip=ip, labels={"pool": pool} if pool else {}, **more)
+
+
+def plan(*nodes: Node, host: str | None = None) -> Doors:
+    return plan_doors(RouterSpec(host=host), nodes, is_one_machine=len(nodes) == 1)
+
+
+def test_on_one_machine_they_are_on_loopback_unless_the_spec_says_otherwise() -> None:
+    doors = plan(node("10.0.0.1", total=HEAD))
+    assert (doors.grpc, doors.http) == ("127.0.0.1:50051", "http://127.0.0.1:8000")
+    assert (doors.host, doors.actor_options) == ("127.0.0.1", {})
+    opened = plan(node("10.0.0.1", total=HEAD), host="0.0.0.0")
+    assert (opened.grpc, opened.http, opened.host) == ("10.0.0.1:50051", "http://10.0.0.1:8000", "0.0.0.0")
+
+
+def test_on_several_they_are_on_the_head_at_its_address_among_the_others() -> None:
+    doors = plan(node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD))
+    assert (doors.grpc, doors.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
+    assert doors.host is None
+    assert doors.actor_options == {"resources": {"node:__internal_head__": 0.001}}
+
+
+def test_a_label_says_where_routers_run() -> None:
+    nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.0.{i}", pool="router") for i in (3, 4))]
+    doors = plan(*nodes)
+    assert doors.grpc == "10.0.0.3:50051,10.0.0.4:50051"
+    assert doors.http == "http://10.0.0.3:8000,http://10.0.0.4:8000"
+    assert openai_urls(doors.http) == "http://10.0.0.3:8000/v1,http://10.0.0.4:8000/v1"
+    for whole, one in ((doors.grpc, "10.0.0.4:50051"), (doors.http, "http://10.0.0.4:8000")):
+        assert open_ones(whole, {"10.0.0.4"}) == one and open_ones(whole, set()) == whole
+    assert open_ones(doors.http, {"10.0.0.5", "10.0.0.4"}) == "http://10.0.0.4:8000,http://10.0.0.5:8000", (
+        "labelled since"
+    )
+    assert open_ones("10.0.0.3:50051", {"10.0.0.4"}) == "10.0.0.3:50051", "one for all routers of a machine"
+    assert doors.actor_options == {"label_selector": {"pool": "router"}}
+
+
+@pytest.mark.parametrize(("routers", "hosts", "at_most"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 2), (2, 3, 1)])
+def test_routers_share_no_host_while_there_are_others(routers: int, hosts: int, at_most: int) -> None:
+    nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.1.{i}", pool="router") for i in range(hosts))]
+    assert plan_doors(RouterSpec(replicas=routers), nodes, is_one_machine=False).max_per_node == at_most
+
+
+def test_all_networks_only_when_that_is_asked_for() -> None:
+    nodes = [node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode")]
+    doors = plan(*nodes, host="0.0.0.0")
+    assert (doors.grpc, doors.host) == ("10.0.0.1:50051", "0.0.0.0")
+    with pytest.raises(
+        SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; leave it out, or set 0.0.0.0"
+    ):
+        plan(*nodes, host="127.0.0.1")
+
+
+def test_doors_that_open_to_a_network_ask_for_a_word() -> None:
+    """Until there are keys: then they are required, and nobody is let in by a spec that says nothing."""
+    here, several = (node("10.0.0.1", total=HEAD),), (node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode"))
+    for doors in (plan(*here, host="0.0.0.0"), plan(*here, host="10.0.0.1"), plan(*several)):
+        with pytest.raises(SpecError, match=r"router.keys: .* at (0.0.0.0|10.0.0.1); set required, .*, or none, "):
+            keys_of(RouterSpec(), doors, has_keys=False)
+        assert keys_of(RouterSpec(), doors, has_keys=True) == "required"
+        for word in ("required", "none"):
+            assert keys_of(RouterSpec(keys=word), doors, has_keys=False) == word
+
+
+def test_on_loopback_nobody_needs_a_key() -> None:
+    for host in (None, "127.0.0.1", "::1", "localhost"):
+        doors = plan(node("10.0.0.1", total=HEAD), host=host)
+        assert keys_of(RouterSpec(host=host), doors, has_keys=True) == "none"
+    assert keys_of(RouterSpec(keys="required"), doors, has_keys=False) == "required"
+
+
+def test_a_router_by_itself_asks_for_keys_off_loopback() -> None:
+    """Whatever `cluster deploy` did or did not decide."""
+    assert RouterSpec().needs_keys("10.0.0.1") and RouterSpec().needs_keys("0.0.0.0") and RouterSpec().needs_keys("a")
+    assert not RouterSpec().needs_keys("127.0.0.1") and not RouterSpec(keys="none").needs_keys("10.0.0.1")
+    assert RouterSpec(keys="required").needs_keys("127.0.0.1")
+
+
+def test_where_operators_ask() -> None:
+    assert admin_addresses(RouterSpec(admin_port=9100)) == ("127.0.0.1:9100", "127.0.0.1:9101")
+    opened = RouterSpec(admin_port=9100, admin_host="0.0.0.0", replicas=2)
+    assert admin_addresses(opened) == tuple(f"127.0.0.1:{port}" for port in (9100, 9101, 9102, 9103))
+
+
+async def test_a_client_finds_the_door_that_is_open_among_several() -> None:
+    server = aio.server()
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    doors = f"127.0.0.1:{free_port()},127.0.0.1:{port},127.0.0.1:{free_port()}"
+
+    def ask() -> Any:
+        with DoorAccess().blocking_channel(doors) as channel:
+            return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+
+    for _ in range(3):
+        assert (await asyncio.to_thread(ask)).status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(None)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from cluster.launch import local_ray
+from core.types.errors import DeployError
+
+
+class FakeRay:
+    """`ray start`, as a process that has said something and then ended, or not."""
+
+    def __init__(self, said: bytes, returncode: int | None) -> None:
+        self._said = said
+        self._returncode = returncode
+
+    def __call__(self, command: list[str], *, stdout: IO[bytes], **_: Any) -> FakeRay:
+        stdout.write(self._said)
+        stdout.flush()
+        return self
+
+    def poll(self) -> int | None:
+        return self._returncode
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], str]:
+    """Why such a Ray did not start."""
+
+    def start(ray: FakeRay) -> str:
+        stopped: list[local_ray.LocalRay] = []
+        monkeypatch.setattr(local_ray, "START_S", -1.0)
+        monkeypatch.setattr(local_ray, "stop", stopped.append)
+        monkeypatch.setattr(local_ray.subprocess, "Popen", ray)
+        place = local_ray.LocalRay(str(tmp_path), 1)
+        with pytest.raises(DeployError) as caught:
+            local_ray.start(place, log=tmp_path / "ray.log")
+        assert stopped == [place]
+        return str(caught.value)
+
+    return start
+
+
+def test_a_ray_that_ended_is_quoted(started: Callable[[FakeRay], str]) -> None:
+    assert "no such option: --colour (all of it" in started(FakeRay(b"usage\nno such option: --colour\n", 2))
+
+
+@pytest.mark.parametrize(
+    "ray",
+    [
+        FakeRay(b"INFO scripts.py:1043 -- Local node IP: 127.0.0.1\n", None),
+        FakeRay(b"Traceback:\nException: The current node timed out during startup. This could happen.\n", 1),
+    ],
+)
+def test_a_machine_with_too_much_to_do_is_named_as_such(started: Callable[[FakeRay], str], ray: FakeRay) -> None:
+    message = started(ray)
+    assert "try again when this machine has less to do" in message and "ray.log" in message
+    assert "Local node IP" not in message, "what Ray said last is no reason"

@@ -1,0 +1,71 @@
+"""The operator's own key, and what is said of the keys of clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.control.key_registry import key_file
+from cluster.launch import operator_key
+from cluster.launch import state as states
+from core.types.api_key import ApiKey, KeyBook, digest_of, new_key, new_secret
+from core.types.errors import DeployError
+
+
+class FakeController:
+    """Has a book of keys."""
+
+    def __init__(self, book: KeyBook) -> None:
+        self.book = book
+
+    def ask(self, controller: object, method: str, *args: ApiKey) -> Any:
+        """As cluster.launch.driver.ask, of the controller that this is."""
+        match method:
+            case "add_key":
+                self.book = self.book.with_key(*args)
+            case "revoke_key":
+                self.book = self.book.without(*args)
+        return self.book
+
+
+@pytest.fixture(autouse=True)
+def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
+
+
+def make(book: KeyBook, monkeypatch: pytest.MonkeyPatch) -> tuple[KeyBook, list[str]]:
+    """The book afterwards, and what was said."""
+    controller, said = FakeController(book), list[str]()
+    monkeypatch.setattr("cluster.launch.driver.ask", controller.ask)
+    operator_key.make(controller, "a", say=said.append)
+    return controller.book, said
+
+
+def test_this_machine_has_the_secret_of_the_operators_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = make(KeyBook(), monkeypatch)
+    again, _ = make(first, monkeypatch)
+    assert again == first
+    states.operator_key_file("a").unlink()
+    third, _ = make(first, monkeypatch)
+    secret = operator_key.read("a")
+    assert secret and [key.digest for key in third.keys] == [digest_of(secret)] != [key.digest for key in first.keys]
+    assert states.operator_key_file("a").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_deployment_that_knows_no_keys_of_clients_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, said = make(KeyBook(), monkeypatch)
+    assert "no client of a has an API key yet: `cluster keys create NAME` makes one (if some had, keys.json" in said[0]
+    assert make(book.with_key(new_key("acme", new_secret())), monkeypatch)[1] == []
+
+
+def test_a_key_file_that_cannot_be_read_is_not_an_empty_one() -> None:
+    file = key_file(str(states.log_dir("a")))
+    assert not operator_key.are_there_keys("a")
+    file.parent.mkdir()
+    file.write_text(KeyBook().with_key(new_key("acme", new_secret())).to_json())
+    assert operator_key.are_there_keys("a")
+    file.write_text("")
+    with pytest.raises(DeployError, match=r"keys\.json: it is no book of API keys"):
+        operator_key.are_there_keys("a")

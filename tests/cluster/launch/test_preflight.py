@@ -1,0 +1,170 @@
+"""What is wrong between a spec, its model and its Redis is said before anything is placed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from cluster.control.placement import Node
+from cluster.launch.preflight import check_door_ports, check_index, check_model, check_network
+from core.index import membership, redis_server
+from core.index.membership import Membership
+from core.process.ports import free_port
+from core.spec.loader import parse_spec
+from core.types.errors import DeployError, SpecError
+from tests.core.model.test_config import write, write_no_weights
+from tests.support.members import make_member
+
+
+@pytest.mark.parametrize(
+    ("decode", "error"),
+    [
+        ({"tensor_parallel": 2, "expert_parallel": True, "redundant_experts": 5}, None),
+        (
+            {"tensor_parallel": 2, "expert_parallel": True, "redundant_experts": 6},
+            r"decode\.redundant_experts: 6 are more than the 5 that 2 ranks do not hold",
+        ),
+        ({"tensor_parallel": 12, "expert_parallel": True}, r"decode\.expert_parallel: 5 experts do not fill 12 ranks"),
+        ({"tensor_parallel": 5}, r"decode\.tensor_parallel: 5 does not fit 12 query and 4 KV heads"),
+    ],
+)
+def test_ranks_must_fit_the_model(tmp_path: Path, decode: dict[str, Any], error: str | None) -> None:
+    write(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=5, num_experts_per_tok=2)
+    write_no_weights(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    spec = parse_spec({"model": {"source": str(tmp_path)}, "decode": decode})
+    if error is None:
+        check_model(spec, print)
+    else:
+        with pytest.raises(SpecError, match=error):
+            check_model(spec, print)
+
+
+def test_a_template_of_the_operators_must_be_there_and_be_one(tmp_path: Path) -> None:
+    write(tmp_path, architectures=["LlamaForCausalLM"])
+    write_no_weights(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    for given, error in (
+        ("{% if %}", "no valid Jinja"),
+        (str(tmp_path / "missing.jinja"), r"model\.chat_template: .*read"),
+    ):
+        with pytest.raises(SpecError, match=error):
+            check_model(parse_spec({"model": {"source": str(tmp_path), "chat_template": given}}), print)
+
+
+def test_a_redis_that_does_not_answer_is_named_without_its_password(redis_url: str) -> None:
+    check_index("embedded")
+    check_index(redis_url)
+    port = free_port()
+    with pytest.raises(
+        DeployError, match=rf"^index: no Redis answers at redis://127.0.0.1:{port}/2: .*refused"
+    ) as raised:
+        check_index(f"redis://user:s3cret@127.0.0.1:{port}/2?password=s3cret")
+    assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "missing"),
+    [
+        ("redis://10.0.0.5:6379", "no password and no TLS"),
+        ("redis://:s3cret@10.0.0.5:6379/1", "no TLS"),
+        ("rediss://10.0.0.5", "no password"),
+        ("rediss://user@redis.example.org:6380", "no password"),
+        ("redis://redis.example.org?password=s3cret", "no TLS"),
+    ],
+)
+def test_a_redis_beyond_loopback_needs_a_password_and_tls(url: str, missing: str) -> None:
+    with pytest.raises(SpecError, match=rf"^index: .* is not on loopback and has {missing}; write rediss://") as raised:
+        check_index(url)
+    assert "s3cret" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "trust"),
+    [
+        ("rediss://:s3cret@127.0.0.2:1", False),
+        ("redis://localhost:1", False),
+        ("redis://[::1]:1", False),
+        ("redis://10.255.255.1", True),
+        ("unix:///nowhere/redis.sock", False),
+    ],
+)
+def test_a_redis_that_is_protected_or_trusted_is_only_asked_whether_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, url: str, trust: bool
+) -> None:
+    asked: list[str] = []
+
+    def answers(url: str, within_s: float) -> AbstractContextManager[SimpleNamespace]:
+        asked.append(url)
+        return nullcontext(SimpleNamespace(smembers=lambda key: set()))
+
+    monkeypatch.setattr(redis_server, "asked_once", answers)
+    check_index(url, trust_network=trust)
+    assert asked == [url]
+
+
+async def test_a_redis_takes_a_deployments_name_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is written under it, both would write."""
+    async with Redis.from_url(redis_url) as redis:
+        await Membership(redis, name="green", key=bytes(32)).renew(make_member("decode-0"))
+        monkeypatch.setattr(membership, "LEASE_S", 0.0)  # for which it is looked at
+        with pytest.raises(DeployError, match=r"serves another deployment called green \(decode-0\); choose another"):
+            await asyncio.to_thread(check_index, redis_url, name="green")
+        await asyncio.to_thread(check_index, redis_url, name="blue")
+        await Membership(redis, name="green", key=bytes(32)).leave("decode-0")
+        await asyncio.to_thread(check_index, redis_url, name="green")
+
+
+_GPUS = {role: {"resources": {"gpus": 1}} for role in ("prefill", "decode")}
+
+
+def _node(ip: str, *, is_head: bool = True) -> Node:
+    return Node(id=ip, name=ip, ip=ip, total={"node:__internal_head__": 1.0} if is_head else {})
+
+
+@pytest.mark.parametrize(
+    ("tree", "error"),
+    [
+        ({}, r"index: the embedded one would speak without TLS at 8\.8\.8\.8"),
+        ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "gloo"}}, r"kv\.trust_network: gloo"),
+        ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "links:Fast"}}, r"kv\.trust_network: links:Fast"),
+        ({"index": "rediss://:p@10.0.0.1", **_GPUS}, r"kv\.trust_network: nccl"),
+        ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "nixl"}, **_GPUS}, r"kv\.trust_network: nixl"),
+        ({"index": "rediss://:p@10.0.0.1"}, None),
+    ],
+    ids=str,
+)
+def test_what_has_no_protection_does_not_leave_private_networks(tree: dict[str, Any], error: str | None) -> None:
+    spec = parse_spec(tree)
+    check_network(spec, [_node("10.0.0.1"), _node("192.168.0.2", is_head=False)])
+    public = [_node("8.8.8.8"), _node("10.0.0.2", is_head=False)]
+    if error is None:
+        check_network(spec, public)
+        return
+    with pytest.raises(SpecError, match=error):
+        check_network(spec, public)
+    if "index" in error:
+        check_network(spec, public[:1], is_one_machine=True)
+    trusting = spec.model_copy(update={"kv": spec.kv.model_copy(update={"trust_network": True})})
+    check_network(trusting, public)
+
+
+def test_a_door_of_another_deployment_is_seen_on_every_host() -> None:
+    """The kernel would let the two share it."""
+    spec = parse_spec({"router": {"replicas": 2}})
+    looks: list[int] = []
+
+    def look(port: int) -> list[bool]:
+        looks.append(port)
+        return [True, port != 8000]
+
+    with pytest.raises(DeployError, match=re.escape("HTTP port 8000 on 10.0.0.2 is in use; choose another with")):
+        check_door_ports(spec.router, ["10.0.0.1", "10.0.0.2"], look)
+    assert looks == [50051, 8000]

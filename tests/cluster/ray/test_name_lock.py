@@ -1,0 +1,84 @@
+"""A deployment's name in a Ray: one has it, and nobody else takes that one down."""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.control.gang import find_replicas
+from cluster.launch import deployment as deploying
+from cluster.launch import driver
+from cluster.launch.state import State
+from cluster.ray import name_lock
+from cluster.ray.name_lock import NameClaim
+from core.types.errors import DeployError, NotDeployed
+from tests.cluster.control.conftest import Deployment
+
+_SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+
+
+def _state(name: str, address: str, claim: str) -> State:
+    return State(name=name, claim=claim, ray_address=address, local_ray=None, grpc="", http="", deploying=None)
+
+
+def test_one_of_many_at_once_has_it(three_nodes: str) -> None:
+    name, wanted = f"t{uuid.uuid4().hex[:8]}", [NameClaim.new("ann") for _ in range(8)]
+
+    def is_taken_by(claim: NameClaim) -> bool:
+        try:
+            name_lock.take(name, claim)
+        except DeployError as error:
+            assert f"{name} is deployed on this Ray already, or is being deployed, by {claim}" == str(error)
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        [holder] = [claim for claim, is_its in zip(wanted, threads.map(is_taken_by, wanted), strict=True) if is_its]
+    assert name_lock.find(name) == holder and name in name_lock.claimed()
+    name_lock.take(name, holder)  # as when Ray asks its store twice
+    name_lock.give_up(name)
+    assert name_lock.find(name) is None and name not in name_lock.claimed()
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own, of pydantic
+def test_nobody_takes_down_what_another_has_deployed(
+    three_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine remembers what has died with its Ray, and another one has deployed under that name since."""
+    from cluster.launch import remote
+
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # this process stays
+    deployment, claim = Deployment(tmp_path / "logs", _SMALL), NameClaim.new("ann")
+    name_lock.take(deployment.name, claim)
+    deployment.until_ready()
+    for stale in ("0123456789abcdef", ""):  # "": by a version that made no claims
+        for force in (False, True):
+            state = _state(deployment.name, three_nodes, stale)
+            assert deploying.take_down(state, force=force) == claim
+    assert len(find_replicas(deployment.name)) == 2 and deployment.call("status")
+    found = remote.find_any(three_nodes, deployment.name)
+    assert deploying.take_down(found) is None
+    assert not find_replicas(deployment.name) and driver.find_controller(deployment.name) is None
+    assert name_lock.find(deployment.name) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_cut_short_is_removed_from_anywhere(
+    three_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from cluster.launch import remote
+
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    name = f"t{uuid.uuid4().hex[:8]}"
+    name_lock.take(name, NameClaim.new("ann"))
+    with pytest.raises(DeployError, match=f"{name}: it has no controller on Ray at .* removes what there is of it"):
+        remote.find(three_nodes, name)
+    assert deploying.take_down(remote.find_any(three_nodes, name)) is None
+    with pytest.raises(NotDeployed):
+        remote.find_any(three_nodes, name)

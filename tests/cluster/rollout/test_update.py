@@ -1,0 +1,93 @@
+"""Updates carried out by a controller on a real Ray, with ranks that hold no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.rollout.update import UpdateOptions
+from core.types.errors import SpecError
+from tests.cluster.control.conftest import Deployment, ids
+from tests.support.waiting import until
+
+Deploy = Callable[..., Deployment]
+SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+
+
+def update(deployment: Deployment, named: dict[str, Any], **options: Any) -> bool:
+    from cluster.rollout.spec_diff import updated
+    from core.spec.loader import parse_spec
+
+    old = parse_spec(deployment.call("status")["spec"])
+    new = updated(old, named, is_whole=False).model_dump(mode="json")
+    is_begun: bool = deployment.call("update", new, UpdateOptions(**options))
+    return is_begun
+
+
+def until_over(deployment: Deployment) -> str:
+    """What became of the update."""
+    report: dict[str, Any] = {}
+
+    def is_over() -> bool:
+        report.update(deployment.call("status"))
+        pools = report["pools"].values()
+        assert all(pool["ready"] for pool in pools), "a gap"
+        return report["revision"]["update"] is None
+
+    until(is_over, look_s=0.1)
+    last: str = report["revision"]["last_update"]
+    return last
+
+
+def test_only_the_replicas_of_a_role_that_changes_are_replaced_and_a_killed_controller_goes_on(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    deployment.until_ready()
+    assert update(deployment, {"decode": {"max_running": 8}, "prefill": {"replicas": 2}})
+    with pytest.raises(SpecError, match="an update to revision 2 is under way"):
+        update(deployment, {"decode": {"max_running": 9}})
+    with pytest.raises(SpecError, match="is under way: the pools' sizes are its own till then"):
+        deployment.call("scale", {"decode": 2})
+    deployment.until(lambda pools: len(pools["decode"]["replicas"]) == 2)
+    deployment.restart()
+    assert until_over(deployment) == "revision 2 serves"
+    pools = deployment.until_ready()
+    assert "decode-0" not in ids(pools["decode"]) and ids(pools["prefill"]) == ["prefill-0", "prefill-1"]
+    report = deployment.call("status")
+    assert report["spec"]["decode"]["max_running"] == 8 and report["revision"]["number"] == 2
+    with pytest.raises(SpecError, match="prefill-0 was started before an update changed the decode pool"):
+        deployment.call("switch", "prefill-0")
+
+
+def test_a_revision_that_does_not_start_is_taken_back(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    before = deployment.until_ready()
+    (deployment.log_dir / "fails").touch()  # from now on
+    update(deployment, {"engine": {"cuda_graphs": "off"}})
+    assert "was taken back: " in until_over(deployment)
+    pools = deployment.until_ready()
+    assert all(ids(pools[role]) == ids(before[role]) for role in pools)
+    assert deployment.call("status")["spec"]["engine"]["cuda_graphs"] == "auto"
+
+
+@pytest.mark.slow
+def test_an_operator_takes_a_canary_back(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    deployment.until_ready()
+    with pytest.raises(SpecError, match="no update is under way"):
+        deployment.call("abort_update")
+    update(deployment, {"engine": {"cuda_graphs": "off"}}, canary=0.25, canary_s=3600.0)
+    until(lambda: deployment.call("status")["revision"]["update"]["share"] == 0.25, look_s=0.1)
+    assert all(len(pool["replicas"]) == 2 for pool in deployment.call("status")["pools"].values())
+    assert deployment.call("abort_update") == 1
+    assert until_over(deployment) == "revision 2 was taken back: an operator has taken it back"
+
+
+@pytest.mark.slow
+def test_what_is_taken_live_replaces_nothing(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    before = deployment.until_ready()
+    assert not update(deployment, {"timeouts": {"drain_s": 7}, "decode": {"replicas": 2}})
+    pools = deployment.until(lambda pools: pools["decode"]["ready"] == 2)
+    assert set(ids(pools["decode"])) > set(ids(before["decode"])) and ids(pools["prefill"]) == ids(before["prefill"])

@@ -1,0 +1,199 @@
+"""Masks of a compiled grammar, over a vocabulary of single characters; and what is refused, and why."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.grammar.compiler import GrammarCompiler
+from core.grammar.mask import GrammarMask
+from core.types.constraints import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Grammar, GrammarKind
+from core.types.errors import RequestError
+from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    directory = tmp_path_factory.mktemp("model")
+    save_tokenizer(directory)
+    return GrammarCompiler(directory, vocab_size=128)
+
+
+def _mask(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> GrammarMask:
+    return compiler.compile(Grammar(kind=kind, text=text)).mask([END])
+
+
+def _allowed(mask: GrammarMask, text: str) -> str:
+    """What may follow `text`, as characters; $ for the end."""
+    tokens = [0, 0, *(CHARACTERS.index(character) for character in text)]
+    words = mask.allowed(tokens, 2)
+    ids = [i for i in range(len(words) * 32) if words[i // 32] >> (i % 32) & 1]
+    return "".join(sorted("$" if i == END else CHARACTERS[i] for i in ids))
+
+
+def test_what_may_follow_is_a_function_of_the_tokens(compiler: GrammarCompiler) -> None:
+    kind, text = GrammarKind.REGEX, "a(b|cd)*"
+    grown = _mask(compiler, kind, text)
+    for said, following in (("", "a"), ("a", "$bc"), ("ab", "$bc"), ("abc", "d"), ("abcd", "$bc")):
+        assert _allowed(grown, said) == following
+        assert _allowed(_mask(compiler, kind, text), said) == following  # elsewhere, all at once
+        assert _allowed(grown, said) == following  # again, with no token more
+
+
+def test_a_fork_goes_its_own_way(compiler: GrammarCompiler) -> None:
+    mask = _mask(compiler, GrammarKind.REGEX, "a(b|cd)*")
+    assert _allowed(mask, "a") == "$bc"
+    fork = mask.fork()
+    assert _allowed(mask, "ac") == "d"
+    assert _allowed(fork, "ab") == "$bc"
+
+
+def test_what_is_forced_is_known_and_is_what_the_mask_allows(compiler: GrammarCompiler) -> None:
+    mask = _mask(compiler, GrammarKind.REGEX, "a(bc|bd)e?")
+    for said, follows in (("", "a"), ("a", "b"), ("ab", ""), ("abc", ""), ("abce", "$")):
+        tokens = [0, 0, *(CHARACTERS.index(character) for character in said)]
+        only = mask.only(tokens, 2)
+        assert ("" if only is None else "$" if only == END else CHARACTERS[only]) == follows
+        assert not follows or _allowed(mask, said) == follows
+    for ends in (
+        [],
+        [END, 3],
+        [END, END - 1],
+        [3, 99],
+    ):  # how it ends is not known, whichever words of bits they are in
+        assert (
+            compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a")).mask(ends).only([CHARACTERS.index("a")], 0)
+            is None
+        )
+    wrong = _mask(compiler, GrammarKind.REGEX, "ab")
+    assert wrong.only([CHARACTERS.index("x")], 0) is None and wrong.failure
+
+
+def test_json_is_written_in_one_way(compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}}, "required": ["a", "b"]}
+    schema["additionalProperties"] = False
+    text = json.dumps({"a": 2, "b": None})
+    mask = _mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    for length, character in enumerate(text):
+        assert character in _allowed(mask, text[:length])
+    assert _allowed(mask, text) == "$"
+    assert _allowed(_mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps(schema)), '{"a":') == " "
+
+
+def test_a_choice_is_taken_literally(compiler: GrammarCompiler) -> None:
+    mask = compiler.compile(Grammar.of_choice(['a"|b', "a\\c"], "choice")).mask([END])
+    assert _allowed(mask, "a") == '"\\'
+    assert _allowed(mask, 'a"|b') == "$"
+
+
+def test_what_the_grammar_does_not_allow_ends_the_mask_and_says_so(compiler: GrammarCompiler) -> None:
+    mask = _mask(compiler, GrammarKind.REGEX, "ab")
+    assert _allowed(mask, "x") == "" and "cannot be followed" in mask.failure
+    assert _allowed(mask, "x") == ""
+    other = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="ab")).mask([END])
+    assert _allowed(other, "a") == "b" and not other.failure
+
+
+def test_nothing_fits_where_nothing_may_end_it(compiler: GrammarCompiler) -> None:
+    mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="ab")).mask([])
+    assert _allowed(mask, "ab") == "" and mask.failure
+
+
+def test_what_is_passed_over_is_said_by_the_kind(compiler: GrammarCompiler) -> None:
+    text = json.dumps({"type": "array", "uniqueItems": True, "items": {"type": "null"}})
+    with pytest.raises(RequestError, match="uniqueItems"):
+        compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=text))
+    assert _allowed(_mask(compiler, GrammarKind.LENIENT_JSON_SCHEMA, text), "[") == "]n"
+
+
+_DEEP: dict[str, Any] = {"type": "string"}
+for _ in range(400):
+    _DEEP = {"type": "array", "items": _DEEP}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.REGEX, "[a"),
+        (GrammarKind.REGEX, "(?=a)b"),
+        (GrammarKind.REGEX, "(" * 5000),
+        (GrammarKind.REGEX, ""),
+        (GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)),
+        (GrammarKind.LARK, "start: nothing"),
+        (GrammarKind.LARK, 'root ::= ("a"'),
+        (GrammarKind.LARK, "start: @other"),
+        (GrammarKind.JSON_SCHEMA, "{"),
+        (GrammarKind.JSON_SCHEMA, "7"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "strange"}'),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "file:///etc/passwd"}'),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:1/x"}'),
+        (GrammarKind.JSON_SCHEMA, json.dumps(_DEEP)),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"const": "a" * MAX_SCHEMA_BYTES})),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        compiler.compile(Grammar(kind=kind, text=text), param="field")
+    assert refused.value.param == "field"
+    assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
+
+
+def test_choices_share_what_their_masks_may_cost(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = count()
+    monkeypatch.setattr("core.grammar.mask.time.thread_time", lambda: next(times) / 10)
+    masks = [_mask(compiler, GrammarKind.REGEX, "a*")]
+    masks += [masks[0].fork() for _ in range(9)]
+    for mask in masks:  # each takes 0.1 s, and half a second is free
+        mask.allowed([], 0)
+    assert [bool(mask.failure) for mask in masks] == [False] * 5 + [True] * 5
+    assert "too long" in masks[-1].failure
+    other = _mask(compiler, GrammarKind.REGEX, "a*")
+    assert _allowed(other, "") == "$a"
+
+
+def test_what_takes_too_long_to_compile_is_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = count()
+    monkeypatch.setattr("core.grammar.compiler.time.thread_time", lambda: next(times))
+    with pytest.raises(RequestError, match="takes longer than"):
+        compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a"))
+
+
+def test_a_lark_grammar_is_told_from_llama_cpps(compiler: GrammarCompiler) -> None:
+    for text in ('start: "a"', "\n" * 8000 + 'a: "a"\n  start : a', 'root ::= "a"'):
+        assert _allowed(_mask(compiler, GrammarKind.LARK, text), "") == "a"
+
+
+def test_a_model_whose_tokenizer_is_not_understood_has_no_grammars(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="tokenizer"):
+        GrammarCompiler(tmp_path, vocab_size=8).compile(Grammar(kind=GrammarKind.REGEX, text="a"))
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 10**30])
+def test_a_number_that_masks_would_take_for_another_is_refused(compiler: GrammarCompiler, number: int) -> None:
+    """llguidance knows them as fp64 does: of 2^53 + 1 it would let through 2^53 and nothing else."""
+    schema = json.dumps({"type": "object", "properties": {"id": {"const": number}}})
+    for kind, text in (
+        (GrammarKind.JSON_SCHEMA, schema),
+        (GrammarKind.LARK, f"start: answer\nanswer: %json {schema}"),
+    ):
+        with pytest.raises(
+            RequestError, match="integers are kept to from -9007199254740991 to 9007199254740991; write"
+        ):
+            compiler.compile(Grammar(kind=kind, text=text))
+    compiler.compile(Grammar(kind=GrammarKind.LENIENT_JSON_SCHEMA, text=schema))  # passed over, as what has no mask
+    exact = 2**53 - 1 if number > 0 else 1 - 2**53
+    for said, follows in ((str(exact)[:-1], str(exact)[-1]), (str(exact), "$")):
+        assert _allowed(_mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps({"const": exact})), said) == follows
+
+
+def test_no_token_is_known_or_allowed_that_the_model_does_not_have(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    compiler = GrammarCompiler(tmp_path, vocab_size=CHARACTERS.index("b"))
+    mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="ab")).mask([END])
+    assert mask.only([CHARACTERS.index("a")], 0) is None
+    assert _allowed(mask, "a") == "" and "nothing fits" in mask.failure

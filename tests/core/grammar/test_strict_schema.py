@@ -1,0 +1,130 @@
+"""What llguidance by itself takes for an instance of a schema, and is none: each was found so, and is let through no
+more. What is right beside it still is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from core.grammar.compiler import CompiledGrammar, GrammarCompiler
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import RequestError
+from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+
+_FOO: dict[str, Any] = {"type": "object", "properties": {"foo": {"type": "integer"}}}
+_KNOWN_TO_US = ("time", "date-time", "hostname")  # of leap seconds and labels, jsonschema knows nothing
+_CALL = 'start: "<" answer\nanswer: %json '
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    directory = tmp_path_factory.mktemp("model")
+    save_tokenizer(directory)
+    return GrammarCompiler(directory, vocab_size=128)
+
+
+def _compile(compiler: GrammarCompiler, schema: Any, kind: GrammarKind = GrammarKind.JSON_SCHEMA) -> CompiledGrammar:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return compiler.compile(Grammar(kind=kind, text=text))
+
+
+def _takes(compiled: CompiledGrammar, text: str) -> bool:
+    """As a whole answer."""
+    mask, tokens = compiled.mask([END]), [*(CHARACTERS.index(character) for character in text), END]
+    return all(mask.allowed(tokens[:i], 0)[token // 32] >> token % 32 & 1 for i, token in enumerate(tokens))
+
+
+@pytest.mark.filterwarnings("ignore:Possible (nested set|set intersection|set symmetric)")  # of Python, about sets
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (_FOO, ['{"foo": 1}', '{"bar": "x"}', r'{"b\n": 1}'], [r'{"\u0066oo": "x"}', r'{"foo": 1, "\u0066oo": "x"}']),
+        (
+            {"patternProperties": {"^a": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
+            ['{"ab": null}', '{"b": true}'],
+            [r'{"\u0061b": true}'],
+        ),
+        ({"format": "date"}, ['"2024-02-29"', '"2000-02-29"', '"1999-12-31"', "7"], ['"2023-02-29"', '"1900-02-29"']),
+        ({"type": "string", "format": "date"}, ['"0001-01-01"'], ['"0000-01-01"']),
+        ({"format": "time"}, ['"23:59:59Z"'], ['"23:58:60Z"', '"10:00:60+01:00"']),
+        (
+            {"format": "date-time", "allOf": [{"pattern": "Z$"}]},
+            ['"2024-02-29T01:02:03Z"'],
+            ['"2023-02-29T01:02:03Z"', '"2024-02-29T01:02:60Z"', '"2024-02-29T01:02:03+01:00"'],
+        ),
+        (
+            {"type": "string", "format": "hostname"},
+            ['"a"', '"b-c.d--e.example"', '"xn-a.ab.x-n--a"'],
+            ['"xn--x"', '"a.XN--aa---o47jg78q"', '"a..b"'],
+        ),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5", "0.00000001"], ["0", "0.0", "-0.1", "0.6"]),
+        ({"allOf": [{"exclusiveMinimum": 2}, {"exclusiveMaximum": 2.25}]}, ["2.1", "2.24"], ["2", "2.0", "2.25"]),
+        ({"minimum": -2.5, "exclusiveMaximum": -2, "maximum": -2}, ["-2.5", "-2.1"], ["-2", "-2.0", "-2.6"]),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, ["-0.1", "-0.5"], ["-0", "0", "-0.6"]),
+        ({"exclusiveMinimum": 10**9, "maximum": 10**9 + 0.5}, ["1000000000.1"], ["1000000000"]),
+        ({"type": "integer", "exclusiveMinimum": 2, "maximum": 3.5}, ["3"], ["2", "4"]),
+        ({"type": "string", "pattern": "^[[a]b]$"}, ['"ab]"', '"[b]"'], ['"a"', '"b"']),
+        ({"type": "string", "pattern": "^[a&&b]$"}, ['"a"', '"&"'], ['"c"']),
+        ({"type": "string", "pattern": r"^[\]&&~~]$"}, [r'"]"', '"&"', '"~"'], ['"]~"']),
+        ({"type": "string", "pattern": "^[]a]$|^[^]b]&&$"}, ['"a"', '"]"', '"c&&"'], ['"b&&"']),
+        (
+            {"patternProperties": {"^[[]$": {"type": "null"}}, "additionalProperties": False},
+            ['{"[": null}'],
+            ['{"x": 1}'],
+        ),
+    ],
+)
+def test_what_is_no_instance_is_not_taken(
+    compiler: GrammarCompiler, schema: Any, right: list[str], wrong: list[str]
+) -> None:
+    validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    compiled = _compile(compiler, schema)
+    beside = _compile(compiler, _CALL + json.dumps(schema), GrammarKind.LARK)
+    for text, is_right in [*((text, True) for text in right), *((text, False) for text in wrong)]:
+        assert validator.is_valid(json.loads(text)) is is_right or schema.get("format") in _KNOWN_TO_US, text
+        assert _takes(compiled, text) is is_right, text
+        assert _takes(beside, "<" + text) is is_right, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "object", "minProperties": 2}, "minProperties: up to 1 can be kept to"),
+        ({"type": "object", "required": ["a"], "minProperties": 3}, "minProperties: up to 2 can be kept to"),
+        ({"type": "object", "properties": {"a": {"const": "\x07"}}}, "const: of control characters"),
+        ({"enum": ["a", ["\x7f"]]}, "enum: of control characters"),
+        ({"type": "string", "pattern": "[+--]"}, r"pattern: .*write \\-"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}, "oneOf"),
+        ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
+        ({"type": "integer", "multipleOf": 999_983}, "multipleOf: such as all together are kept to up to 16384"),
+        ({"type": "number", "multipleOf": 9.99983}, "multipleOf"),
+        ({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, "multipleOf"),
+        ({"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 5003 + i} for i in range(99)]}, "multi"),
+        ("true", "a schema must be an object"),
+        ("[" * 60_000, "it is nested too deeply"),
+        ('{"anyOf":[' * 3000 + "{}" + "]}" * 3000, "it is nested too deeply"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused(compiler: GrammarCompiler, schema: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        _compile(compiler, schema)
+
+
+def test_what_can_be_kept_to_is_not(compiler: GrammarCompiler) -> None:
+    counted = {"type": "object", "required": ["a"], "minProperties": 2, "additionalProperties": {"type": "null"}}
+    assert _takes(_compile(compiler, {**counted, "properties": {"a": {"const": 1}}}), '{"a": 1, "b": null}')
+    for step in (0.01, 1_000_000, 7, 16_383, 0.00000025):
+        assert _takes(_compile(compiler, {"type": "number", "multipleOf": step}), "0")
+    odd = {"type": "object", "properties": {"\x07": {"const": r"\u0007"}}, "description": "\x07"}
+    assert _takes(_compile(compiler, odd), r'{"\u0007": "\\u0007"}')
+
+
+def test_a_lenient_schema_has_what_a_strict_one_cannot(compiler: GrammarCompiler) -> None:
+    schema = {"enum": ["\x07"], "minProperties": 2, "oneOf": [{"type": "string"}]}
+    assert _takes(_compile(compiler, schema, GrammarKind.LENIENT_JSON_SCHEMA), r'"\u0007"')
+    steps = {"type": "integer", "multipleOf": 999_983}
+    assert _takes(_compile(compiler, steps, GrammarKind.LENIENT_JSON_SCHEMA), "7")
+    assert not _takes(_compile(compiler, _FOO, GrammarKind.LENIENT_JSON_SCHEMA), r'{"\u0066oo": "x"}')

@@ -1,0 +1,178 @@
+"""An answer thinks for so many tokens, and no more: told from its tokens alone, whoever asks, and from wherever on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from core.grammar.compiler import GrammarCompiler
+from core.grammar.thinking_mask import ThinkingMask
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import RequestError
+from core.types.thinking_budget import ThinkingBudget
+from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+
+_OPENING, _CLOSING = "<think>", "</think>"
+_PROMPT = [5, 6, 7]
+_START = len(_PROMPT)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    directory = tmp_path_factory.mktemp("letters")
+    save_tokenizer(directory)
+    return GrammarCompiler(directory, vocab_size=131)
+
+
+def _ids(text: str) -> list[int]:
+    return [CHARACTERS.index(character) for character in text]
+
+
+def _budget(num_tokens: int, *, is_open: bool = True) -> ThinkingBudget:
+    return ThinkingBudget(
+        num_tokens=num_tokens,
+        is_open=is_open,
+        opening=_OPENING,
+        closing=_CLOSING,
+        closing_ids=tuple(_ids(_CLOSING)),
+    )
+
+
+def _said(mask: ThinkingMask, wanted: str, num_tokens: int = 40) -> str:
+    """What becomes of a model that would say this, again and again where it is at its end, and says what it must."""
+    tokens, script = list(_PROMPT), _ids(wanted)
+    for _ in range(num_tokens):
+        forced = mask.only(tokens, _START)
+        words = mask.allowed(tokens, _START)
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        assert allowed == [forced] if forced is not None else len(allowed) > 130
+        tokens.append(script.pop(0) if forced is None and script else forced if forced is not None else _ids(".")[0])
+    return "".join(CHARACTERS[token] for token in tokens[_START:]).rstrip(".")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_open", "wanted", "said"),
+    [
+        (5, True, "abcdefgh", "abcde</think>fgh"),
+        (0, True, "abc", "</think>abc"),
+        (3, False, "<think>abcdef", "<think>abc</think>def"),
+        (0, False, " <think>abc", " <think></think>abc"),
+        (12, True, "ab</think>cdefghijkl", "ab</think>cdefghijkl"),
+        (10, True, "ab</think>cd", "ab</think>cd"),  # its last token ends the thinking
+        (9, True, "ab</think>cd", "ab</think</think>>cd"),  # that would have been the next
+        (4, True, "ab</think>cd", "ab</</think>think>cd"),
+        (2, False, "abcd<think>abcdef", "abcd<think>abcdef"),  # an answer that does not think
+        (2, False, "<thi>abc", "<thi>abc"),
+        (1, True, "</think>a<think>bcd", "<</think>/think>a<think>bcd"),
+        (8, True, "</think>a<think>bcdefghijkl", "</think>a<think>bcdefghijkl"),  # it thinks once
+    ],
+)
+def test_so_many_tokens_of_thinking_and_then_its_end(
+    compiler: GrammarCompiler, num_tokens: int, is_open: bool, wanted: str, said: str
+) -> None:
+    assert _said(compiler.bounded(_budget(num_tokens, is_open=is_open)), wanted) == said
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 60])
+def test_it_is_told_from_the_tokens_alone(compiler: GrammarCompiler, num_tokens: int, is_open: bool) -> None:
+    """By one that has seen them come, by one that has not, by its fork; and who must ask hears so in time."""
+    budget = _budget(num_tokens, is_open=is_open)
+    for wanted in ("abcdefg", "<think>ab</think>c", "ab</th</think>d", ".<think>a"):
+        tokens = [*_PROMPT, *_ids(_said(compiler.bounded(budget), wanted))]
+        grown = compiler.bounded(budget)
+        forced = [grown.only(tokens[:end], _START) for end in range(_START, len(tokens) + 1)]
+        for number, one in enumerate(forced):
+            so_far = tokens[: _START + number]
+            assert compiler.bounded(budget).only(so_far, _START) == one
+            assert grown.fork().only(so_far, _START) == one
+            for coming in (0, 1):
+                asked = compiler.bounded(budget).may_forbid(so_far[: len(so_far) - coming], _START, coming)
+                assert asked or number < coming or one is None, "it would not have been asked"
+
+
+def test_a_free_answer_is_masked_at_the_end_of_its_thinking_alone(compiler: GrammarCompiler) -> None:
+    """Steps run ahead before it and behind it."""
+    tokens = [*_PROMPT, *_ids("abcdef</think>ghij")]
+    mask = compiler.bounded(_budget(6))
+    asked = [mask.may_forbid(tokens[:end], _START, 0) for end in range(_START, len(tokens) + 1)]
+    assert asked == [False] * 6 + [True] * 8 + [False] * 5
+
+
+def test_a_grammar_begins_behind_it(compiler: GrammarCompiler) -> None:
+    schema = json.dumps({"enum": ["yes"], "x-guidance": {"whitespace_flexible": False}})
+    text = f'start: thinking answer\nthinking[suffix="</think>"]: /(?s:.*)/\nanswer: %json {schema}'
+    grammar = compiler.compile(Grammar(kind=GrammarKind.LARK, text=text)).mask([END])
+    mask = compiler.bounded(_budget(4), grammar)
+    tokens = [*_PROMPT, *_ids("abcd")]
+    while tokens[-1] != END and (known := mask.only(tokens, _START)) is not None:
+        tokens.append(known)
+    assert tokens[_START:] == [*_ids('abcd</think>"yes"'), END]
+    assert mask.may_forbid(tokens, _START, 0) and mask.fork().failure == mask.failure == ""
+
+
+@pytest.mark.parametrize("num_tokens", range(8))
+def test_a_character_of_several_tokens_is_whole_where_the_thinking_keeps_to_a_grammar(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    """Which knows of whole ones alone, and would end where the marker comes within one."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # a token for each byte
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler, thought = GrammarCompiler(tmp_path, vocab_size=256), "aé\U0001f9ff"
+    text = f'start: thinking "b"\nthinking[suffix="{_CLOSING}"]: /(?s:.*)/'
+    ids, closing = (tokenizer.encode(said).ids for said in (thought, _CLOSING))
+    budget = replace(_budget(num_tokens), closing_ids=tuple(closing))
+    mask = compiler.bounded(budget, compiler.compile(Grammar(kind=GrammarKind.LARK, text=text)).mask([]))
+    tokens, wanted = list(_PROMPT), list(ids)
+    while not (tokenizer.decode(tokens[_START:]).endswith(_CLOSING) or mask.failure):
+        forced = mask.only(tokens, _START)
+        assert mask.fork().only(tokens, _START) == forced
+        tokens.append(wanted.pop(0) if forced is None else forced)
+    whole = next(end for end in range(5) if len(thought[:end].encode()) >= num_tokens)
+    assert tokenizer.decode(tokens[_START:]) == thought[:whole] + _CLOSING
+    mask.allowed(tokens, _START)
+    assert not mask.failure
+
+
+def test_a_marker_that_is_one_token_special_or_not(tmp_path: Path) -> None:
+    """And special tokens that no text has are none of it."""
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(_OPENING, special=False, normalized=False)])
+    tokenizer.add_special_tokens([_CLOSING])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opening, closing = (tokenizer.token_to_id(text) for text in (_OPENING, _CLOSING))
+    compiler = GrammarCompiler(tmp_path, vocab_size=131)
+    mask = compiler.bounded(replace(_budget(2, is_open=False), closing_ids=(closing,)))
+
+    def forced(*tokens: int) -> int | None:
+        return mask.fork().only([*_PROMPT, *tokens], _START)
+
+    assert [forced(END, opening, *_ids("ab")[:number]) for number in range(3)] == [None, None, closing]
+    assert forced(opening, *_ids("ab"), closing) is None and forced(opening, 3, closing, *_ids("abc")) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_tokens": -1}, {"closing_ids": ()}, {"closing_ids": (131,)}, {"closing": ""}, {"opening": "a" * 300}],
+)
+def test_what_no_step_could_keep_to_is_refused(wrong: dict[str, object]) -> None:
+    _budget(3).check(131)
+    with pytest.raises(RequestError) as refused:
+        replace(_budget(3), **wrong).check(131)  # type: ignore[arg-type]
+    assert refused.value.param == "thinking"
+
+
+def test_without_a_tokenizer_that_is_understood_it_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RequestError, match="tokenizer") as refused:
+        GrammarCompiler(tmp_path, vocab_size=8).bounded(_budget(1), param="field")
+    assert refused.value.param == "field"

@@ -1,0 +1,139 @@
+"""What an authority issues, and which files of an operator's it takes."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from core.identity.authority import LIFE_S, Authority
+from core.identity.credentials import Certificate
+from core.identity.key_pair import KeyPair
+from core.types.errors import SpecError
+from tests.core.identity.authorities import IssuedAuthority, issue_authority
+from tests.support.identities import DEPLOYMENT, papers, rank
+
+_NAME = rank("decode-3", 1)
+
+
+def _names(certificate: Certificate) -> list[str]:
+    """Of the process; the chain ends with what is believed. (How a peer looks at it: test_guard.py.)"""
+    own, *between = x509.load_pem_x509_certificates(certificate.chain)
+    roots = x509.load_pem_x509_certificates(certificate.authorities)
+    for issued, issuer in pairwise([own, *between, roots[0]]):
+        issued.verify_directly_issued_by(issuer)
+    names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [name.value for name in names]
+
+
+def test_a_certificate_names_the_process_and_nothing_that_the_request_says() -> None:
+    found = papers(Authority.create(DEPLOYMENT), _NAME)
+    assert _names(found.certificate) == [_NAME.uri, _NAME.host]
+    assert found.certificate.life_s == LIFE_S
+    own = x509.load_pem_x509_certificate(found.certificate.chain)
+    assert not own.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert own.not_valid_before_utc < datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)
+
+
+def test_no_key_is_shown_where_papers_are_printed() -> None:
+    found = papers(Authority.create(DEPLOYMENT), _NAME)
+    assert b"PRIVATE KEY" in found.key and "PRIVATE" not in repr(found) and str(found.key) not in repr(found)
+
+
+def test_an_authority_that_was_kept_issues_as_before() -> None:
+    before = Authority.create(DEPLOYMENT)
+    after = Authority.from_json(before.to_json())
+    assert papers(after, _NAME).certificate.authorities == papers(before, _NAME).certificate.authorities
+    assert _names(papers(after, _NAME).certificate)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda request: b"", lambda request: b"what?", lambda request: _resigned(request)],
+    ids=["empty", "no request", "of a key that did not sign it"],
+)
+def test_what_is_no_request_gets_no_certificate(spoil: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(SpecError, match="request"):
+        Authority.create(DEPLOYMENT).issue(_NAME, spoil(KeyPair().request))
+
+
+def _resigned(request: bytes) -> bytes:
+    """The request with the last byte of its signature turned round."""
+    der = bytearray(x509.load_pem_x509_csr(request).public_bytes(serialization.Encoding.DER))
+    der[-1] ^= 1
+    return b"-----BEGIN CERTIFICATE REQUEST-----\n" + base64.encodebytes(der) + b"-----END CERTIFICATE REQUEST-----\n"
+
+
+@pytest.fixture
+def root() -> IssuedAuthority:
+    return issue_authority("the operator's root")
+
+
+def test_an_operators_intermediate_authority_issues_with_its_chain(root: IssuedAuthority, tmp_path: Path) -> None:
+    ca, _ = root.write(tmp_path, "root")
+    certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
+    found = papers(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
+    assert _names(found.certificate) == [_NAME.uri, _NAME.host]
+    assert len(x509.load_pem_x509_certificates(found.certificate.chain)) == 2
+
+
+def test_an_operators_root_may_issue_itself(root: IssuedAuthority, tmp_path: Path) -> None:
+    ca, key = root.write(tmp_path, "root")
+    found = papers(Authority.from_files(ca=ca, certificate=ca, key=key), _NAME)
+    assert _names(found.certificate) and len(x509.load_pem_x509_certificates(found.certificate.chain)) == 1
+
+
+def test_no_certificate_outlives_those_that_stand_for_it(root: IssuedAuthority, tmp_path: Path) -> None:
+    ca, _ = root.write(tmp_path, "root")
+    certificate, key = issue_authority("for xpyd", root, days=0.5).write(tmp_path, "own")
+    found = papers(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
+    assert found.certificate.life_s < LIFE_S * 0.51
+
+
+def _mistakes(root: IssuedAuthority, directory: Path) -> dict[str, tuple[dict[str, str], str]]:
+    """The files that are given, and what is said of them."""
+    ca, _ = root.write(directory, "root")
+    certificate, key = issue_authority("for xpyd", root).write(directory, "own")
+    leaf, leaf_key = issue_authority("a web server", root, is_authority=False).write(directory, "leaf")
+    ended, ended_key = issue_authority("last year's", root, days=-1).write(directory, "ended")
+    other, other_key = issue_authority("of nobody").write(directory, "other")
+    shared = directory / "shared.key"
+    shared.write_bytes(Path(key).read_bytes())
+    shared.chmod(0o640)
+    right = {"ca": ca, "certificate": certificate, "key": key}
+    return {
+        "no file": (right | {"ca": f"{directory}/none"}, f"security.ca: {directory}/none No such file or directory"),
+        "no PEM": (right | {"certificate": __file__}, f"security.certificate: {__file__} holds no PEM certificate"),
+        "a certificate for a key": (right | {"key": f"{directory}/none.key"}, "security.key: "),
+        "another's key": (right | {"key": other_key}, "is not the key of security.certificate"),
+        "a key for all": (right | {"key": str(shared)}, f"chmod 600 {shared}"),
+        "no authority": (right | {"certificate": leaf, "key": leaf_key}, "may not issue others"),
+        "not from there": (right | {"certificate": other, "key": other_key}, "does not come from security.ca"),
+        "ended": (right | {"certificate": ended, "key": ended_key}, "has ended"),
+    }
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "no file",
+        "no PEM",
+        "a certificate for a key",
+        "another's key",
+        "a key for all",
+        "no authority",
+        "not from there",
+        "ended",
+    ],
+)
+def test_a_mistake_in_the_files_is_one_clear_line(root: IssuedAuthority, tmp_path: Path, mistake: str) -> None:
+    files, said = _mistakes(root, tmp_path)[mistake]
+    with pytest.raises(SpecError) as refused:
+        Authority.from_files(**files)
+    assert said in str(refused.value) and "\n" not in str(refused.value)

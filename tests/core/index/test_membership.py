@@ -1,0 +1,127 @@
+"""Leases: who renews stays, who leaves or falls silent goes."""
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+
+import pytest
+from redis.asyncio import Redis
+
+from core.identity.signing import seal
+from core.index.membership import Member, Membership, OtherVersion, RefusalReason
+from core.types.request import Role
+from core.types.wire_version import WIRE_VERSION
+from tests.support.members import make_member
+
+_KEY = bytes(32)
+_MEMBER = make_member()
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url) as client:
+        await client.flushall()
+        yield client
+
+
+async def test_who_renews_is_listed_whole_and_who_leaves_is_not(redis: Redis) -> None:
+    membership = Membership(redis, name="c", key=_KEY)
+    other = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
+    await membership.renew(_MEMBER)
+    assert not await membership.renew(other), "it was not there"
+    assert await membership.renew(other), "now it was"
+    assert await membership.members() == [_MEMBER, other]
+    await membership.leave("decode-0")
+    assert await membership.members() == [other]
+
+
+async def test_a_lease_that_has_ended_is_forgotten(redis: Redis) -> None:
+    membership = Membership(redis, name="c", key=_KEY)
+    await membership.renew(_MEMBER)
+    assert 0 < await redis.pttl("c:member:decode-0") <= 3000
+    await redis.delete("c:member:decode-0")  # what the server does when the lease ends
+    assert await membership.members() == []
+    assert not await redis.exists("c:members")
+
+
+async def test_deployments_do_not_see_each_other(redis: Redis) -> None:
+    await Membership(redis, name="c", key=_KEY).renew(_MEMBER)
+    assert await Membership(redis, name="d", key=_KEY).members() == []
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        _MEMBER.to_json(),
+        bytes(32) + _MEMBER.to_json().encode(),
+        "",
+        " ",
+        "not JSON",
+        b"\xff\xfe \xff",
+        "[" * 10_000,
+    ],
+)
+async def test_a_record_that_this_deployment_has_not_signed_is_ignored_and_said_once(
+    redis: Redis, caplog: pytest.LogCaptureFixture, record: str | bytes
+) -> None:
+    refused: list[RefusalReason] = []
+    membership = Membership(redis, name="c", key=_KEY, count_refused=refused.append)
+    good = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
+    await membership.renew(good)
+    await redis.sadd("c:members", "decode-0")
+    await redis.set("c:member:decode-0", record)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert await membership.members() == [good]
+    assert refused == [RefusalReason.UNSIGNED]
+    assert len([line for line in caplog.messages if "decode-0" in line]) == 1
+
+
+async def test_a_record_that_was_signed_for_another_name_or_deployment_is_ignored(redis: Redis) -> None:
+    await Membership(redis, name="c", key=_KEY).renew(_MEMBER)
+    signed = await redis.get("c:member:decode-0")
+    await redis.sadd("c:members", "decode-7")
+    await redis.set("c:member:decode-7", signed)
+    assert await Membership(redis, name="c", key=_KEY).members() == [_MEMBER]
+    assert await Membership(redis, name="c", key=bytes(31) + b"1").members() == []
+
+
+def test_what_a_newer_version_says_is_left_out_and_what_an_older_one_does_not_has_its_default() -> None:
+    fields = asdict(_MEMBER)
+    assert Member.from_json(json.dumps({**fields, "speed": 9})) == _MEMBER
+    del fields["max_running"]
+    assert Member.from_json(json.dumps(fields)) == _MEMBER
+
+
+@pytest.mark.parametrize("version", [WIRE_VERSION + 1, WIRE_VERSION - 1])
+async def test_a_member_of_another_wire_is_left_out_counted_and_named_once(
+    redis: Redis, caplog: pytest.LogCaptureFixture, version: int
+) -> None:
+    """Its record is ours, but what it says may mean anything: no field but the version is read."""
+    refused: list[RefusalReason] = []
+    membership = Membership(redis, name="c", key=_KEY, count_refused=refused.append)
+    await membership.renew(_MEMBER)
+    text = json.dumps({"wire_version": version, "replica": ["decode", 9]}).encode()
+    await redis.sadd("c:members", "decode-9")
+    await redis.set("c:member:decode-9", seal(_KEY, text) + text)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert await membership.members() == [_MEMBER]
+    assert refused == [RefusalReason.OTHER_VERSION]
+    [said] = caplog.messages
+    assert "decode-9" in said and f"version {version} on the wire, and this router {WIRE_VERSION}" in said
+
+
+def test_members_that_do_not_say_their_version_speak_the_last_one_that_went_without_saying() -> None:
+    fields = asdict(_MEMBER)
+    assert fields.pop("wire_version") == WIRE_VERSION
+    with nullcontext() if WIRE_VERSION == 3 else pytest.raises(OtherVersion):
+        assert Member.from_json(json.dumps(fields)) == _MEMBER
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "7", '{"role": "decode"}', '{"role": "king"}', "{"])
+def test_what_is_no_member_says_why(text: str) -> None:
+    with pytest.raises(ValueError):
+        Member.from_json(text)

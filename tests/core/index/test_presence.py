@@ -1,0 +1,40 @@
+"""A replica's lease and what it tells of its blocks, to the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from core.index.membership import Membership
+from core.index.presence import Presence
+from core.index.redis_client import connect_redis
+from core.types.tier import Tier
+from tests.support.members import make_member
+from tests.support.waiting import WITHIN_S
+
+_KEY = bytes(32)
+
+
+async def test_who_leaves_does_not_come_back_where_a_cancellation_is_swallowed(redis_url: str) -> None:
+    asked = asyncio.Event()
+
+    async def snapshot() -> Mapping[bytes, Tier]:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:  # as redis-py may
+            pass
+        return {}
+
+    redis = connect_redis(redis_url)
+    await redis.flushall()
+    presence = Presence(redis, name="c", key=_KEY, member=make_member(), snapshot=snapshot)
+    task = asyncio.create_task(presence.run())
+    await asked.wait()
+    task.cancel()
+    await presence.leave()
+    async with asyncio.timeout(WITHIN_S):
+        await asyncio.gather(task, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "it goes on"
+    assert await Membership(redis, name="c", key=_KEY).members() == []
+    await redis.aclose()

@@ -1,0 +1,19 @@
+"""A client of Redis, while many ask at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from core.index.redis_client import connect_redis
+
+
+async def test_many_who_ask_at_once_wait_for_each_other(redis_url: str) -> None:
+    """Who is refused instead would take Redis for away, and with it a key's limits."""
+    client = connect_redis(redis_url)
+    try:
+        assert await asyncio.gather(*(client.echo(f"{number}") for number in range(300))) == [
+            f"{number}".encode() for number in range(300)
+        ]
+        assert len(await client.client_list()) <= 100
+    finally:
+        await client.aclose()

@@ -1,0 +1,116 @@
+"""The embedded Redis: a real server, private, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from core.index.embedded import EmbeddedIndex
+from core.index.redis_server import RedisAddress, RedisServer, ping
+from core.process.ports import free_port
+from core.types.errors import DeployError
+from tests.support.waiting import WITHIN_S, until
+
+
+def connect(address: RedisAddress) -> redis.Redis:
+    return redis.Redis.from_url(
+        address.url, retry=Retry(ConstantBackoff(0.05), 1000), retry_on_error=[redis.ConnectionError]
+    )
+
+
+@pytest.fixture
+def address() -> RedisAddress:
+    return RedisAddress(free_port())
+
+
+def test_it_serves_and_evicts_only_what_expires(address: RedisAddress, tmp_path: Path) -> None:
+    server = RedisServer(address, log=tmp_path / "index.log")
+    server.start()
+    try:
+        with connect(address) as client:
+            client.xadd("events", {"op": "stored"})
+            assert client.xlen("events") == 1
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-lru"}
+            assert client.config_get("save") == {"save": ""}
+        stranger = redis.Redis(port=address.port, retry=Retry(ConstantBackoff(0), 0))
+        with stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+    finally:
+        server.stop()
+
+
+def test_it_listens_on_the_address_that_it_was_given(address: RedisAddress, tmp_path: Path) -> None:
+    elsewhere = RedisAddress(address.port, host="127.0.0.2")
+    server = RedisServer(elsewhere, log=tmp_path / "index.log")
+    server.start()
+    try:
+        ping(elsewhere.url, within_s=WITHIN_S)
+        with pytest.raises(DeployError, match=f"no Redis answers at redis://127.0.0.1:{address.port}/0"):
+            ping(address.url, within_s=WITHIN_S)
+    finally:
+        server.stop()
+
+
+def test_its_directory_may_be_called_anything(address: RedisAddress, tmp_path: Path) -> None:
+    directory = tmp_path / 'of "anybody" \\ für alle'
+    server = RedisServer(address, log=directory / "index.log")
+    server.start()
+    try:
+        with connect(address) as client:
+            assert client.config_get("dir") == {"dir": str(directory)}
+    finally:
+        server.stop()
+
+
+def test_a_port_in_use_is_explained(address: RedisAddress, tmp_path: Path) -> None:
+    server = RedisServer(address, log=tmp_path / "index.log")
+    server.start()
+    try:
+        with pytest.raises(DeployError, match=f"did not start on port {address.port}: .*"):
+            RedisServer(RedisAddress(address.port), log=tmp_path / "second.log").start()
+    finally:
+        server.stop()
+
+
+def test_it_dies_with_its_owner(address: RedisAddress, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from core.index.redis_server import RedisAddress, RedisServer\n"
+        f"address = RedisAddress({address.port}, {address.password!r})\n"
+        f"RedisServer(address, log=Path({str(tmp_path / 'log')!r})).start()\n"
+        "print('up', flush=True); sys.stdin.read()"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
+        with connect(address) as client:
+            pid = client.info("server")["process_id"]
+        owner.kill()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_the_actor_brings_it_back_on_the_same_port(ray_head: Any, address: RedisAddress, tmp_path: Path) -> None:
+    make = ray.remote(EmbeddedIndex).options(
+        num_cpus=0, max_restarts=-1, lifetime="detached", name="index", namespace="r"
+    )
+    actor = make.remote(address, str(tmp_path))
+    try:
+        ray.get(actor.ready.remote(), timeout=WITHIN_S)
+        with connect(address) as client:
+            first = client.info("server")["process_id"]
+            os.kill(first, signal.SIGKILL)
+            second = client.info("server")["process_id"]
+            assert second != first
+            ray.kill(actor, no_restart=False)  # the owner dies, its server with it, and both come back
+            until(lambda: client.info("server")["process_id"] not in (first, second))
+    finally:
+        ray.kill(actor)

@@ -1,0 +1,366 @@
+"""The prefix index: in memory by property, through a real server by scenario."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from core.index.prefix_index import Depths, PrefixIndex
+from core.index.store import IndexReader, IndexWriter
+from core.types.tier import Tier
+
+_HASHES = [bytes([i]) * 16 for i in range(40)]
+
+_operations = st.lists(
+    st.tuples(
+        st.sampled_from([*Tier, None, "drop"]),
+        st.sampled_from([f"r{i}" for i in range(6)]),
+        st.lists(st.sampled_from(_HASHES), max_size=12),
+    ),
+    max_size=40,
+)
+
+
+@given(_operations, st.lists(st.sampled_from(_HASHES), max_size=12))
+def test_depths_agree_with_a_plain_table(operations: list[tuple[Any, str, list[bytes]]], prefix: list[bytes]) -> None:
+    index, table = PrefixIndex(), dict[str, dict[bytes, Tier]]()
+    for what, replica, hashes in operations:
+        held = table.setdefault(replica, {})
+        if what == "drop":
+            index.drop(replica)
+            held.clear()
+        elif what is None:
+            index.remove(replica, hashes)
+            table[replica] = {prefix_hash: tier for prefix_hash, tier in held.items() if prefix_hash not in hashes}
+        else:
+            index.store(replica, hashes, what)
+            held.update(dict.fromkeys(hashes, what))
+    expected = {replica: _depths(held, prefix) for replica, held in table.items()}
+    assert index.depths(prefix) == {replica: depths for replica, depths in expected.items() if any(depths)}
+
+
+def _depths(held: dict[bytes, Tier], prefix: list[bytes]) -> Depths:
+    def leading(lowest: Tier) -> int:
+        return next((i for i, h in enumerate(prefix) if held.get(h, lowest + 1) > lowest), len(prefix))
+
+    return Depths(*(leading(tier) for tier in Tier))
+
+
+@given(st.integers(1, 60))
+def test_the_dead_do_not_pile_up(generations: int) -> None:
+    index = PrefixIndex()
+    index.store("long-lived", _HASHES[:4])
+    for generation in range(generations):
+        index.store(f"r{generation}", _HASHES)
+        index.drop(f"r{generation}")
+    index.store("new", _HASHES[:1])
+    index.drop("new")
+    assert len(index) <= 4 + len(_HASHES)
+    assert index.match(_HASHES) == {"long-lived": 4}
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url) as client:
+        await client.flushall()
+        yield client
+
+
+# One contract: what replicas publish is what a router knows, in one process or through Redis.
+
+
+class _Memory:
+    """Replicas that write to a router's index themselves."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+
+    async def publish(self, replica: str, changes: Mapping[bytes, Tier | None]) -> None:
+        for prefix_hash, tier in changes.items():
+            if tier is None:
+                self.index.remove(replica, [prefix_hash])
+            else:
+                self.index.store(replica, [prefix_hash], tier)
+
+    async def reset(self, replica: str, held: Mapping[bytes, Tier]) -> None:
+        self.index.drop(replica)
+        await self.publish(replica, held)
+
+    async def forget(self, replica: str) -> None:
+        self.index.drop(replica)
+
+    async def settle(self) -> None:
+        pass
+
+
+class _ThroughRedis:
+    def __init__(self, redis: Redis) -> None:
+        self.index, self._reader = _reader(redis)
+        self._redis = redis
+        self._writers: dict[str, IndexWriter] = {}
+
+    def _writer(self, replica: str) -> IndexWriter:
+        return self._writers.setdefault(replica, IndexWriter(self._redis, name="c", replica=replica))
+
+    async def publish(self, replica: str, changes: Mapping[bytes, Tier | None]) -> None:
+        await self._writer(replica).publish(changes)
+
+    async def reset(self, replica: str, held: Mapping[bytes, Tier]) -> None:
+        await self._writer(replica).reset(held)
+
+    async def forget(self, replica: str) -> None:
+        await self._reader.forget(replica)
+
+    async def settle(self) -> None:
+        await self._reader.follow(list(self._writers), wait_ms=1)
+
+
+class _ThroughRedisLate(_ThroughRedis):
+    """A router that begins when all has been written."""
+
+    async def settle(self) -> None:
+        self.index, self._reader = _reader(self._redis)
+        await super().settle()
+
+
+_World = _Memory | _ThroughRedis
+
+
+@pytest.fixture(params=["memory", "redis", "redis, late"])
+def world(request: pytest.FixtureRequest, redis: Redis) -> _World:
+    if request.param == "memory":
+        return _Memory()
+    return _ThroughRedis(redis) if request.param == "redis" else _ThroughRedisLate(redis)
+
+
+def _in(tier: Tier | None, *numbers: int) -> dict[bytes, Tier | None]:
+    return {_HASHES[number]: tier for number in numbers}
+
+
+async def test_contract_what_is_stored_is_known(world: _World) -> None:
+    await world.publish("a", _in(Tier.DEVICE, 0, 1, 2))
+    await world.publish("b", _in(Tier.DEVICE, 0, 1))
+    await world.publish("a", _in(None, 2))
+    await world.settle()
+    assert world.index.match(_HASHES) == {"a": 2, "b": 2}
+
+
+async def test_contract_a_block_that_moves_is_in_one_tier(world: _World) -> None:
+    await world.publish("a", _in(Tier.DEVICE, *range(6)))
+    await world.settle()
+    await world.publish("a", {**_in(Tier.DISK, 4, 5), **_in(Tier.HOST, 2, 3)})
+    await world.settle()
+    assert world.index.depths(_HASHES) == {"a": Depths(2, 4, 6)}
+    await world.publish("a", {**_in(Tier.DEVICE, 2), **_in(None, 5)})
+    await world.settle()
+    assert world.index.depths(_HASHES) == {"a": Depths(3, 4, 5)}
+
+
+async def test_contract_a_reset_forgets_what_came_before(world: _World) -> None:
+    await world.publish("a", _in(Tier.DEVICE, *range(8)))
+    await world.settle()
+    await world.reset("a", {_HASHES[0]: Tier.DEVICE, _HASHES[1]: Tier.DISK})
+    await world.publish("a", _in(Tier.HOST, 1))
+    await world.settle()
+    assert world.index.depths(_HASHES) == {"a": Depths(1, 2, 2)}
+    await world.reset("a", {})
+    await world.settle()
+    assert world.index.depths(_HASHES) == {}
+
+
+async def test_contract_the_dead_hold_nothing(world: _World) -> None:
+    await world.publish("a", _in(Tier.HOST, *range(8)))
+    await world.publish("b", _in(Tier.DEVICE, 0))
+    await world.settle()
+    await world.forget("a")
+    await world.settle()
+    assert world.index.depths(_HASHES) == {"b": Depths(1, 1, 1)}
+
+
+async def test_contract_many_blocks_at_once(world: _World) -> None:
+    many = [number.to_bytes(16, "big") for number in range(3000)]
+    await world.publish("a", dict.fromkeys(many, Tier.DEVICE))
+    await world.settle()
+    assert world.index.match(many) == {"a": 3000}
+    await world.reset("b", dict.fromkeys(many[:2500], Tier.HOST))
+    await world.settle()
+    assert world.index.depths(many) == {"a": Depths(3000, 3000, 3000), "b": Depths(0, 2500, 2500)}
+
+
+# Redis alone: what becomes of a reader, or of Redis.
+
+
+def _reader(redis: Redis) -> tuple[PrefixIndex, IndexReader]:
+    index = PrefixIndex()
+    return index, IndexReader(redis, index, name="c")
+
+
+async def test_a_reader_that_missed_events_reads_the_sets(redis: Redis) -> None:
+    index, reader = _reader(redis)
+    writer = IndexWriter(redis, name="c", replica="a")
+    await writer.publish(dict.fromkeys(_HASHES[:1], Tier.DEVICE))
+    await reader.follow(["a"], wait_ms=1)
+    await writer.publish(dict.fromkeys(_HASHES[1:4], Tier.DEVICE))
+    await writer.publish(dict.fromkeys(_HASHES[4:5], Tier.DEVICE))
+    await redis.xtrim("c:events", maxlen=1, approximate=False)
+    await reader.follow(["a"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 5}
+
+
+async def test_when_redis_begins_anew_what_is_known_holds_until_the_replicas_have_written_again(redis: Redis) -> None:
+    index, reader = _reader(redis)
+    writer = IndexWriter(redis, name="c", replica="a")
+    await writer.publish(dict.fromkeys(_HASHES[:8], Tier.DEVICE))
+    await reader.follow(["a"], wait_ms=1)
+    await redis.flushall()
+    await reader.follow(["a"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 8}
+    await writer.reset(dict.fromkeys(_HASHES[:6], Tier.DEVICE))
+    await reader.follow(["a"], wait_ms=100)
+    assert index.match(_HASHES) == {"a": 6}
+
+
+async def test_a_writer_hears_that_redis_has_thrown_its_set_away(redis: Redis) -> None:
+    writer = IndexWriter(redis, name="c", replica="a")
+    await writer.reset({_HASHES[0]: Tier.DEVICE})
+    assert await writer.renew()
+    await redis.delete("c:blocks:a:device")
+    assert not await writer.renew()
+    await writer.reset({_HASHES[0]: Tier.DISK})
+    await writer.publish({_HASHES[0]: None})
+    assert await writer.renew()  # an empty set is no loss
+
+
+async def test_a_dead_replica_leaves_no_key_behind(redis: Redis) -> None:
+    await IndexWriter(redis, name="c", replica="a").reset({_HASHES[0]: Tier.DEVICE, _HASHES[1]: Tier.HOST})
+    _, reader = _reader(redis)
+    await reader.forget("a")
+    assert await redis.keys("c:blocks:*") == []
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"x": "y"},
+        {"replica": b"\xff", "device": _HASHES[1]},
+        {"replica": "a", "device": b"half a hash"},
+        {"replica": "b", "reset": "1"},
+    ],
+    ids=str,
+)
+async def test_an_event_that_makes_no_sense_stops_nobody(redis: Redis, event: dict[Any, Any]) -> None:
+    index, reader = _reader(redis)
+    await reader.follow(["a", "b"], wait_ms=1)
+    await redis.set("c:blocks:b:device", "not a set")
+    await redis.xadd("c:events", event)
+    await IndexWriter(redis, name="c", replica="a").publish(dict.fromkeys(_HASHES[:1], Tier.DEVICE))
+    for _ in range(2):
+        await reader.follow(["a", "b"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 1}
+    assert reader.num_refused == 1
+
+
+async def test_what_a_newer_version_says_beyond_this_is_passed_over(redis: Redis) -> None:
+    index, reader = _reader(redis)
+    await reader.follow(["a"], wait_ms=1)
+    event: dict[Any, Any] = {"replica": "a", "device": _HASHES[0], "remote": b"12", "epoch": b"7"}
+    await redis.xadd("c:events", event)
+    await reader.follow(["a"], wait_ms=1)
+    assert (index.match(_HASHES), reader.num_refused) == ({"a": 1}, 0)
+
+
+async def test_replicas_that_are_no_members_hold_nothing(redis: Redis) -> None:
+    index, reader = _reader(redis)
+    await reader.follow(["a"], wait_ms=1)
+    for replica in ("a", "b", "ghost"):
+        writer = IndexWriter(redis, name="c", replica=replica)
+        await writer.publish({_HASHES[0]: Tier.DEVICE})
+        await writer.reset({_HASHES[0]: Tier.DEVICE})
+    await reader.follow(["a"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 1}
+    await reader.load(["b"])  # found just now: what it had written before is in its sets
+    await IndexWriter(redis, name="c", replica="b").publish({_HASHES[1]: Tier.DEVICE})
+    await reader.follow(["a"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 1, "b": 2}
+    await reader.forget("b")
+    await IndexWriter(redis, name="c", replica="b").publish({_HASHES[1]: Tier.DEVICE})
+    await reader.follow(["a"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 1}
+
+
+async def test_what_is_loaded_is_not_older_than_what_came_meanwhile(redis: Redis) -> None:
+    class Slow:
+        """A server that takes its time over a scan."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(redis, name)
+
+        async def sscan_iter(self, name: str, *, count: int) -> AsyncIterator[bytes]:
+            async for prefix_hash in redis.sscan_iter(name, count=count):
+                scanned.set()
+                await go_on.wait()
+                yield prefix_hash
+
+        async def xread(self, *arguments: Any, **more: Any) -> Any:
+            answer = await redis.xread(*arguments, **more)
+            read.set()
+            return answer
+
+    scanned, read, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    slow: Any = Slow()
+    index, reader = _reader(slow)
+    writer = IndexWriter(redis, name="c", replica="a")
+    await reader.follow([], wait_ms=1)
+    await writer.publish({_HASHES[0]: Tier.DEVICE})
+    await reader.follow([], wait_ms=1)
+    loading = asyncio.create_task(reader.load(["a"]))
+    await scanned.wait()
+    await writer.publish({_HASHES[1]: Tier.DEVICE})
+    read.clear()
+    following = asyncio.create_task(reader.follow(["a"], wait_ms=1))
+    await read.wait()
+    await asyncio.sleep(0)  # it has what it needs
+    go_on.set()
+    await asyncio.gather(loading, following)
+    assert index.match(_HASHES) == {"a": 2}
+
+
+async def test_following_waits_for_news(redis: Redis) -> None:
+    index, reader = _reader(redis)
+    await reader.follow(["a"], wait_ms=1)
+    waiting = asyncio.create_task(reader.follow(["a"], wait_ms=5000))
+    await IndexWriter(redis, name="c", replica="a").publish(dict.fromkeys(_HASHES[:1], Tier.DEVICE))
+    await asyncio.wait_for(waiting, 3)
+    assert index.match(_HASHES) == {"a": 1}
+
+
+def test_what_is_expected_counts_until_it_is_settled() -> None:
+    index = PrefixIndex()
+    index.store("a", _HASHES[:2])
+    index.expect("a", _HASHES[:5])
+    assert index.match(_HASHES) == {"a": 5}
+    index.store("a", _HASHES[2:4])
+    index.settle("a", _HASHES[:5])
+    assert index.match(_HASHES) == {"a": 4}
+    index.store("a", _HASHES[4:6], Tier.HOST)
+    index.expect("a", _HASHES[:8])
+    assert index.match(_HASHES) == {"a": 8}
+    index.settle("a", _HASHES[:8])
+    assert index.depths(_HASHES) == {"a": Depths(4, 6, 6)}
+    index.expect("a", _HASHES[:8])
+    index.drop("a")
+    index.settle("a", _HASHES[:8])
+    assert index.match(_HASHES) == {}
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=6))
+def test_a_long_prefix_is_matched_to_the_block(held: list[int]) -> None:
+    prefix = [i.to_bytes(16, "big") for i in range(700)]
+    index = PrefixIndex()
+    for replica, depth in enumerate(held):
+        index.store(f"r{replica}", prefix[:depth])
+    assert index.match(prefix) == {f"r{replica}": depth for replica, depth in enumerate(held) if depth}

@@ -1,0 +1,197 @@
+"""What is read out of config.json and generation_config.json, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.model import config as model_config
+from core.model.gguf_table import StoredTensor, write_table
+from core.types.errors import SpecError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write(directory: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+    config = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def write_no_weights(directory: Path) -> None:
+    """A file of safetensors that is whole, and holds none."""
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    config = model_config.load(write(tmp_path, head_dim=..., num_key_value_heads=...))
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (12, 5, 10000.0, 1e-6)
+    assert not config.tie_embeddings and not config.has_qkv_bias and config.dtype == "float32"
+    assert config.sliding_windows == (None, None) and config.max_context == 2048
+    assert model_config.load(write(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=...)).head_dim == 128
+
+
+def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
+    assert model_config.load(write(tmp_path)).eos_token_ids == (2,)
+    config = model_config.load(write(tmp_path, generation={"eos_token_id": [7, 8], "bos_token_id": 5}))
+    assert config.eos_token_ids == (7, 8) and config.bos_token_id == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "max_context"),
+    [
+        ({"rope_scaling": None, "rope_theta": 5e5}, "default", 2048),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "default", 2048),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, "linear", 8192),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 2.0}}, "dynamic", 4096),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3", 2048),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+            },
+            "yarn",
+            4096,
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "yarn", 8192),
+    ],
+)
+def test_rope_settings_in_both_forms(settings: dict[str, Any], kind: str, max_context: int, tmp_path: Path) -> None:
+    config = model_config.load(write(tmp_path, **settings))
+    assert (config.rope_scaling.kind, config.max_context, config.rope_theta) == (kind, max_context, 5e5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 9}, (9, 9)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 9}, (None, None)),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "use_sliding_window": False}, (None, None)),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 9),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (9, None),
+        ),
+    ],
+)
+def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    assert model_config.load(write(tmp_path, **changes)).sliding_windows == windows
+
+
+def test_tensor_parallel_sizes(tmp_path: Path) -> None:
+    config = model_config.load(write(tmp_path))  # 12 query heads, 4 kv heads
+    assert config.tensor_parallel_choices() == [1, 2, 4, 12]
+    config.check_tensor_parallel(12)
+    with pytest.raises(SpecError, match=r"tensor_parallel: 3 does not fit 12 query and 4 KV heads; .* 1, 2, 4, 12"):
+        config.check_tensor_parallel(3)
+    smollm2 = model_config.load(write(tmp_path, num_attention_heads=9, num_key_value_heads=3))
+    assert smollm2.tensor_parallel_choices() == [1, 3, 9]
+
+
+def test_sizes(tmp_path: Path) -> None:
+    config = model_config.load(write(tmp_path, tie_word_embeddings=True))
+    layer = 64 * 8 * (12 + 4 + 4) + 12 * 8 * 64 + 3 * 64 * 160 + 2 * 64
+    assert config.num_parameters == 2 * layer + 100 * 64 + 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, "),
+        ({"architectures": ...}, "architecture (none) is not supported"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised by hqq"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"num_attention_heads": 0, "head_dim": ...}, "config.json: "),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        model_config.load(write(tmp_path, **changes))
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path / "config.json"))
+
+
+def test_unreadable_config(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no such file"):
+        model_config.load(tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SpecError, match="not"):
+            model_config.load(tmp_path)
+
+
+def test_weight_files(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"no weights: expected model\.safetensors"):
+        model_config.weight_files(write(tmp_path))
+    (tmp_path / "consolidated.safetensors").touch()
+    (tmp_path / "model.safetensors").touch()
+    assert model_config.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").touch()
+    with pytest.raises(SpecError, match=r"weight files are missing: .*/model-2\.safetensors$"):
+        model_config.weight_files(tmp_path)
+    (tmp_path / "model-2.safetensors").touch()
+    assert [file.name for file in model_config.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+
+
+def test_fingerprints_tell_weights_apart(tmp_path: Path) -> None:
+    def fingerprint_of(name: str, content: bytes, **changes: Any) -> str:
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, **changes)
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+        return model_config.fingerprint(tmp_path / name)
+
+    weights = bytes(range(256)) * 4000
+    first = fingerprint_of("a", weights)
+    assert fingerprint_of("b", weights) == first  # wherever it lies
+    assert fingerprint_of("c", weights + b"x") != first
+    assert fingerprint_of("d", weights[:-1] + b"x") != first
+    assert fingerprint_of("e", weights, rope_theta=3.0) != first
+
+
+def test_fingerprint_of_a_gguf_does_not_depend_on_its_place(tmp_path: Path) -> None:
+    found = []
+    for name in ("here", "there"):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / f"{name}.gguf").write_bytes(b"weights")
+        tensor = StoredTensor(name="w", ggml_type=0, shape=(1,), file=str(directory / f"{name}.gguf"), offset=0)
+        write_table(write(directory), [tensor])
+        found.append(model_config.fingerprint(directory))
+    assert found[0] == found[1]

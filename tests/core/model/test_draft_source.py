@@ -1,0 +1,211 @@
+"""What `speculation.model` may name, and what is said of what it may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+from core.model import source as model_source
+from core.model.draft_source import check_same_tokens, draft_source, fetch_for_a_switch, heads_source
+from core.spec.loader import parse_spec
+from core.spec.schema import Spec
+from core.types.errors import SpecError
+from core.types.request import Role
+from tests.core.model.test_config import write, write_no_weights
+from tests.support.character_tokenizer import save_tokenizer
+
+
+def _spec(**keys: Any) -> Spec:
+    return parse_spec({"speculation": keys})
+
+
+def _model(directory: Path) -> Path:
+    directory.mkdir()
+    write(directory, architectures=["LlamaForCausalLM"])
+    write_no_weights(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"medusa_num_heads": 3}, "medusa"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle"),
+        (None, "draft"),
+    ],
+)
+def test_auto_finds_out_what_a_directory_holds(tmp_path: Path, config: dict[str, Any] | None, kind: str) -> None:
+    directory = _model(tmp_path / "it")
+    if config:
+        (directory / "config.json").write_text(json.dumps(config))
+    found = draft_source(_spec(method="auto", model=str(directory)))
+    assert found and (found.kind, found.directory) == (kind, directory)
+    assert found.heads == (None if kind == "draft" else kind)
+
+
+def test_eagle_1_is_known_by_its_weights(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    write(directory, architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+    for columns, kind in ((2, "eagle"), (3, "draft")):
+        weights = {"fc.weight": numpy.zeros((4, 4 * columns), numpy.float32)}
+        save_file(weights, directory / "model.safetensors")
+        found = draft_source(_spec(method="auto", model=str(directory)))
+        assert found and found.kind == kind
+
+
+@pytest.mark.parametrize("tree", [{"architectures": None}, {"architectures": 5}, [1], "text", None])
+def test_what_is_neither_heads_nor_a_model_is_refused_in_one_line(tmp_path: Path, tree: Any) -> None:
+    directory = _model(tmp_path / "it")
+    (directory / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(SpecError, match=r"config\.json: "):
+        draft_source(_spec(method="auto", model=str(directory)))
+
+
+@pytest.mark.parametrize("source", ["it", "it/model.gguf", "hf:org/name/model.gguf"])
+def test_what_is_stored_as_gguf_is_a_model(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_source, "resolve", lambda source, progress=None: Path("resolved") / source)
+    found = draft_source(_spec(method="auto", model=source))
+    place = source if source.startswith("hf:") else tmp_path / source
+    assert found and (found.kind, found.directory) == ("draft", Path("resolved") / place)
+
+
+def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    for kind in ("draft", "medusa", "eagle"):
+        found = draft_source(_spec(method=kind, model=str(directory)))
+        assert found and found.kind == kind
+    assert draft_source(_spec(method="auto")) is None
+    assert draft_source(_spec(method="off", model=str(directory))) is None
+    assert draft_source(_spec(method="self")) is None
+
+
+def test_layers_of_the_model_itself_are_where_it_is(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    served = {"model": {"source": str(directory)}}
+    of_its_own = {"num_nextn_predict_layers": 1}
+
+    def found(**keys: Any) -> str | None:
+        source = draft_source(parse_spec(served | {"speculation": keys}))
+        assert source is None or source.directory == directory
+        return source and source.kind
+
+    assert found(method="mtp") == "mtp", "whoever loads it says that it has none"
+    assert found(method="auto", model=str(directory)) == "draft"
+    write(directory, architectures=["LlamaForCausalLM"], **of_its_own)
+    assert found(method="auto", model=str(directory)) == "mtp"
+    assert found(method="auto") is None, "they take memory, so they are asked for"
+    other = _model(tmp_path / "other")
+    write(other, architectures=["LlamaForCausalLM"], **of_its_own)
+    source = draft_source(parse_spec(served | {"speculation": {"method": "auto", "model": str(other)}}))
+    assert source and source.kind == "draft" and source.directory == other
+
+
+@pytest.mark.parametrize("method", ["draft", "auto", "medusa"])
+def test_what_is_not_there_is_named_by_its_key(tmp_path: Path, method: str) -> None:
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*nowhere: no such"):
+        draft_source(_spec(method=method, model=str(tmp_path / "nowhere")))
+
+
+def test_heads_that_are_named_as_a_model_are_told_for_what_they_are(tmp_path: Path) -> None:
+    directory = _model(tmp_path / "it")
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(
+        SpecError, match=r"^speculation\.model: .*these are eagle heads; set speculation\.method to eagle"
+    ):
+        draft_source(_spec(method="draft", model=str(directory)))
+
+
+@pytest.mark.parametrize("method", ["eagle", "auto"])
+def test_heads_whose_training_has_not_ended_are_told_for_what_they_are(tmp_path: Path, method: str) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*train-draft` has not ended there; the same command"):
+        draft_source(_spec(method=method, model=str(tmp_path)))
+
+
+def test_a_repository_that_cannot_be_had_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*args: object, **options: object) -> str:
+        raise OSError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
+    with pytest.raises(SpecError, match=r"^speculation\.model: hf:org/heads: no connection"):
+        draft_source(_spec(method="eagle", model="hf:org/heads"))
+
+
+def test_a_replica_that_does_not_draft_needs_heads_and_no_smaller_model(tmp_path: Path) -> None:
+    assert heads_source(_spec(method="draft", model=str(tmp_path / "elsewhere"))) is None
+    directory = _model(tmp_path / "it")
+    assert heads_source(_spec(method="auto", model=str(directory))) is None
+    found = heads_source(_spec(method="eagle", model=str(directory)))
+    assert found and found.heads == "eagle"
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*elsewhere: no such"):  # it may have been heads
+        heads_source(_spec(method="auto", model=str(tmp_path / "elsewhere")))
+
+
+@pytest.mark.parametrize(
+    ("role", "tree", "is_fetched"),
+    [
+        (Role.PREFILL, {}, True),
+        (Role.DECODE, {}, False),  # which loads it anyway
+        (Role.PREFILL, {"decode": {"kv_memory_gib": 2}}, False),  # it stays what it is
+        (Role.PREFILL, {"speculation": {"method": "ngram"}}, False),
+    ],
+)
+def test_what_a_switch_will_need_is_fetched_before(
+    role: Role, tree: dict[str, Any], is_fetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is nowhere keeps no prefill replica from its work."""
+    asked: list[str] = []
+
+    def resolve(source: str, *, progress: object = None) -> Path:
+        asked.append(source)
+        raise SpecError("model.source: no such repository")
+
+    monkeypatch.setattr(model_source, "resolve", resolve)
+    spec = parse_spec({"speculation": {"method": "draft", "model": "hf:some/small"}} | tree)
+    fetch_for_a_switch(spec, role)
+    assert asked == (["hf:some/small"] if is_fetched else [])
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"speculation": {"method": "draft"}}, "draft needs a smaller model of the same tokenizer; name its source"),
+        ({"speculation": {"method": "eagle"}}, "eagle drafts by heads; name the directory"),
+        ({"speculation": {"method": "self", "model": "m"}}, "self drafts without one; leave it out"),
+        ({"speculation": {"method": "mtp", "model": "m"}}, "mtp drafts without one; leave it out"),
+        ({"speculation": {"method": "ngram", "model": "m"}}, "ngram drafts without one; leave it out"),
+        (
+            {"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},
+            "self needs decode.tensor_parallel: 1; draft runs beside any",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_said(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        parse_spec(tree)
+
+
+def test_a_directory_without_heads_is_told_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*no weights: expected model\.safetensors"):
+        model_source.resolve_heads(str(tmp_path))
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    ours, theirs = _model(tmp_path / "ours"), _model(tmp_path / "theirs")
+    check_same_tokens(theirs, ours)
+    tokenizer = json.loads((theirs / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["!!"] = len(tokenizer["model"]["vocab"]) + 1
+    (theirs / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(SpecError, match=r"theirs has another vocabulary than the served model: \d+ of \d+ tokens"):
+        check_same_tokens(theirs, ours)

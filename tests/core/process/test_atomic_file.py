@@ -1,0 +1,64 @@
+"""What a power cut, a full disk or another reader finds of a file: all of it, or what was there before."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from core.process.atomic_file import move_whole, write_whole
+from core.types.errors import DeployError
+from tests.support.disks import FakeDisk, fill_disk
+
+
+def test_a_file_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "b" / "state.json"
+    for text in ("one", "zwölf"):
+        write_whole(file, text)
+        assert file.read_text() == text and list(file.parent.iterdir()) == [file]
+    assert [path.stat().st_mode & 0o777 for path in (file, file.parent)] == [0o600, 0o700]
+
+
+def test_its_content_is_on_the_disk_before_its_name_and_its_name_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FakeDisk(monkeypatch, renamed=tmp_path / "file")
+    write_whole(tmp_path / "file", "text")
+    [(content, is_early), name] = disk.synced
+    assert content.parent == tmp_path and content.name.startswith(".file-") and not is_early
+    assert name == (tmp_path, True)
+
+
+def test_a_directory_is_moved_when_all_that_it_holds_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, place = tmp_path / "made", tmp_path / "place"
+    paths = [made, made / "a", made / "deeper", made / "deeper" / "b"]
+    paths[2].mkdir(parents=True)
+    for file in (paths[1], paths[3]):
+        file.write_text("text")
+    disk = FakeDisk(monkeypatch, renamed=place)
+    move_whole(made, place)
+    assert sorted(disk.synced[:-1]) == [(path, False) for path in paths] and disk.synced[-1] == (tmp_path, True)
+    assert (place / "deeper" / "b").read_text() == "text" and not made.exists()
+
+
+def test_on_a_full_disk_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("before")
+    fill_disk(monkeypatch)
+    with pytest.raises(DeployError, match=f"{file}: No space left on device"):
+        write_whole(file, "after")
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_filesystem_that_syncs_no_directories_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_whole(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"

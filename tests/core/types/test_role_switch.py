@@ -1,0 +1,66 @@
+"""Which replicas may become those of the other pool as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from core.spec.loader import parse_spec
+from core.spec.schema import PoolSpec
+from core.types.request import Role
+from core.types.role_switch import hindrance, unlike
+
+_ANY: dict[str, Any] = {  # what each field of a pool may differ in, and that it may
+    "replicas": 3,
+    "max_running": 7,
+    "max_batch_tokens": 300,
+    "max_waiting": 5,
+}
+_NONE: dict[str, Any] = {
+    "tensor_parallel": 2,
+    "resources": {"cpus": 2},
+    "labels": {"pool": "prefill"},
+    "kv_memory_gib": 2.0,
+    "kv_host_gib": 1.0,
+    "kv_disk_gib": 1.0,
+    "kv_disk_path": "/somewhere",
+}
+
+
+def test_pools_that_differ_in_what_is_read_anew_may_swap_replicas() -> None:
+    assert not hindrance(parse_spec({}))
+    assert not hindrance(parse_spec({"prefill": _ANY}))
+    assert _ANY.keys() | _NONE.keys() == PoolSpec.model_fields.keys(), "a new field of pools is one or the other"
+
+
+@pytest.mark.parametrize("field", _NONE)
+def test_what_is_fixed_at_load_keeps_them_apart_and_is_named(field: str) -> None:
+    for pool in Role:
+        reason = hindrance(parse_spec({pool.value: {field: _NONE[field]}}))
+        assert reason.startswith(f"the pools differ in {field} (prefill ") and "make it equal in the spec" in reason
+
+
+def test_so_do_experts_that_only_a_decode_replica_holds_whole() -> None:
+    spec = parse_spec({"decode": {"expert_parallel": True, "redundant_experts": 2}})
+    reason = hindrance(spec)
+    assert "expert_parallel (prefill False, decode True), redundant_experts (prefill 0, decode 2)" in reason
+
+
+def test_a_replica_is_what_it_was_when_it_loaded() -> None:
+    """Whatever has been applied since."""
+    old, new = parse_spec({"decode": {"kv_memory_gib": 2.0}}), parse_spec({"decode": {"max_running": 3}})
+    assert unlike(new, Role.DECODE, new) == []
+    assert unlike(old, Role.DECODE, new) == ["kv_memory_gib"]
+    assert unlike(old, Role.PREFILL, new) == [], "that pool was as both are now"
+    assert unlike(parse_spec({"engine": {"cuda_graphs": "off"}}), Role.PREFILL, new) == ["engine"]
+
+
+def test_a_model_that_drafts_is_loaded_with_the_role_but_on_a_gpu_whose_memory_is_given_away() -> None:
+    draft = {"speculation": {"method": "draft", "model": "m"}}
+    assert not hindrance(parse_spec(draft)) and not unlike(parse_spec({}), Role.PREFILL, parse_spec(draft))
+    gpus = {pool.value: {"resources": {"gpus": 1}} for pool in Role}
+    assert "speculation.model" in hindrance(parse_spec(draft | gpus)) and not hindrance(parse_spec(gpus))
+    heads = {"speculation": {"method": "medusa", "model": "m"}}
+    assert unlike(parse_spec({}), Role.PREFILL, parse_spec(heads)) == ["speculation"]
+    assert unlike(parse_spec({}), Role.PREFILL, parse_spec({"speculation": {"method": "mtp"}})) == ["speculation"]

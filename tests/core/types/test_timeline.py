@@ -1,0 +1,77 @@
+"""What a request waited for, of states that overlap."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.cli.trace import picture
+from core.types.timeline import Life, LifeState, Span, critical_path, spans_of
+
+_D, _P = "decode-1", "prefill-0"
+
+
+def _life() -> Life:
+    """As a prompt goes through two replicas: the wire overlaps what is computed, the decode replica waits for both."""
+    life = Life(began=100.0)
+    life.add(LifeState.PREPARE, "", 100.0, 100.1)
+    life.add(LifeState.QUEUE, "", 100.1, 100.3)
+    life.add(LifeState.ROUTE, _D, 100.3, 100.4)
+    life.add(LifeState.WAIT, _D, 100.4, 101.2)
+    begun = life.add_before(
+        101.0, _P, [(LifeState.WAIT, 0.1), (LifeState.PULL, 0.2), (LifeState.COMPUTE, 0.2)], since=100.4
+    )
+    life.add(LifeState.ROUTE, _P, 100.4, begun)
+    life.add_before(101.1, _P, [(LifeState.WIRE, 0.25)], since=100.4)
+    life.add(LifeState.DECODE, _D, 101.2, 103.0)
+    life.ended, life.outcome, life.first_s = 103.0, "completed", 1.0
+    return life
+
+
+def test_at_each_moment_it_is_what_the_others_wait_for() -> None:
+    life = _life()
+    path = critical_path(spans_of(life.as_dict()))
+    assert [(span.state, span.replica) for span in path] == [
+        (LifeState.PREPARE, ""),
+        (LifeState.QUEUE, ""),
+        (LifeState.ROUTE, _D),
+        (LifeState.ROUTE, _P),
+        (LifeState.WAIT, _P),
+        (LifeState.PULL, _P),
+        (LifeState.COMPUTE, _P),
+        (LifeState.WIRE, _P),
+        (LifeState.WAIT, _D),
+        (LifeState.DECODE, _D),
+    ]
+    assert path[0].start_s == 0.0 and path[-1].end_s == pytest.approx(3.0)
+    assert sum(span.end_s - span.start_s for span in path) == pytest.approx(3.0), "no moment twice, and none left out"
+    shares = {state: sum(one.end_s - one.start_s for one in path if one.state is state) for state in LifeState}
+    assert shares[LifeState.COMPUTE] == pytest.approx(0.2) and shares[LifeState.PULL] == pytest.approx(0.2)
+    assert shares[LifeState.WIRE] == pytest.approx(0.1), "what of the wire was not behind the computation"
+
+
+def test_durations_of_another_host_begin_no_sooner_than_its_call() -> None:
+    life = Life(began=0.0)
+    begun = life.add_before(5.0, _P, [(LifeState.WAIT, 1.0), (LifeState.COMPUTE, 100.0)], since=4.0)
+    assert begun == 4.0 and life.told() == [Span(LifeState.COMPUTE, _P, 4.0, 5.0)]
+    assert life.add_before(5.0, _P, [(LifeState.WIRE, -3.0)], since=4.0) == 5.0 and len(life.spans) == 1
+
+
+def test_a_request_of_many_attempts_is_remembered_within_bounds() -> None:
+    life = Life(began=0.0)
+    for number in range(1000):
+        life.add(LifeState.QUEUE, "", number, number + 0.5)
+    assert len(life.spans) == 256
+
+
+def test_it_is_drawn() -> None:
+    lines = picture("r-1", _life().as_dict())
+    assert lines[0] == "request r-1: completed after 3000.0 ms, first token after 1000.0 ms"
+    rows = {tuple(line.split()[:2]): line.partition("|")[2] for line in lines[2:-1]}
+    assert set(rows["decode", _D]) == {" ", "#", "|"} and rows["decode", _D].count("#") == 36
+    assert "-" in rows["wire", _P] and "#" in rows["wire", _P], "first behind the computation, then alone"
+    assert lines[-1].startswith("critical path: prepare 100.0 ms (3%) > queue 200.0 ms (7%)")
+    assert lines[-1].endswith(f"decode {_D} 1800.0 ms (60%)")
+
+
+def test_of_one_that_waits_there_is_nothing_yet() -> None:
+    assert picture("r", Life().as_dict())[-1] == "critical path: nothing yet"

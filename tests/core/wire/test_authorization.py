@@ -1,0 +1,228 @@
+"""Who gets an answer from a rank's port, and from whom a caller takes one: by real handshakes and real calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from grpc import aio
+
+from core.identity.authority import Authority
+from core.identity.credentials import Identity
+from core.identity.operator_account import PersonRole
+from core.identity.process_name import ProcessName
+from core.identity.rules import RULES
+from core.rpc import transfer_pb2 as transfer
+from core.rpc import worker_pb2 as worker
+from core.wire.channel import listen, make_server, open_channel
+from tests.core.identity.authorities import issue_authority
+from tests.core.wire.every_rpc import METHODS, FakeServices, call, truthful
+from tests.support.identities import DEPLOYMENT, in_clear, papers, proven, rank, router
+
+_OURS, _THEIRS = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
+_CALLEE = rank("decode-0", 1)
+_ROUTER, _LEADER, _SIBLING = router(), rank("decode-0", 0), rank("decode-0", 2)
+_OTHER_LEADER, _OTHER = rank("prefill-0", 0), rank("prefill-0", 1)
+_VIEWER, _OPERATOR = (ProcessName.of_person(DEPLOYMENT, role, "someone") for role in PersonRole)
+_CONTROLLER = ProcessName.of_controller(DEPLOYMENT)
+_EVERYBODY = [_ROUTER, _LEADER, _SIBLING, _OTHER_LEADER, _OTHER, _VIEWER, _OPERATOR, _CONTROLLER]
+
+# Written down once more: whoever changes the table changes this, too.
+_MAY = {
+    "Frames": [_ROUTER],
+    "Prefill": [_ROUTER],
+    "Generate": [_ROUTER],
+    "Stop": [_ROUTER],
+    "Migrate": [_ROUTER],
+    "Pull": [_OTHER_LEADER],
+    "Connect": [_OTHER_LEADER, _OTHER],
+    "Open": [_LEADER],
+    "Close": [_LEADER],
+    "Report": [_LEADER, _SIBLING],
+    "Tell": [_LEADER, _SIBLING, _OTHER_LEADER, _OTHER],
+    "Ask": [_LEADER, _SIBLING, _OTHER_LEADER, _OTHER],
+    "Status": [_VIEWER, _OPERATOR],
+    "Logs": [_VIEWER, _OPERATOR],
+    "Scale": [_OPERATOR],
+    "Drain": [_OPERATOR],
+    "Switch": [_OPERATOR],
+    "ListKeys": [_OPERATOR],
+    "CreateKey": [_OPERATOR],
+    "RevokeKey": [_OPERATOR],
+}
+
+
+@asynccontextmanager
+async def _serving(identity: Identity) -> AsyncIterator[tuple[str, FakeServices]]:
+    services, server = FakeServices(), make_server(identity)
+    services.register(server)
+    port = listen(server, "127.0.0.1:0", identity)
+    await server.start()
+    yield f"127.0.0.1:{port}", services
+    await server.stop(None)
+
+
+def _channel(address: str, identity: Identity, peer: ProcessName = _CALLEE) -> aio.Channel:
+    return open_channel(address, peer=peer, identity=identity)
+
+
+def test_every_rpc_between_processes_has_a_row_and_no_row_is_of_nothing() -> None:
+    assert set(RULES) == set(METHODS)
+    assert {method.name for method in METHODS.values()} == set(_MAY)
+
+
+async def test_each_rpc_is_open_to_those_alone_who_need_it() -> None:
+    async with _serving(proven(_OURS, _CALLEE)) as (address, services):
+        for caller in _EVERYBODY:
+            async with _channel(address, proven(_OURS, caller)) as channel:
+                for name, method in METHODS.items():
+                    before = services.served[name]
+                    status = await call(channel, name, truthful(name, caller, _CALLEE))
+                    may = caller in _MAY[method.name]
+                    assert status is (grpc.StatusCode.OK if may else grpc.StatusCode.PERMISSION_DENIED), (caller, name)
+                    assert services.served[name] - before == may
+
+
+_LIES: list[tuple[ProcessName, str, Message]] = [
+    (_ROUTER, "/cluster.worker.v1.Worker/Frames", worker.FramesRequest(router="router-1")),
+    (_ROUTER, "/cluster.worker.v1.DecodeWorker/Generate", worker.GenerateRequest(router="router-1")),
+    (_ROUTER, "/cluster.worker.v1.DecodeWorker/Stop", worker.StopRequest(router="router-1")),
+    (_ROUTER, "/cluster.worker.v1.DecodeWorker/Migrate", worker.MigrateRequest()),
+    (
+        _OTHER_LEADER,
+        "/cluster.worker.v1.PrefixHolder/Pull",
+        worker.PullRequest(handoff=worker.Handoff(replica="prefill-1")),
+    ),
+    (
+        _OTHER,
+        "/cluster.transfer.v1.Rank/Connect",
+        transfer.SenderFrame(hello=transfer.Hello(sender="prefill-0/0")),
+    ),
+    (
+        _OTHER,
+        "/cluster.transfer.v1.Rank/Connect",
+        transfer.SenderFrame(hello=transfer.Hello(sender="prefill-0/1", sender_rank=0)),
+    ),
+    (_SIBLING, "/cluster.transfer.v1.Rank/Report", transfer.ReportRequest(rank=1)),
+    (_OTHER, "/cluster.transfer.v1.Rank/Tell", transfer.TellRequest(key="gang/0")),
+    (_OTHER, "/cluster.transfer.v1.Rank/Ask", transfer.AskRequest(key="prefill-0/0>1#1/f00/place")),
+]
+
+
+@pytest.mark.parametrize(("caller", "name", "message"), _LIES, ids=[name.rpartition("/")[2] for _, name, _ in _LIES])
+async def test_nobody_speaks_for_another(caller: ProcessName, name: str, message: Message) -> None:
+    async with _serving(proven(_OURS, _CALLEE)) as (address, services):
+        async with _channel(address, proven(_OURS, caller)) as channel:
+            assert await call(channel, name, message) is grpc.StatusCode.PERMISSION_DENIED
+        assert not services.served
+
+
+async def test_a_stream_that_says_nothing_is_told_so() -> None:
+    async with _serving(proven(_OURS, _CALLEE)) as (address, services):
+        async with _channel(address, proven(_OURS, _OTHER)) as channel:
+            silent = channel.stream_stream("/cluster.transfer.v1.Rank/Connect")(iter(()), timeout=10)
+            with pytest.raises(aio.AioRpcError) as failed:
+                await anext(aiter(silent))
+        assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert failed.value.details() == "nothing came by which to tell whose call this is"
+        assert not services.served
+
+
+async def test_an_rpc_without_a_row_is_refused() -> None:
+    async with _serving(proven(_OURS, _CALLEE)) as (address, _):
+        async with _channel(address, proven(_OURS, _ROUTER)) as channel:
+            with pytest.raises(aio.AioRpcError) as failed:
+                await channel.unary_unary("/cluster.worker.v1.Worker/Shutdown")(b"", timeout=10)
+    assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def _strangers(address: str) -> dict[str, aio.Channel]:
+    """Each has the network, and lacks a certificate that counts."""
+    authorities = papers(_OURS, _ROUTER).certificate.authorities
+    nobody = grpc.ssl_channel_credentials(authorities)
+    theirs = papers(_THEIRS, _ROUTER)
+    forged = grpc.ssl_channel_credentials(authorities, theirs.key, theirs.certificate.chain)
+    name = [("grpc.ssl_target_name_override", _CALLEE.host)]
+    return {
+        "in clear": aio.insecure_channel(address),
+        "without a certificate": aio.secure_channel(address, nobody, options=name),
+        "of another deployment, alike in name": aio.secure_channel(address, forged, options=name),
+        "expired": _channel(address, proven(_OURS, _ROUTER, life_s=-1.0)),
+    }
+
+
+async def test_a_stranger_gets_nothing_from_any_rpc() -> None:
+    async with _serving(proven(_OURS, _CALLEE)) as (address, services):
+        for who, stranger in _strangers(address).items():
+            async with stranger as channel:
+                for name in METHODS:
+                    status = await call(channel, name, truthful(name, _ROUTER, _CALLEE))
+                    assert status is grpc.StatusCode.UNAVAILABLE, (who, name)
+        assert not services.served
+        async with _channel(address, proven(_OURS, _ROUTER)) as channel:  # not because nobody does
+            frames = "/cluster.worker.v1.Worker/Frames"
+            assert await call(channel, frames, truthful(frames, _ROUTER, _CALLEE)) is grpc.StatusCode.OK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01"], ids=["nothing", "half a word"])
+async def test_who_begins_no_handshake_is_not_waited_for(said: bytes) -> None:
+    """By itself gRPC waits for two minutes."""
+    async with _serving(proven(_OURS, _CALLEE)) as (address, _):
+        reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+        writer.write(said)
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 50)
+        writer.close()
+
+
+async def test_another_deployment_of_the_same_authority_is_a_stranger() -> None:
+    """As with an operator's own, which may serve several deployments."""
+    frames, neighbour = "/cluster.worker.v1.Worker/Frames", router(deployment="neighbour")
+    async with _serving(proven(_OURS, _CALLEE)) as (address, services):
+        async with _channel(address, proven(_OURS, neighbour)) as channel:
+            message = truthful(frames, neighbour, _CALLEE)
+            assert await call(channel, frames, message) is grpc.StatusCode.PERMISSION_DENIED
+        assert not services.served
+
+
+async def test_certificates_of_an_operators_authority_are_as_good(tmp_path: Path) -> None:
+    """An intermediate one: each process shows it, too, and believes the root alone."""
+    root = issue_authority("the operator's root")
+    certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
+    authority = Authority.from_files(ca=root.write(tmp_path, "root")[0], certificate=certificate, key=key)
+    frames = "/cluster.worker.v1.Worker/Frames"
+    async with _serving(proven(authority, _CALLEE)) as (address, _):
+        for identity, status in (
+            (proven(authority, _ROUTER), grpc.StatusCode.OK),
+            (proven(_OURS, _ROUTER), grpc.StatusCode.UNAVAILABLE),
+        ):
+            async with _channel(address, identity) as channel:
+                assert await call(channel, frames, truthful(frames, _ROUTER, _CALLEE)) is status
+
+
+@pytest.mark.parametrize(
+    "impostor",
+    [
+        proven(_OURS, rank("decode-1", 1)),
+        proven(_OURS, rank("decode-0", 0)),
+        proven(_OURS, rank("decode-0", 1, deployment="neighbour")),
+        proven(_THEIRS, _CALLEE),
+        proven(_OURS, _CALLEE, life_s=-1.0),
+        in_clear(_CALLEE),
+    ],
+    ids=["another replica", "another rank", "another deployment", "another authority", "expired", "in clear"],
+)
+async def test_a_caller_speaks_only_to_whom_it_meant(impostor: Identity) -> None:
+    """Whoever has taken over an address, or stands between, hears no request."""
+    frames = "/cluster.worker.v1.Worker/Frames"
+    async with _serving(impostor) as (address, services):
+        async with _channel(address, proven(_OURS, _ROUTER)) as channel:
+            message = truthful(frames, _ROUTER, _CALLEE)
+            assert await call(channel, frames, message) is grpc.StatusCode.UNAVAILABLE
+        assert not services.served

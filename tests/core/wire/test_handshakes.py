@@ -1,0 +1,33 @@
+"""Strangers who come side by side do not end a process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+
+_AT_A_TIME = 32
+_STRANGERS = 3000  # some hundred were enough
+
+
+def test_strangers_come_side_by_side() -> None:
+    """To a rank's port, where a handshake begins with the connection."""
+    command = [sys.executable, "-m", "tests.core.wire.shaking_server"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdin and server.stdout
+        port = int(server.stdout.readline())
+        with ThreadPoolExecutor(_AT_A_TIME) as threads:
+            assert all(threads.map(_come, repeat(port, _STRANGERS)))
+        server.stdin.close()
+        assert server.wait() == 0
+
+
+def _come(port: int) -> bool:
+    """And go. Whether somebody listened there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
+    except ConnectionRefusedError:
+        return False
+    return True

@@ -1,0 +1,126 @@
+"""What goes over the wire comes back as it was: every field, and those that may be missing."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from core.rpc import worker_pb2 as pb
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import RequestError
+from core.types.handoff import Handoff, Holder
+from core.types.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from core.types.step_timing import StepTiming
+from core.types.thinking_budget import ThinkingBudget
+from core.types.token_rules import TokenRules
+from core.wire import messages
+
+_SAMPLING = Sampling(
+    max_tokens=3,
+    min_tokens=1,
+    temperature=0.5,
+    top_k=4,
+    top_p=0.75,
+    min_p=0.25,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=2.0,
+    seed=2**63 - 1,
+    stop_token_ids=(5, 6),
+    num_logprobs=0,
+    token_rules=TokenRules(logit_bias=((3, -100.0), (7, 0.5)), allowed_token_ids=(9, 2), bad_words=((1,), (2, 3))),
+)
+_FULL = SequenceRequest(
+    id="r",
+    token_ids=(1, 2, 3),
+    num_prompt_tokens=2,
+    sampling=_SAMPLING,
+    choices=(1, 2),
+    stream=7,
+    salt="s",
+    adapter="a",
+    priority=-1,
+    deadline_s=1.5,
+    grammar=Grammar(kind=GrammarKind.REGEX, text="a+"),
+    num_prompt_logprobs=0,
+    thinking=ThinkingBudget(num_tokens=0, is_open=True, opening="<a>", closing="</a>", closing_ids=(3, 4)),
+)
+_BARE = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)
+
+
+@pytest.mark.parametrize("request_", [_FULL, _BARE], ids=["full", "bare"])
+def test_a_sequence(request_: SequenceRequest) -> None:
+    message = pb.Sequence.FromString(messages.sequence_to_proto(request_).SerializeToString())
+    assert messages.sequence_from_proto(message) == request_
+
+
+def test_a_grammar_of_an_unknown_kind_is_refused() -> None:
+    message = pb.Sequence(id="r", token_ids=[1], num_prompt_tokens=1, grammar=pb.Grammar(kind="verse", text="a"))
+    with pytest.raises(RequestError) as refused:
+        messages.sequence_from_proto(message)
+    assert refused.value.param == "grammar"
+
+
+def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> None:
+    def names(kind: type) -> set[str]:
+        return {field.name for field in fields(kind)}
+
+    assert names(TokenRules) == {field.name for field in pb.TokenRules.DESCRIPTOR.fields}
+    assert names(ThinkingBudget) == {field.name for field in pb.ThinkingBudget.DESCRIPTOR.fields}
+    assert names(Sampling) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
+    assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {
+        "user",
+        "traceparent",  # in the metadata of a call
+    }
+
+
+def test_a_ticket_a_holder_and_a_timing() -> None:
+    handoff = Handoff(
+        id="h",
+        epoch=2,
+        replica="d",
+        ranks=("a:1", "b:2"),
+        layout="l",
+        num_tokens=9,
+        max_tokens=12,
+        first_token=8,
+        ttl_s=1.5,
+    )
+    holder = Holder(replica="p", address="a:1", num_tokens=16)
+    timing = StepTiming(base_s=1.0, token_s=2.0, pair_s=3.0, context_s=4.0)
+    assert messages.handoff_from_proto(messages.handoff_to_proto(handoff)) == handoff
+    assert messages.holder_from_proto(messages.holder_to_proto(holder)) == holder
+    sent = messages.timing_to_proto(timing)
+    assert sent and messages.timing_from_proto(sent) == timing and messages.timing_to_proto(None) is None
+
+
+def test_tokens() -> None:
+    logprob = TokenLogprob(logprob=-0.5, top=((3, -0.5), (4, -1.0)))
+    tokens = [SampledToken(token_id=3, logprob=logprob, finish_reason=FinishReason.STOP), SampledToken(token_id=0)]
+    assert messages.tokens_from_proto(messages.tokens_to_proto(tokens)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("told", "taken"),
+    [
+        ({"steps": 9, "drafts": 3, "unguessed": 2, "drafted": 20, "accepted": 7, "floors": 1.5}, {}),
+        ({"steps": 4, "drafts": 9, "unguessed": 9, "drafted": 5}, {"drafts": 4, "unguessed": 0}),
+        ({"steps": 3, "drafts": 1, "unguessed": 9, "drafted": 5}, {"unguessed": 2}),
+        ({"steps": 1, "drafts": 1, "drafted": 5, "accepted": 6}, {"accepted": 5}),
+        ({"steps": 2, "drafts": 2, "drafted": 2**32 - 1, "accepted": 2**32 - 1}, {"drafted": 128, "accepted": 128}),
+        ({"steps": 2**32 - 1}, {"steps": 256}),
+        ({"steps": 2, "floors": float("nan")}, {"floors": 0.0}),
+        ({"steps": 2, "floors": float("inf")}, {"floors": 0.0}),
+        ({"steps": 2, "floors": -1.0}, {"floors": 0.0}),
+        ({"steps": 2, "floors": 3.0}, {}),  # nothing could pay
+        ({"steps": 2, "floors": 1e300}, {"floors": 2000.0}),
+        ({"drafted": 5, "accepted": 5}, {"drafted": 0, "accepted": 0}),
+    ],
+)
+def test_what_cannot_be_of_drafts_is_the_nearest_that_can(told: dict[str, Any], taken: dict[str, Any]) -> None:
+    """And the token is the client's all the same."""
+    message = pb.SampledToken(token_id=3, drafts=pb.DraftTally(**told))
+    (token,) = messages.tokens_from_proto([message])
+    assert token == SampledToken(token_id=3, drafts=DraftTally(**(told | taken)))

@@ -1,0 +1,150 @@
+"""What a newer version adds, at every level of every message and record, changes nothing of what we read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.identity.operator_account import People, Person, PersonRole
+from core.index.membership import Member
+from core.rpc import transfer_pb2, worker_pb2
+from core.types.api_key import KeyBook, new_key, new_secret
+from core.types.errors import RequestError
+from core.wire import messages
+from core.wire.status_check import make_plausible
+from kvtransfer.protocol.plan import HeadCopy
+from kvtransfer.transfer.wire_messages import frame_from_proto, part_from_report
+from tests.support.members import make_member
+
+_COPY = HeadCopy(sender=0, receiver=0, sender_head=0, receiver_head=0, num_heads=1)
+_KINDS: list[type[Message]] = [
+    getattr(module, name)
+    for module in (worker_pb2, transfer_pb2)
+    for name in sorted(module.DESCRIPTOR.message_types_by_name)
+]
+_SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_STRING: st.text(max_size=4),
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=4),
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_DOUBLE: st.floats(allow_nan=False),
+    FieldDescriptor.TYPE_FLOAT: st.floats(allow_nan=False, width=32),
+    FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_SINT32: st.integers(-(2**31), 2**31 - 1),
+}
+# As protobuf writes them: field 10,000, a number; field 10,001, four bytes; field 10,002, a message with a field.
+_UNKNOWN = bytes.fromhex("80f10407" "8af10404deadbeef" "92f104020801")  # fmt: skip
+
+
+def _status(message: Any) -> object:
+    return make_plausible(message), _known(message)
+
+
+def _known(message: Any) -> object:
+    """Of what is only looked at, field by field."""
+    message.DiscardUnknownFields()
+    return message
+
+
+# How those are read that become something of ours. All must give the same with and without more fields.
+_READERS: dict[str, Callable[[Any], object]] = {
+    "Sequence": messages.sequence_from_proto,
+    "Handoff": messages.handoff_from_proto,
+    "Holder": messages.holder_from_proto,
+    "StepTiming": messages.timing_from_proto,
+    "StreamTokens": lambda message: messages.tokens_from_proto(message.tokens),
+    "Status": _status,
+    "SenderFrame": lambda message: frame_from_proto(message, _COPY),
+    "ReportRequest": part_from_report,
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.DESCRIPTOR.name)
+@settings(max_examples=20)
+@given(st.data())
+def test_more_fields_of_a_message_at_every_level_are_passed_over(kind: type[Message], data: st.DataObject) -> None:
+    sent = data.draw(_filled(kind.DESCRIPTOR))
+    newer = kind.FromString(sent.SerializeToString())
+    for message in list(_levels(newer)):
+        message.MergeFromString(_UNKNOWN)
+    newer = kind.FromString(newer.SerializeToString())
+    assert newer.ByteSize() > sent.ByteSize(), "they are there"
+    read = _READERS.get(kind.DESCRIPTOR.name, _known)
+    assert _outcome(read, newer) == _outcome(read, sent)
+
+
+def test_every_reader_has_its_message() -> None:
+    assert _READERS.keys() <= {kind.DESCRIPTOR.name for kind in _KINDS}
+
+
+def test_more_fields_of_a_record_at_every_level_are_passed_over() -> None:
+    assert Member.from_json(_with_more(asdict(make_member()))) == make_member()
+    key = new_key("a", new_secret(), rpm=7, priorities=(1, 2))
+    book = KeyBook().with_key(key)
+    assert KeyBook.from_json(_with_more(json.loads(book.to_json()))) == book
+    people = People((Person(name="ann", role=PersonRole.VIEWER, fingerprint="ab", ends_at=1.5),))
+    assert People.from_json(people.to_json()) == people
+    assert People.from_json(_with_more(json.loads(people.to_json()))) == people
+
+
+def _filled(kind: Descriptor) -> st.SearchStrategy[Message]:
+    """With anything in any of its fields, and in those of the messages in them."""
+
+    @st.composite
+    def fill(draw: st.DrawFn) -> Message:
+        message = GetMessageClass(kind)()
+        for field in kind.fields:
+            if draw(st.booleans()):
+                _fill_in(draw, message, field)
+        return message
+
+    return fill()
+
+
+def _fill_in(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
+    there, inner = getattr(message, field.name), field.message_type
+    if inner is not None and inner.GetOptions().map_entry:
+        key, value = (_SCALARS[inner.fields_by_name[part].type] for part in ("key", "value"))
+        there.update(draw(st.dictionaries(key, value, max_size=2)))
+    elif field.is_repeated:
+        there.extend(draw(st.lists(_filled(inner) if inner else _SCALARS[field.type], min_size=1, max_size=2)))
+    elif inner is not None:
+        there.CopyFrom(draw(_filled(inner)))
+        there.SetInParent()
+    else:
+        setattr(message, field.name, draw(_SCALARS[field.type]))
+
+
+def _levels(message: Message) -> Iterator[Message]:
+    """The message, and those in it that are there."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for inner in value if field.is_repeated else [value]:
+                yield from _levels(inner)
+
+
+def _outcome(read: Callable[[Any], object], message: Message) -> str:
+    try:
+        return repr(read(message))
+    except RequestError as error:
+        return repr(error)
+
+
+def _with_more(tree: Any) -> str:
+    def more(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {name: more(value) for name, value in node.items()} | {"of a newer version": {"a": [1]}}
+        return [more(each) for each in node] if isinstance(node, (list, tuple)) else node
+
+    return json.dumps(more(tree))

@@ -1,0 +1,152 @@
+"""Certificates are renewed while streams are open, and nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from core.identity.authority import Authority
+from core.identity.credentials import Identity
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.wire.channel import listen, make_server, open_channel, open_lasting_channel
+from core.wire.renewing_channel import LastingChannel
+from tests.support.identities import DEPLOYMENT, papers, proven, rank, router
+from tests.support.waiting import becomes
+
+_CALLEE, _CALLER = rank("decode-0"), router()
+_FRAMES = pb.FramesRequest(router=_CALLER.router)
+
+
+class CountingServicer(rpc.WorkerServicer, rpc.DecodeWorkerServicer):
+    """Sends a frame whenever it is told to, and remembers by which certificate each call came."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Semaphore(0)
+        self.certificates: list[bytes] = []
+        self.num_open = 0
+
+    async def Frames(self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        self._note(context)
+        self.num_open += 1
+        number = 0
+        try:
+            while True:
+                await self.go.acquire()
+                yield pb.Frame(number=number)
+                number += 1
+        finally:
+            self.num_open -= 1
+
+    async def Stop(self, request: pb.StopRequest, context: aio.ServicerContext[Any, Any]) -> pb.StopReply:
+        self._note(context)
+        return pb.StopReply()
+
+    def _note(self, context: aio.ServicerContext[Any, Any]) -> None:
+        self.certificates.append(context.auth_context()["x509_pem_cert"][0].strip())
+
+
+@asynccontextmanager
+async def _serving(identity: Identity) -> AsyncIterator[tuple[str, CountingServicer]]:
+    servicer, server = CountingServicer(), make_server(identity)
+    rpc.add_WorkerServicer_to_server(servicer, server)
+    rpc.add_DecodeWorkerServicer_to_server(servicer, server)
+    port = listen(server, "127.0.0.1:0", identity)
+    await server.start()
+    yield f"127.0.0.1:{port}", servicer
+    await server.stop(None)
+
+
+@asynccontextmanager
+async def _closing(channel: LastingChannel) -> AsyncIterator[LastingChannel]:
+    yield channel
+    await channel.close()
+
+
+async def _frame(servicer: CountingServicer, frames: Any) -> int:
+    servicer.go.release()
+    return int((await asyncio.wait_for(frames.read(), 10)).number)
+
+
+async def test_a_stream_goes_on_while_both_ends_are_renewed() -> None:
+    authority = Authority.create(DEPLOYMENT)
+    server, client = proven(authority, _CALLEE), proven(authority, _CALLER)
+    async with _serving(server) as (address, servicer):
+        async with _closing(open_lasting_channel(address, peer=_CALLEE, identity=client)) as channel:
+            worker, decode = rpc.WorkerStub(channel), rpc.DecodeWorkerStub(channel)
+            frames = worker.Frames(_FRAMES)
+            assert await _frame(servicer, frames) == 0
+            stop = pb.StopRequest(router=_CALLER.router)
+            for turn in range(1, 4):
+                server.renew(papers(authority, _CALLEE))
+                client.renew(papers(authority, _CALLER))
+                await decode.Stop(stop, timeout=10)
+                assert await _frame(servicer, frames) == turn
+                assert client.papers
+                assert servicer.certificates[-1] == client.papers.certificate.chain.strip(), "the new one is not shown"
+            assert len(set(servicer.certificates)) == 4
+
+
+async def test_a_server_that_is_renewed_shows_its_new_papers_and_trusts_by_them() -> None:
+    """Here even the authority is another: no caller of before can connect any more, and those of after can."""
+    before, after = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
+    server = proven(before, _CALLEE)
+    async with _serving(server) as (address, servicer):
+        async with open_channel(address, peer=_CALLEE, identity=proven(before, _CALLER)) as channel:
+            frames = rpc.WorkerStub(channel).Frames(_FRAMES)
+            assert await _frame(servicer, frames) == 0
+            server.renew(papers(after, _CALLEE))
+            for authority, status in ((before, grpc.StatusCode.UNAVAILABLE), (after, grpc.StatusCode.OK)):
+                async with open_channel(address, peer=_CALLEE, identity=proven(authority, _CALLER)) as another:
+                    assert await _status(another) is status
+            assert await _frame(servicer, frames) == 1, "who is connected stays so"
+
+
+async def test_an_old_connection_ends_with_its_last_call() -> None:
+    authority = Authority.create(DEPLOYMENT)
+    client = proven(authority, _CALLER)
+    async with _serving(proven(authority, _CALLEE)) as (address, servicer):
+        opened: list[aio.Channel] = []
+
+        def open_one() -> aio.Channel:
+            opened.append(open_channel(address, peer=_CALLEE, identity=client))
+            return opened[-1]
+
+        async with _closing(LastingChannel(open_one, client)) as channel:
+            frames = rpc.WorkerStub(channel).Frames(_FRAMES)
+            assert await _frame(servicer, frames) == 0
+            client.renew(papers(authority, _CALLER))
+            assert await _status(channel) is grpc.StatusCode.OK
+            assert not frames.done()
+            frames.cancel()
+            await becomes(lambda: opened[0].get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+            client.renew(papers(authority, _CALLER))  # nothing is under way: then the old one ends at once
+            assert await _status(channel) is grpc.StatusCode.OK
+            await becomes(lambda: opened[1].get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+            assert len(opened) == 3 and opened[2].get_state() is grpc.ChannelConnectivity.READY
+
+
+async def test_calls_under_way_end_with_the_channel() -> None:
+    authority = Authority.create(DEPLOYMENT)
+    client = proven(authority, _CALLER)
+    async with _serving(proven(authority, _CALLEE)) as (address, servicer):
+        async with _closing(open_lasting_channel(address, peer=_CALLEE, identity=client)) as channel:
+            old = rpc.WorkerStub(channel).Frames(_FRAMES)
+            assert await _frame(servicer, old) == 0
+            client.renew(papers(authority, _CALLER))
+            new = rpc.WorkerStub(channel).Frames(_FRAMES)
+            await becomes(lambda: servicer.num_open == 2)
+        assert old.done() and new.done()
+
+
+async def _status(channel: Any) -> grpc.StatusCode:
+    try:
+        await rpc.DecodeWorkerStub(channel).Stop(pb.StopRequest(router=_CALLER.router), timeout=10)
+    except aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK

@@ -1,0 +1,200 @@
+"""Kernels and torch share the work as was measured on this machine: measured once, and the same numbers either way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays, Ways
+from engine.cpu.library import Kernels
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.layers.layers import GatedSiLU, RMSNorm
+from engine.layers.packed_matrix import NEVER, PackedMatrix
+from tests.engine.tiny_models import MakeModel, MakeRunner
+
+# T tokens, I input features, O output features, N heads of queries, keys and values, D head_dim, F = D / 2
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Work that takes as long as it says, on a clock that nothing else moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+        monkeypatch.setattr(time, "thread_time", lambda: self.now)
+
+    def work(self, name: str, seconds: float) -> Callable[[], None]:
+        def compute() -> None:
+            self.calls.append(name)
+            self.now += seconds
+
+        return compute
+
+
+class TorchWins(MeasuredWays):
+    def quickest(self, what: str, ways: Ways) -> str:
+        for compute in ways.values():
+            compute()  # what would be measured can be computed
+        return TORCH
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_it_is_measured_once_and_kept_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, path = Clock(monkeypatch), tmp_path / "kernels" / "ways.json"
+    ways = {KERNELS: clock.work(KERNELS, 1.4), TORCH: clock.work(TORCH, 1.0)}
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH
+    num_calls = len(clock.calls)
+    assert clock.calls[:4] == [KERNELS, TORCH] * 2, "they take turns"
+    another = MeasuredWays(path)
+    assert another.quickest("a product", ways) == TORCH and len(clock.calls) == num_calls
+    [row] = another.table()
+    assert row == {"what": "a product", "ms": {KERNELS: 1400.0, TORCH: 1000.0}, "taken": TORCH}
+
+
+@pytest.mark.parametrize("kernels_s", [1.2, 1.0, 0.5])
+def test_torch_must_be_quicker_by_more_than_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_s: float
+) -> None:
+    clock = Clock(monkeypatch)
+    ways = {KERNELS: clock.work(KERNELS, kernels_s), TORCH: clock.work(TORCH, 1.0)}
+    assert MeasuredWays(tmp_path / "ways.json").quickest("a product", ways) == KERNELS
+
+
+def test_what_a_neighbour_took_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def disturbed() -> None:
+        clock.work(KERNELS, 2.0 if clock.calls.count(KERNELS) < 6 else 1.1)()
+
+    ways = {KERNELS: disturbed, TORCH: clock.work(TORCH, 1.0)}
+    measured = MeasuredWays(tmp_path / "ways.json")
+    assert measured.quickest("a product", ways) == KERNELS
+    assert measured.table()[0]["ms"][KERNELS] == pytest.approx(1100.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"a product": 3}', '{"a product": {"kernels": 1}}', '{"a product": {']
+    + [f'{{"a product": {{"kernels": {took}, "torch": 2}}}}' for took in ("NaN", "-Infinity", "0", "1" + "0" * 400)]
+    + ["[" * 100_000],
+    ids=range(10),
+)
+def test_what_nobody_here_has_written_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    clock, path = Clock(monkeypatch), tmp_path / "ways.json"
+    path.write_text(text)
+    ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH and clock.calls
+    assert MeasuredWays(path).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
+
+
+def test_what_is_there_is_taken_where_nothing_can_be_written_and_else_it_is_measured_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose image has the kernels, and is read-only."""
+    clock, path = Clock(monkeypatch), tmp_path / "kernels" / "ways.json"
+    ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH
+    path.with_suffix(".lock").unlink()
+    path.with_suffix(".lock").mkdir()
+    assert MeasuredWays(path).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
+    nowhere, num_calls = path / "ways.json", len(clock.calls)
+    assert MeasuredWays(nowhere).quickest("a product", ways) == TORCH and len(clock.calls) > num_calls
+
+
+def test_a_way_that_came_since_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, path = Clock(monkeypatch), tmp_path / "ways.json"
+    ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH
+    more = ways | {TILES: clock.work(TILES, 0.5)}
+    assert MeasuredWays(path).quickest("a product", more) == TILES
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH, "it was asked for without"
+
+
+def test_a_matrix_asks_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class FromRows128(MeasuredWays):
+        def quickest(self, what: str, ways: Ways) -> str:
+            asked.append(what)
+            return KERNELS if "32 rows" in what else TORCH
+
+    matrix = PackedMatrix.bf16(kernels, random(512, 512))
+    matrix.measure(FromRows128(tmp_path))
+    assert matrix.torch_rows == 128
+    assert asked == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (2048, 512, 128, 32)]
+    small = PackedMatrix.bf16(kernels, random(64, 64))
+    small.measure(TorchWins(tmp_path))
+    assert small.torch_rows == NEVER
+
+
+@pytest.mark.parametrize("before", [None, RMSNorm(random(515, seed=3), 1e-5), GatedSiLU()], ids=["", "norm", "gated"])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_torch_multiplies_the_same_matrix(
+    kernels: Kernels, tmp_path: Path, kind: str, before: RMSNorm | GatedSiLU | None
+) -> None:
+    weight_OI = random(5003, 515) / 515**0.5  # neither is whole panels or groups, and the outputs are widened in parts
+    matrix = getattr(PackedMatrix, kind)(kernels, weight_OI)
+    x_TI = random(40, 1030 if isinstance(before, GatedSiLU) else 515, seed=1)
+    extras = {"bias_O": random(5003, seed=4), "before": before, "residual_TO": random(40, 5003, seed=5)}
+    ours = matrix.multiply(x_TI, **extras)
+    matrix.measure(TorchWins(tmp_path))
+    assert matrix.torch_rows == 32 < len(x_TI)
+    theirs = matrix.multiply(x_TI, **extras)
+    if kind == "int8":  # in bf16 the two may add up in the same order
+        assert not torch.equal(ours, theirs), "the kernels have multiplied"
+    error = float((theirs.float() - ours.float()).abs().mean() / ours.float().abs().mean())
+    assert error < (0.002 if kind == "bf16" else 0.02)
+
+
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_long_rows_are_shared_and_short_ones_are_not(kernels: Kernels, dtype: str, window: int | None) -> None:
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=64, block_size=8, dtype=dtype)
+    pool = KVPool(layout, num_blocks=90, device=CPU)
+    blocks = iter(range(90))
+    spans = [(3, 1), (30, 1), (0, 70), (16, 4), (0, 64), (100, 65)]  # of these the last two are long, and at the end
+    rows = [Row([0] * n, start, [next(blocks) for _ in range(-(-(start + n) // 8))], 1) for start, n in spans]
+    batch = Batch.of(rows, block_size=8)
+    assert num_long_rows(batch) == 2
+    pool.write(0, torch.arange(720), random(720, 2, 64, seed=1), random(720, 2, 64, seed=2))
+    angles = torch.ones(batch.num_tokens, 1, 32)
+    q_THD = random(batch.num_tokens, 6, 64, seed=3)
+    ours = CompiledHeads(kernels, batch, pool, angles, angles).attend(0, q_THD, window=window)
+    theirs = SharedHeads(kernels, batch, pool, angles, angles, [window]).attend(0, q_THD, window=window)
+    num_short = 76
+    assert torch.equal(ours[:num_short], theirs[:num_short])
+    torch.testing.assert_close(theirs, ours, atol=0.02, rtol=0.02)
+
+
+def test_a_model_gives_the_same_either_way(
+    tiny_model: MakeModel, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A prompt beside a sequence that decodes, on a machine where torch wins everything, and where it wins nothing."""
+    directory, _ = tiny_model("llama", hidden_size=256, intermediate_size=768, initializer_range=0.06)
+
+    def logits(**config: bool) -> torch.Tensor:
+        rows = [Row([7], 0, [0], 1), Row(range(3, 83), 0, range(1, 12), 1)]
+        runner = make_runner(directory, dtype="bfloat16", **config)
+        return runner.forward(Batch.of(rows, block_size=8)).clone()
+
+    ours = logits(deterministic=True)
+    monkeypatch.setattr(MeasuredWays, "of_this_machine", classmethod(lambda cls, version: TorchWins(tmp_path)))
+    theirs = logits()
+    assert not torch.equal(ours, theirs), "nobody has shared anything"
+    torch.testing.assert_close(theirs, ours, atol=0.1, rtol=0.05)
+    assert torch.equal(logits(deterministic=True), ours), "it keeps to one order, whatever is quicker"

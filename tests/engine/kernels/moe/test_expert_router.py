@@ -1,0 +1,87 @@
+"""A router in one kernel: what a product, a choice and a sorting are one after another, whatever came before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.kernels.moe.expert_router import MOST_TOKENS, launch_route, new_counters, reference_route
+from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
+from engine.kernels.moe.top_k import ChoiceRule
+from tests.engine.kernels.pools import DEVICE, DTYPES, random
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+
+QWEN3 = ChoiceRule(num_choices=8, normalizes_weights=True)
+QWEN2 = ChoiceRule(num_choices=4, normalizes_weights=False, num_shared=4, weighs_shared=True)
+V2 = ChoiceRule(num_choices=6, num_groups=8, num_groups_per_token=3, normalizes_weights=False, num_shared=2)
+V3 = ChoiceRule(num_choices=8, num_groups=8, num_groups_per_token=4, normalizes_weights=True, weight_scale=2.5)
+ALL = ChoiceRule(num_choices=2, normalizes_weights=True, num_shared=1)
+CASES = [(QWEN3, 128, False), (QWEN2, 60, False), (V2, 160, False), (replace(V3, num_shared=1), 256, True)]
+HIDDEN = 600  # shared by programs, the last of which has fewer inputs
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_experts", "has_bias", "num_tokens"),
+    [*((*case, num_tokens) for case in CASES for num_tokens in (1, 23)), (ALL, 5, False, MOST_TOKENS)],
+)
+def test_what_its_parts_do(rule: ChoiceRule, num_experts: int, has_bias: bool, num_tokens: int) -> None:
+    x, weight = random(num_tokens, HIDDEN), random(num_experts + rule.weighs_shared, HIDDEN, seed=1) / 20
+    bias, counters = random(num_experts, seed=2) / 9 if has_bias else None, new_counters(DEVICE)
+    expected = reference_route(x, weight, bias, counters, rule, is_exact=True)
+    for _ in range(2):  # counters are left as they were found
+        chosen, weights, tiles = launch_route(x, weight, bias, counters, rule, is_exact=True)
+        assert torch.equal(chosen, expected.chosen_TC) and not counters.any()
+        torch.testing.assert_close(weights, expected.weights_TC, atol=1e-5, rtol=1e-4)
+        rows, of_all = tiles.rows, num_experts + rule.num_shared
+        choice_P, expert_B = launch_sort_into_tiles(chosen, num_experts=of_all, rows=rows)
+        assert torch.equal(tiles.expert_B, expert_B)
+        used = (expert_B < of_all).repeat_interleave(rows)
+        assert torch.equal(tiles.choice_P[used], choice_P[used])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
+    x, weight, counters = (
+        random(40, HIDDEN, dtype=dtype),
+        random(129, HIDDEN, dtype=dtype, seed=1) / 20,
+        new_counters(DEVICE),
+    )
+    rule = replace(QWEN3, num_shared=1, weighs_shared=True)
+    together = launch_route(x, weight, None, counters, rule, is_exact=False)
+    for first, end in ((0, 1), (3, 20), (17, 40)):
+        alone = launch_route(x[first:end], weight, None, counters, rule, is_exact=False)
+        assert torch.equal(alone.chosen_TC, together.chosen_TC[first:end])
+        # The interpreter's products are numpy's, whose order of sums is not a row's own on every processor.
+        torch.testing.assert_close(alone.weights_TC, together.weights_TC[first:end], rtol=2e-6, atol=0)
+
+
+def test_logits_are_rounded_where_they_are_not_exact() -> None:
+    """Experts that fp16 holds for alike are chosen in their order; by exact logits, in theirs."""
+    x = torch.ones(1, 256, dtype=torch.float16, device=DEVICE)
+    weight = torch.zeros(32, 256, dtype=torch.float16, device=DEVICE)
+    weight[:, 0], weight[:, 1] = 256.0, torch.arange(32) / 512  # below half of what fp16 tells apart there
+    rule = ChoiceRule(num_choices=2, normalizes_weights=True)
+    chosen = [
+        launch_route(x, weight, None, new_counters(DEVICE), rule, is_exact=is_exact).chosen_TC.tolist()
+        for is_exact in (False, True)
+    ]
+    assert chosen == [[[0, 1]], [[31, 30]]]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:invalid value", "ignore:All-NaN"
+)  # of the interpreter, which says what a GPU does not
+@pytest.mark.parametrize(("rule", "num_experts", "has_bias"), CASES)
+def test_a_router_without_sense(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
+    """Each choice has its place in a tile, so that no output is left as memory was."""
+    x, weight = random(9, HIDDEN), random(num_experts + rule.weighs_shared, HIDDEN, seed=1)
+    x[4:] = torch.nan
+    bias = random(num_experts) if has_bias else None
+    chosen, _, tiles = launch_route(x, weight, bias, new_counters(DEVICE), rule, is_exact=True)
+    of_all = num_experts + rule.num_shared
+    assert chosen.min() >= 0 and chosen.max() < of_all
+    placed = tiles.choice_P[(tiles.expert_B < of_all).repeat_interleave(tiles.rows)]
+    assert sorted(placed[placed < chosen.numel()].tolist()) == list(range(chosen.numel()))

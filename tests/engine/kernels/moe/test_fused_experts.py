@@ -1,0 +1,75 @@
+"""Grouped products of experts: what each expert computes alone, whoever was chosen by whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.moe.expert_tiles import launch_sort_into_tiles, reference_sort_into_tiles
+from engine.kernels.moe.fused_experts import launch_fused_experts, reference_fused_experts
+from engine.layers.layers import GatedSiLU
+from tests.engine.kernels.pools import DEVICE, DTYPES, random
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+def choices(num_tokens: int, num_experts: int, per_token: int, *, seed: int = 3) -> torch.Tensor:
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
+    return scores.topk(per_token, dim=-1).indices.to(DEVICE)
+
+
+def weights(num_experts: int, hidden: int, features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = random(num_experts, 2 * features, hidden, dtype=dtype, seed=1) / hidden**0.5
+    return gate_up, random(num_experts, hidden, features, dtype=dtype, seed=2) / features**0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "per_token", "hidden", "features"),
+    [(1, 4, 2, 32, 64), (5, 6, 3, 48, 24), (40, 3, 2, 64, 72), (7, 16, 1, 33, 65)],
+)
+def test_what_each_expert_computes_alone(
+    num_tokens: int, num_experts: int, per_token: int, hidden: int, features: int, dtype: torch.dtype
+) -> None:
+    x, chosen = random(num_tokens, hidden, dtype=dtype), choices(num_tokens, num_experts, per_token)
+    gate_up, down = weights(num_experts, hidden, features, dtype)
+    expected = reference_fused_experts(x, gate_up, down, chosen)
+    got = launch_fused_experts(x, gate_up, down, chosen)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_the_reference_is_one_mlp_per_choice() -> None:
+    x, chosen = random(4, 16), choices(4, 5, 2)
+    gate_up, down = weights(5, 16, 8, torch.float32)
+    out = reference_fused_experts(x, gate_up, down, chosen)
+    for token, choice in [(0, 0), (1, 1), (3, 0)]:
+        expert = chosen[token, choice]
+        expected = GatedSiLU()(x[token, None] @ gate_up[expert].T) @ down[expert].T
+        torch.testing.assert_close(out[token, choice, None], expected)
+
+
+def test_one_expert_for_all_and_none_at_all() -> None:
+    x, (gate_up, down) = random(70, 32), weights(4, 32, 16, torch.float32)
+    chosen = torch.full((70, 1), 2, device=DEVICE)
+    expected = reference_fused_experts(x, gate_up, down, chosen)
+    torch.testing.assert_close(launch_fused_experts(x, gate_up, down, chosen), expected, atol=1e-4, rtol=1e-4)
+    assert launch_fused_experts(x[:0], gate_up, down, chosen[:0]).shape == (0, 1, 32)
+
+
+@pytest.mark.parametrize("sort", [reference_sort_into_tiles, launch_sort_into_tiles])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "rows"), [(1, 8, 16), (30, 3, 16), (100, 7, 4), (64, 1, 64), (700, 5, 128)]
+)
+def test_every_choice_has_a_place_in_a_tile_of_its_expert(sort, num_tokens: int, num_experts: int, rows: int) -> None:
+    chosen = choices(num_tokens, num_experts, min(2, num_experts))
+    choice_P, expert_B = sort(chosen, num_experts=num_experts, rows=rows)
+    placed = []
+    for tile, expert in zip(choice_P.view(-1, rows).tolist(), expert_B.tolist(), strict=True):
+        of_tile = [choice for choice in tile if choice < chosen.numel()] if expert < num_experts else []
+        assert all(chosen.flatten()[choice] == expert for choice in of_tile)
+        assert of_tile == sorted(of_tile), "in the order of the tokens"
+        placed += of_tile
+    assert sorted(placed) == list(range(chosen.numel()))
+    assert expert_B.tolist() == sorted(expert_B.tolist()), "the empty ones come last"

@@ -1,0 +1,72 @@
+"""The kernel chooses and weighs experts as torch does; whatever a router says, experts that there are get chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.kernels.moe.expert_sum import launch_sum_experts, reference_sum_experts
+from engine.kernels.moe.top_k import ChoiceRule, launch_choose_experts, reference_choose_experts
+from engine.kernels.rms_norm import ExpertSum, launch_add_rms_norm, reference_add_rms_norm
+from tests.engine.kernels.pools import DEVICE, random
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+
+QWEN = ChoiceRule(num_choices=8, normalizes_weights=True)
+V2 = ChoiceRule(num_choices=6, num_groups=8, num_groups_per_token=3, normalizes_weights=False, weight_scale=16.0)
+V3 = ChoiceRule(num_choices=8, num_groups=8, num_groups_per_token=4, normalizes_weights=True, weight_scale=2.5)
+V2_LITE = ChoiceRule(num_choices=6, normalizes_weights=False, num_shared=2)
+QWEN2 = ChoiceRule(num_choices=4, normalizes_weights=False, num_shared=4, weighs_shared=True)
+V3_SHARED = replace(V3, num_shared=1)
+MIXTRAL = ChoiceRule(num_choices=2, normalizes_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_experts", "has_bias"),
+    [
+        (QWEN, 128, False),
+        (V2, 160, False),
+        (V3, 256, True),
+        (MIXTRAL, 8, False),
+        (QWEN, 60, False),
+        (V2_LITE, 64, False),
+        (QWEN2, 60, False),
+        (V3_SHARED, 256, True),
+    ],
+)
+def test_choices_are_those_of_torch(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
+    logits = random(9, num_experts + rule.weighs_shared)
+    bias = random(num_experts, seed=1) if has_bias else None
+    chosen, weights = launch_choose_experts(logits, bias, rule)
+    expected, expected_weights = reference_choose_experts(logits, bias, rule)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which says what a GPU does not
+@pytest.mark.parametrize(("rule", "has_bias"), [(V2, False), (V3, True), (QWEN, False)])
+def test_a_router_without_sense_chooses_experts_that_there_are(rule: ChoiceRule, has_bias: bool) -> None:
+    """None of whose choices may lead beyond the weights: 20 experts in a group are fewer than the tile has places."""
+    logits = random(3, 160)
+    logits[0] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 5:] = torch.nan
+    chosen, _ = launch_choose_experts(logits, random(160) if has_bias else None, rule)
+    assert chosen.min() >= 0 and chosen.max() < 160
+    assert all(len(set(of_token)) == rule.num_choices for of_token in chosen.tolist()), "each of them once"
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_sums_of_experts_alone_and_before_a_norm(adds: bool, dtype: torch.dtype) -> None:
+    out, weights = random(5, 3, 80, dtype=dtype), random(5, 3, seed=1).abs()
+    bound = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 2e-3}
+    torch.testing.assert_close(launch_sum_experts(out, weights), reference_sum_experts(out, weights), **bound)
+    x, update, norm = random(5, 80, dtype=dtype, seed=2), random(5, 80, dtype=dtype, seed=3), random(80, dtype=dtype)
+    arguments = x, update if adds else None, norm, 1e-6
+    got = launch_add_rms_norm(*arguments, experts=ExpertSum(out, weights))
+    expected = reference_add_rms_norm(*arguments, experts=ExpertSum(out, weights))
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **bound)

@@ -1,0 +1,245 @@
+"""Products in few bits are those of the numbers that the formats stand for; and each stored byte is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.model.gguf_table import GGML_TYPES
+from engine.kernels.moe.expert_tiles import sort_into_tiles
+from engine.kernels.moe.quantized_experts import launch_coded_experts, reference_coded_experts
+from engine.kernels.quant import quantized_matmul
+from engine.kernels.quant.code_panels import CodePanels, numbers_of
+from engine.kernels.quant.quantized_matmul import (
+    launch_coded_product,
+    launch_widen,
+    new_counters,
+    reference_coded_product,
+)
+from engine.layers import low_bit_matrix
+from engine.layers.code_parts import panels_of, rows_of
+from engine.layers.layers import TorchMatrix
+from engine.layers.low_bit_matrix import CodedMatrix
+from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
+from tests.engine.kernels.moe.test_fused_experts import choices
+from tests.engine.kernels.pools import DEVICE, DTYPES, random
+from tests.engine.kernels.read_bytes import count_reads
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+
+OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+HALVES_AT = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2)}  # of a block: its scales
+HALVES_AT |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+OF_EIGHT_BITS = ["fp8 tensor", "fp8 channels", "fp8 blocks", "int8 channels", "int8 groups"]
+OF_FOUR_BITS = ["groups of 16", "groups of 32", "groups of 64", "groups of 128", "one group", "groups in any order"]
+FORMATS = [*OF_GGUF, *OF_EIGHT_BITS, *OF_FOUR_BITS]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the norm
+
+
+def random_weight(name: str, num_outputs: int, num_inputs: int, *, seed: int = 0) -> QuantizedWeight:
+    """Any codes at all, so that each of their bits matters; numbers of about one."""
+    generator = torch.Generator().manual_seed(seed)
+    if name in OF_GGUF:
+        kind = next(kind for kind in GGML_TYPES.values() if kind.name == name)
+        blocks = torch.randint(0, 256, (num_outputs, num_inputs // kind.block, kind.num_bytes), generator=generator)
+        blocks = blocks.to(torch.uint8)
+        for at in HALVES_AT[name]:
+            halves = (torch.rand(blocks.shape[:2], generator=generator) / 50).half()
+            blocks[..., at : at + 2] = halves.unsqueeze(-1).view(torch.uint8)
+        return GGMLWeight(blocks.flatten(1), kind)
+    sizes = {"int8 groups": 32, "fp8 blocks": 128, "groups in any order": 32}
+    size = sizes.get(name) or (int(name.split()[-1]) if name.startswith("groups of") else num_inputs)
+    group_I = torch.arange(num_inputs) // size
+    num_groups = int(group_I[-1]) + 1
+    scales = torch.rand(num_outputs, num_groups, generator=generator) + 0.5
+    if name in OF_EIGHT_BITS:
+        scales = scales[:1].expand(num_outputs, -1) if name == "fp8 tensor" else scales
+        codes = torch.randn(num_outputs, num_inputs, generator=generator)
+        eight = codes.to(torch.float8_e4m3fn) if "fp8" in name else (codes * 40).round().clamp(-128, 127).to(torch.int8)
+        return GroupedWeight(eight, scales if "fp8" in name else scales / 40, None, group_I)
+    if name == "groups in any order":
+        group_I = group_I[torch.randperm(num_inputs, generator=generator)]
+    codes = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
+    zeros = torch.randint(0, 17, (num_outputs, num_groups), generator=generator).float()
+    return GroupedWeight.of_4_bits(codes, (scales / 8).half().float(), zeros, group_I)
+
+
+def shape_of(name: str, num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    return num_outputs, num_inputs if not name.endswith("_K") else -(-num_inputs // 256) * 256
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_numbers_are_those_of_the_format(name: str) -> None:
+    if name in OF_GGUF:
+        pytest.importorskip("gguf")
+    weight = random_weight(name, *shape_of(name, 70, 416))
+    rows = rows_of(weight, DEVICE)
+    assert rows is not None
+    expected = weight.rows(0, 70).to(DEVICE)
+    numbers = numbers_of(panels_of([rows]))
+    if rows.order_I is not None:
+        expected = expected[:, rows.order_I]
+    torch.testing.assert_close(numbers, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[-1]] if DEVICE.type == "cuda" else [torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_those_of_the_numbers(name: str, dtype: torch.dtype) -> None:
+    """Of one row, of rows that fill no tile, and of more than one tile; shared by programs, and not."""
+    weight = random_weight(name, *shape_of(name, 70, 416))
+    panels, order_I = panels_and_order(weight)
+    for num_rows, splits in ((1, 1), (17, 2)):
+        x = random(num_rows, weight.shape[1], dtype=dtype, seed=3)
+        x = x if order_I is None else x.index_select(1, order_I)
+        expected = x.double() @ numbers_of(panels).double().T
+        got = launched(x, panels, splits=splits)
+        assert (got - expected).norm() < TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "fp8 channels", "groups of 128"])
+def test_many_rows(name: str) -> None:
+    weight = random_weight(name, 130, 256)
+    panels, _ = panels_and_order(weight)
+    x = random(130, 256, dtype=torch.float16, seed=3)
+    expected = reference_coded_product(x.float(), panels)
+    assert (launched(x, panels) - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
+
+
+@pytest.mark.parametrize("num_rows, splits", [(20, 2), (64, 2), (130, None)])
+@pytest.mark.parametrize("name", ["fp8 channels", "int8 channels", "groups of 128", "one group", "Q5_K"])
+def test_products_as_an_a100_has_them(name: str, num_rows: int, splits: int | None) -> None:
+    """Summed in place; and tiles of few rows, of which several share their outputs' inputs, Q5_K's by an older Triton
+    alone."""
+    weight = random_weight(name, 64, 512)  # of an odd number of panels
+    panels, _ = panels_and_order(weight)
+    x = random(num_rows, 512, dtype=torch.float16, seed=3)
+    expected = reference_coded_product(x.float(), panels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_matmul, "has_tile_copies", lambda device: False)
+        patch.setattr(quantized_matmul, "spares_registers", lambda: False)
+        got = launched(x, panels, splits=splits)
+    assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
+
+
+def test_tiles_of_rows_count_their_programs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first tile's count is wrong, the second is right."""
+    monkeypatch.setattr(quantized_matmul, "has_tile_copies", lambda device: False)
+    panels, _ = panels_and_order(random_weight("groups of 128", 64, 512))
+    x, counters = random(64, 512, dtype=torch.float16, seed=3), new_counters(64, DEVICE)
+    counters[0] = 1
+    expected = reference_coded_product(x.float(), panels)[32:]
+    got = launch_coded_product(x, panels, counters, splits=2)[32:].double()
+    assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_widened_numbers_are_rounded_once(name: str) -> None:
+    panels, _ = panels_and_order(random_weight(name, *shape_of(name, 150, 416)))
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    numbers = launch_widen(panels, 64, 150, dtype)
+    torch.testing.assert_close(
+        numbers, numbers_of(panels)[64:].to(dtype), atol=1e-6, rtol=1e-6 if DEVICE.type == "cpu" else 8e-3
+    )
+
+
+def test_bias_residual_and_a_part_of_a_wider_output() -> None:
+    """As in GGUF's mixtures: queries and keys in one format, values in another."""
+    weights = [random_weight(name, 70, 256) for name in ("Q4_K", "Q4_K", "Q6_K")]
+    matrix = CodedMatrix.of(weights, DEVICE)
+    assert matrix is not None and len(matrix.parts) == 2 and matrix.num_outputs == 210 and matrix.panels is None
+    x, bias, residual = (random(*shape, dtype=torch.float16, seed=5) for shape in ((3, 256), (210,), (3, 210)))
+    plain = TorchMatrix(torch.cat([numbers_of(part.panels) for part in matrix.parts]).half())
+    torch.testing.assert_close(
+        multiplied(matrix, x, bias_O=bias, residual_TO=residual),
+        plain.multiply(x, bias_O=bias, residual_TO=residual),
+        atol=0.1,
+        rtol=1e-2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "features"),
+    [("fp8 blocks", 256, 128), ("fp8 channels", 80, 48), ("groups of 32", 96, 64), ("Q6_K", 256, 256)],
+)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 3, 2), (40, 2, 1)])
+def test_experts(name: str, hidden: int, features: int, num_tokens: int, num_experts: int, per_token: int) -> None:
+    gate_up, down = (
+        stacked([random_weight(name, outputs, inputs, seed=i) for i in range(num_experts)])
+        for outputs, inputs in ((2 * features, hidden), (hidden, features))
+    )
+    scale = features**-0.5
+    x = random(num_tokens, hidden, dtype=torch.float32, seed=3) * scale
+    chosen = choices(num_tokens, num_experts, per_token)
+    expected = reference_coded_experts(x, gate_up, down, chosen)
+    got = launch_coded_experts(x, gate_up, down, chosen)
+    assert got.shape == expected.shape and (got - expected).norm() < 1e-4 * expected.norm()
+    assert launch_coded_experts(x[:0], gate_up, down, chosen[:0]).shape == (0, per_token, hidden)
+
+
+@pytest.mark.parametrize(
+    ("gate_up_name", "down_name", "is_a100"),
+    [("fp8 channels", "groups of 32", False), ("groups of 32", "groups of 128", True)],
+)
+def test_both_matrices_of_experts_take_the_tiles(
+    gate_up_name: str, down_name: str, is_a100: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second wants fewer choices in one than the first, and than a router has sorted."""
+    if is_a100:
+        monkeypatch.setattr(quantized_matmul, "has_tile_copies", lambda device: False)
+    gate_up = stacked([random_weight(gate_up_name, 512, 64, seed=i) for i in range(2)])
+    down = stacked([random_weight(down_name, 64, 256, seed=i) for i in range(2)])
+    x, chosen = random(130, 64, seed=3) / 20, choices(130, 2, 1)
+    expected = reference_coded_experts(x, gate_up, down, chosen)
+    for tiles in (None, sort_into_tiles(chosen, num_experts=2, rows=128)):
+        got = launch_coded_experts(x, gate_up, down, chosen, tiles)
+        assert (got - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a device does not say what its kernels read")
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_read_is_hardly_more_than_what_is_stored(name: str) -> None:
+    """Counted load by load, by every program of a product: 1.1 times the file's bytes at most, whatever the rows."""
+    weight = random_weight(name, 128, 512)
+    panels, _ = panels_and_order(weight)
+    for num_rows in (1, 33) if name in ("Q4_K", "fp8 channels") else (1,):
+        x = random(num_rows, 512)
+        with count_reads(*panels.tensors().values()) as counted:
+            launched(x, panels)
+        assert 0.95 * stored_bytes(name, weight) < counted.num_bytes <= 1.1 * stored_bytes(name, weight)
+
+
+def stored_bytes(name: str, weight: QuantizedWeight) -> float:
+    """Of the file: GGUF's blocks; codes, of groups scales of 16 bits, and zeros of 4."""
+    if isinstance(weight, GGMLWeight):
+        return weight.blocks_OB.nbytes
+    assert isinstance(weight, GroupedWeight)
+    of_groups = name.startswith(("groups", "one group", "int8 groups"))
+    return weight.codes.nbytes + of_groups * weight.scales_OG.numel() * (2 if weight.zeros_OG is None else 2.5)
+
+
+def panels_and_order(weight: QuantizedWeight) -> tuple[CodePanels, Tensor | None]:
+    rows = rows_of(weight, DEVICE)
+    assert rows is not None
+    return panels_of([rows]), rows.order_I
+
+
+def stacked(weights: Sequence[QuantizedWeight]) -> CodePanels:
+    panels = CodePanels.stack([panels_and_order(weight)[0] for weight in weights])
+    assert panels is not None
+    return panels
+
+
+def launched(x: Tensor, panels: CodePanels, *, splits: int | None = None) -> Tensor:
+    counters = new_counters(panels.shape[0], DEVICE)
+    got = launch_coded_product(x, panels, counters, splits=splits)
+    assert not counters.any(), "a counter was left behind"
+    return got.double()
+
+
+def multiplied(matrix: CodedMatrix, x: Tensor, **extras: Tensor) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(low_bit_matrix, "coded_product", launch_coded_product)
+        return matrix.multiply(x, **extras)

@@ -1,0 +1,406 @@
+"""Replayed decode steps are those that are launched one by one, whatever was replayed before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch.batch import Batch, FedTokens
+from engine.batch.device_batch import DeviceBatch, upload
+from engine.batch.rows import Row
+from engine.config import EngineConfig
+from engine.kv.pool import KVPool
+from engine.runner import decode_graphs, graph_replay
+from engine.runner.decode_graphs import Step, graph_sizes
+from engine.runner.runner import ModelRunner
+from tests.engine.counted_replays import FakeReplays
+from tests.engine.kernels.launched import launch_kernels
+from tests.engine.steps import VOCAB_SIZE, DecodeSteps
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 150
+MAX_CONTEXT = 128  # of the tiny models
+MAX_ROWS = 9
+
+LATENT = DEEPSEEK_V3 | {"first_k_dense_replace": 3}  # no layer has experts
+
+MakePair = Callable[..., tuple[ModelRunner, ModelRunner]]
+
+
+@pytest.fixture(scope="module")
+def make_pair(tiny_model: MakeModel) -> MakePair:
+    """make_pair(capture, "llama", pool_dtype="fp8_e4m3", …) -> a runner that replays, and one that does not."""
+
+    def make(
+        capture: Any,
+        family: str,
+        *,
+        dtype: str = "float32",
+        pool_dtype: str = "auto",
+        device: str = "cpu",
+        **changes: Any,
+    ) -> tuple[ModelRunner, ModelRunner]:
+        directory, _ = tiny_model(family, **changes)
+        config = EngineConfig(
+            model_dir=directory,
+            dtype=dtype,
+            pool_dtype=pool_dtype,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            device=str(device),
+        )
+        replaying = ModelRunner(replace(config, recorded_rows=MAX_ROWS), capture=capture)
+        return replaying, ModelRunner(config)
+
+    return make
+
+
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3 fp8_e4m3", "qwen3 int8", "mistral window", "deepseek_v3 latent"]
+)
+def pair(request: pytest.FixtureRequest, make_pair: MakePair) -> tuple[ModelRunner, ModelRunner]:
+    family, _, kind = request.param.partition(" ")
+    pool_dtype = kind if kind in ("fp8_e4m3", "int8") else "auto"
+    changes = {"window": {"sliding_window": 9}, "latent": LATENT}.get(kind, {})
+    return make_pair(FakeReplays(), family, pool_dtype=pool_dtype, **changes)
+
+
+def decode_batch(contexts: list[int], seed: int) -> Batch:
+    """One query a row, at the end of its context, over blocks in no order."""
+    return batch_of([(context, 1, 1) for context in contexts], seed)
+
+
+def batch_of(rows: list[tuple[int, int, int]], seed: int) -> Batch:
+    """Of each row the context in the end, its last tokens that are computed, and the last of these whose logits are
+    wanted."""
+    generator = np.random.default_rng(seed)
+    blocks = iter(generator.permutation(NUM_BLOCKS).tolist())
+    return Batch.of(
+        [
+            Row(
+                token_ids=generator.integers(0, VOCAB_SIZE, num_tokens).tolist(),
+                start=context - num_tokens,
+                blocks=[next(blocks) for _ in range(-(-context // BLOCK_SIZE))],
+                num_logits=num_logits,
+            )
+            for context, num_tokens, num_logits in rows
+        ],
+        block_size=BLOCK_SIZE,
+    )
+
+
+def fill(pool: KVPool, seed: int) -> None:
+    """With the KV of earlier steps."""
+    every = torch.arange(pool.num_blocks * BLOCK_SIZE, device=pool.device)
+    layout = pool.layout
+    shape = (layout.num_sides, len(every), layout.heads_per_rank, layout.head_dim)
+    kv = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(pool.device)
+    for layer in range(layout.num_layers):
+        if layout.num_sides == 1:
+            pool.write_latents(layer, every, kv[0, :, 0])
+        else:
+            pool.write(layer, every, *kv)
+
+
+def contents(pool: KVPool) -> torch.Tensor:
+    """(layers, 2, K, slots, D) fp32."""
+    every = torch.arange(pool.num_blocks, device=pool.device)
+    return torch.stack([pool.read(layer, every, torch.float32) for layer in range(pool.layout.num_layers)])
+
+
+def check_equal(pair: tuple[ModelRunner, ModelRunner], batch: Batch, *, tolerance: float = 1e-4) -> None:
+    """Both runners compute the batch alike, and write alike, and only where the batch says."""
+    if pair[0].pool.scales:
+        tolerance = max(tolerance, 0.13)  # a number between two codes of e4m3 may become either: an eighth apart
+    before = contents(pair[0].pool)
+    logits = [runner.forward(batch).clone() for runner in pair]
+    torch.testing.assert_close(*logits, atol=tolerance, rtol=tolerance)
+    after = [contents(runner.pool) for runner in pair]
+    torch.testing.assert_close(*after, atol=tolerance, rtol=tolerance)
+    is_other = torch.ones(before.shape[3], dtype=torch.bool)
+    is_other[batch.slots] = False
+    assert torch.equal(after[0][..., is_other, :], before[..., is_other, :])
+
+
+@settings(max_examples=15)
+@given(
+    steps=st.lists(st.lists(st.integers(1, MAX_CONTEXT), min_size=1, max_size=MAX_ROWS), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+def test_steps_of_any_sizes(pair: tuple[ModelRunner, ModelRunner], steps: list[list[int]], seed: int) -> None:
+    for runner in pair:
+        fill(runner.pool, seed)
+    for i, contexts in enumerate(steps):
+        check_equal(pair, decode_batch(contexts, seed + i))
+
+
+@st.composite
+def rows_of_several(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """As steps have them that verify drafts, with a chunk of a prompt among them: as many tokens as there is room."""
+    left, rows = graph_sizes(MAX_ROWS)[-1], list[tuple[int, int, int]]()
+    while left and len(rows) < 6:
+        num_tokens = draw(st.integers(1, min(7, left)))
+        context = draw(st.integers(num_tokens, MAX_CONTEXT))
+        rows.append((context, num_tokens, draw(st.sampled_from([num_tokens, 1, 0]))))
+        left -= num_tokens
+        if draw(st.booleans()):
+            break
+    return rows
+
+
+@settings(max_examples=20)
+@given(steps=st.lists(rows_of_several(), min_size=1, max_size=3), seed=st.integers(0, 1000))
+def test_rows_of_several_tokens_are_replayed_in_strips(
+    pair: tuple[ModelRunner, ModelRunner], steps: list[list[tuple[int, int, int]]], seed: int
+) -> None:
+    for runner in pair:
+        fill(runner.pool, seed)
+    for i, rows in enumerate(steps):
+        check_equal(pair, batch_of(rows, seed + i))
+
+
+def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    replaying, _ = pair
+    fill(replaying.pool, 1)
+    big, small = decode_batch([40] * 8, seed=1), decode_batch([17, 9, 30], seed=2)
+    expected = replaying.forward(small).clone()
+    replaying.forward(big)
+    # What only the big one uses is poisoned: who reads it gets NaN, and who writes it makes it a number.
+    used = {block for row, n in zip(small.block_tables, (3, 2, 4), strict=True) for block in row[:n].tolist()}
+    others = [block for block in big.block_tables.ravel().tolist() if block not in used]
+    for poisoned in replaying.pool.scales or replaying.pool.codes:
+        poisoned[others] = torch.nan
+    torch.testing.assert_close(replaying.forward(small), expected)
+    for poisoned in replaying.pool.scales or replaying.pool.codes:
+        assert poisoned[others].isnan().all()
+
+
+def growing(contexts: list[int], seed: int) -> DecodeSteps:
+    """Over blocks in no order; five for each."""
+    blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
+    tables = [blocks[5 * i : 5 * i + 5] for i in range(len(contexts))]
+    return DecodeSteps(contexts, tables, block_size=BLOCK_SIZE)
+
+
+def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair) -> None:
+    pair = make_pair(FakeReplays(), "llama")
+    for runner in pair:
+        fill(runner.pool, 8)
+    ours, others = growing([5, 8, 13, 16], seed=1), growing([9, 3, 7], seed=2)
+    for step in range(16):
+        check_equal(pair, ours.batch())
+        if step in (3, 4, 9):
+            check_equal(pair, others.batch())  # in the same static inputs
+        if step == 7:
+            check_equal(pair, ours.batch({1: list(range(8))}))  # of two strips: later rows' tables lie elsewhere
+        if step == 6:
+            unseen = ours.batch()
+            for runner in pair:
+                runner.forward(unseen, on_layer=lambda layer: None)  # it is not replayed
+        if step == 11:
+            del ours.sequences[1]
+
+
+def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded: list[int] = []
+
+    def spy(arrays: Any, device: torch.device) -> list[torch.Tensor]:
+        uploaded.append(sum(array.size for array in arrays))
+        return upload(arrays, device)
+
+    monkeypatch.setattr(decode_graphs, "upload", spy)
+    pair, ours = make_pair(FakeReplays(), "llama"), growing([5, 21, 13, 24], seed=1)
+    for _ in range(4):
+        pair[0].forward(ours.batch())
+    numbers = 7 * 4
+    assert uploaded == [numbers + 4 * 3, numbers + 3, numbers, numbers], "tables; the row, column and block of one cell"
+
+
+def test_what_is_recorded_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was uploaded for a step is overwritten before it is replayed: it has been copied to the static inputs."""
+    uploaded: list[torch.Tensor] = []
+
+    def spy(*arguments: Any) -> list[torch.Tensor]:
+        uploaded[:] = upload(*arguments)
+        return uploaded
+
+    def capture(step: Step) -> Step:
+        step()
+
+        def replay() -> None:
+            for tensor in uploaded:
+                tensor.fill_(-7)
+            with monkeypatch.context() as context:
+                for name in ("from_numpy", "tensor", "as_tensor"):
+                    context.delattr(torch, name)
+                step()
+
+        return replay
+
+    monkeypatch.setattr(decode_graphs, "upload", spy)
+    pair = make_pair(capture, "llama")
+    for runner in pair:
+        fill(runner.pool, 5)
+    check_equal(pair, decode_batch([20, 3, 128], seed=5))
+    assert uploaded and all((tensor == -7).all() for tensor in uploaded)
+
+
+def test_which_steps_are_replayed(make_pair: MakePair) -> None:
+    capture = FakeReplays()
+    pair = make_pair(capture, "llama")
+
+    def is_replayed(batch: Batch, **options: Any) -> bool:
+        before = capture.num_replays
+        expected = pair[1].forward(batch)
+        torch.testing.assert_close(pair[0].forward(batch, **options), expected, atol=1e-4, rtol=1e-4)
+        return capture.num_replays > before
+
+    def row(start: int, end: int, *, num_logits: int = 1) -> Row:
+        blocks = range(-(-end // BLOCK_SIZE))
+        return Row(token_ids=[7] * (end - start), start=start, blocks=blocks, num_logits=num_logits)
+
+    def batch(*rows: Row) -> Batch:
+        return Batch.of(rows, block_size=BLOCK_SIZE)
+
+    assert is_replayed(batch(row(0, 1))) and is_replayed(decode_batch([5] * MAX_ROWS, seed=0))
+    most = graph_sizes(MAX_ROWS)[-1]
+    assert is_replayed(batch(row(4, 8, num_logits=4), row(9, 10))), "a draft is verified"
+    assert is_replayed(batch(row(4, 5), row(0, most - 1, num_logits=0))), "a short chunk of a prompt"
+    assert not is_replayed(batch(row(0, most + 1))), "a long one"
+    assert not is_replayed(batch(row(4, 5)), on_layer=lambda layer: None), "somebody waits for its layers"
+    assert not is_replayed(decode_batch([5] * (most + 1), seed=0)), "too many rows"
+    assert not is_replayed(batch(row(MAX_CONTEXT, MAX_CONTEXT + 1))), "too long a table"
+
+
+def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve tokens behind 50 are two strips, the first of which reads 58 positions; one strip reads its own once."""
+    for most_bytes, is_replayed in ((1 << 30, True), (0, False)):
+        monkeypatch.setattr(graph_replay, "READ_AGAIN_BYTES", most_bytes)
+        capture = FakeReplays()
+        pair = make_pair(capture, "llama")
+        batch = batch_of([(62, 12, 12)], seed=1)
+        torch.testing.assert_close(*(runner.forward(batch) for runner in pair), atol=1e-4, rtol=1e-4)
+        assert bool(capture.num_replays) is is_replayed
+        for once in (decode_batch([62, 9], seed=1), batch_of([(62, 8, 8), (9, 2, 1)], seed=1)):
+            before = capture.num_replays
+            assert pair[0].forward(once) is not None and capture.num_replays == before + 1
+
+
+def test_the_logits_of_a_prompt_are_not_lost(make_pair: MakePair) -> None:
+    """No graph tells them."""
+    capture = FakeReplays()
+    pair = make_pair(capture, "llama")
+    row = Row(token_ids=[3, 5, 7], start=0, blocks=[1], num_logits=1)
+    batch = Batch.of([row], block_size=BLOCK_SIZE)
+    scored = replace(batch, scored_rows=np.array([0, 1]))
+    told = [list[torch.Tensor](), list[torch.Tensor]()]
+    for runner, of in zip(pair, told, strict=True):
+        runner.forward(scored, on_logits=of.append)
+    assert not capture.num_replays and len(told[0]) == len(told[1]) == 1
+    torch.testing.assert_close(*(of[0] for of in told))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [("deepseek_v2", DEEPSEEK_V2, "experts"), ("mixtral", {}, "experts")],  # on a CPU they are called one by one
+)
+def test_what_cannot_be_recorded_says_why(
+    family: str, changes: dict[str, Any], reason: str, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    capture = FakeReplays()
+    with caplog.at_level(logging.INFO, logger="engine.runner"):
+        pair = make_pair(capture, family, **changes)
+    assert reason in caplog.text
+    batch = decode_batch([5], seed=0)
+    torch.testing.assert_close(*(runner.forward(batch) for runner in pair))
+    assert not capture.num_replays
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"), [(1, (1,)), (3, (1, 2, 4)), (17, (1, 2, 4, 8, 16, 24)), (64, (1, 2, 4, *range(8, 65, 8)))]
+)
+def test_sizes(max_rows: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(max_rows) == sizes and graph_sizes(4096)[-1] == graph_sizes(256)[-1] == 256
+
+
+def test_one_upload_keeps_shapes() -> None:
+    arrays = [np.arange(5), np.zeros((0, 3), dtype=np.int64), np.arange(6).reshape(2, 3), np.array([-1])]
+    parts = upload(arrays, torch.device("cpu"))
+    for part, array in zip(parts, arrays, strict=True):
+        assert part.dtype == torch.int32 and np.array_equal(part.numpy(), array)
+        assert part.data_ptr() % 16 == parts[0].data_ptr() % 16
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3", {}), ("mistral", {"sliding_window": 9}), ("deepseek_v3", LATENT)]
+)
+def test_kernels_launched_in_the_interpreter(
+    family: str, changes: dict[str, Any], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and replayed steps of a whole model, by the kernels that a GPU runs."""
+    replaying, plain = make_pair(FakeReplays(), family, **changes)
+    for runner in (replaying, plain):
+        fill(runner.pool, 3)
+    launch_kernels(monkeypatch)
+    prompt = Row(token_ids=[5, 9, 2] * 6, start=4, blocks=[140, 141, 142], num_logits=1)
+    mixed = Batch.of([prompt, Row(token_ids=[3], start=11, blocks=[143, 144], num_logits=1)], block_size=BLOCK_SIZE)
+    for most_queries in {1, replaying._model.most_queries}:
+        with torch.inference_mode():
+            on_device = DeviceBatch.of(mixed, replaying.device, most_queries=most_queries)
+            computed = replaying._model.compute(on_device, replaying.pool)
+        torch.testing.assert_close(computed, plain.forward(mixed), atol=1e-4, rtol=1e-4)
+    check_equal((replaying, plain), decode_batch([12, 40, 7], seed=4))
+    # Drafts, of which one is two strips; the window of another's first query begins a block of keys before its last's.
+    check_equal((replaying, plain), batch_of([(75, 4, 4), (21, 1, 1), (40, 9, 9)], seed=5))
+
+
+@pytest.mark.parametrize(
+    ("sources", "places"), [([0, 1, 2], [0, 1, 2]), ([0, 1], [0, 1]), ([3, 0], [0, 2]), ([2, 1, 0], [0, 1, 2])]
+)
+def test_tokens_that_are_fed_are_those_that_were_chosen(
+    sources: list[int], places: list[int], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaying, plain = make_pair(FakeReplays(), "llama")
+    fill(replaying.pool, 6), fill(plain.pool, 6)
+    batch = decode_batch([5, 9, 30], seed=3)
+    chosen_S = torch.tensor([7, -1, 3, 11], dtype=torch.int32)  # the second has failed
+    fed = FedTokens(token_ids=chosen_S, sources=np.array(sources), places=np.array(places))
+    token_ids = batch.token_ids.copy()
+    fed.fill(token_ids)
+    assert [token_ids[place] for place in places] == [max(0, int(chosen_S[source])) for source in sources]
+    expected = plain.forward(replace(batch, token_ids=token_ids))
+    monkeypatch.setattr(FedTokens, "fill", lambda self, token_ids_T: None)  # the host knows none of them
+    unknown = replace(batch, fed=fed)
+    torch.testing.assert_close(replaying.forward(unknown), expected, atol=1e-4, rtol=1e-4)
+    assert DeviceBatch.of(unknown, torch.device("cpu")).token_ids_T.tolist() == token_ids.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_dtype", ["auto", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize(
+    ("family", "changes", "dtype"),
+    [
+        ("qwen3", {"head_dim": 64}, "bfloat16"),
+        ("qwen3_moe", {}, "float32"),  # less rounding, so that no token chooses other experts
+        ("deepseek_v3", DEEPSEEK_V3, "float32"),
+    ],
+)
+def test_cuda_graphs(family: str, changes: dict[str, Any], dtype: str, pool_dtype: str, make_pair: MakePair) -> None:
+    pair = make_pair(None, family, dtype=dtype, pool_dtype=pool_dtype, device="cuda", **changes)
+    assert pair[0]._recorded is not None
+    for runner in pair:
+        fill(runner.pool, 6)
+    for seed, num_rows in enumerate((1, 9, 2, 5, 1, 8)):
+        contexts = np.random.default_rng(seed).integers(1, MAX_CONTEXT + 1, num_rows).tolist()
+        check_equal(pair, decode_batch(contexts, seed), tolerance=0.25 if dtype == "bfloat16" else 1e-3)
+    # A draft that is verified, and a short chunk of a prompt.
+    check_equal(pair, batch_of([(40, 4, 4), (21, 1, 1), (9, 3, 0)], 7), tolerance=0.25 if dtype == "bfloat16" else 1e-3)

@@ -1,0 +1,99 @@
+"""Tensor parallelism over Gloo, in real processes: the same logits on every rank as one rank computes alone."""
+
+from __future__ import annotations
+
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.types.errors import SpecError
+from engine.config import EngineConfig
+from engine.runner.parallel import TensorParallel
+from tests.engine import gang
+from tests.engine.gang import StartGang
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, reference_logits
+
+TIMEOUT_S = 40.0
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "changes"),
+    [
+        (2, "llama", {"attention_bias": True, "mlp_bias": True}),
+        (2, "qwen2", {"tie_word_embeddings": True}),
+        (4, "qwen3", {}),  # 2 kv heads, each on two ranks
+        (3, "llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}),  # SmolLM2's heads
+        (4, "llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+        (2, "deepseek_v2", DEEPSEEK_V2 | {"attention_bias": True}),
+        (4, "deepseek_v3", DEEPSEEK_V3),
+    ],
+)
+def test_logits_do_not_depend_on_the_number_of_ranks(
+    size: int, family: str, changes: dict[str, Any], tiny_model: MakeModel, start_gang: StartGang
+) -> None:
+    directory, model = tiny_model(family, **changes)
+    sequences = prompts(30, 9, 17)
+    expected = [reference_logits(model, sequence) for sequence in sequences]
+    ranks = start_gang(size, gang.logits_in_three_steps, directory, sequences, "float32")
+    results = [rank.result(TIMEOUT_S) for rank in ranks]
+    for chunk_logits, prompt_logits, token_logits in results:
+        assert chunk_logits.shape == (0, VOCAB_SIZE)
+        torch.testing.assert_close(prompt_logits, torch.stack([e[-2] for e in expected]), atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(token_logits, torch.stack([e[-1] for e in expected]), atol=2e-4, rtol=1e-4)
+        assert torch.equal(token_logits, results[0][2])  # so that every rank may choose the next token by itself
+
+
+def test_a_gang_replays_what_one_rank_computes(tiny_model: MakeModel, start_gang: StartGang) -> None:
+    """The ranks record the sums and gathers of a step with it, and fill it up to the same size."""
+    directory, _ = tiny_model("llama")
+    (alone,), gang_of_two = (start_gang(size, gang.replayed_steps, directory) for size in (1, 2))
+    expected, _ = alone.result(TIMEOUT_S)
+    for logits, num_replays in (rank.result(TIMEOUT_S) for rank in gang_of_two):
+        assert num_replays == 4
+        for ours, theirs in zip(logits, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+def test_broadcasts_of_every_size(start_gang: StartGang) -> None:
+    messages = [bytes(range(256))[:n] * repeat for n, repeat in [(0, 1), (1, 1), (8, 1), (255, 16), (256, 900)]]
+    messages += [bytes(8 * n) for n in (509, 510, 511, 512, 513)]  # around the size of the first frame
+    ranks = start_gang(3, gang.broadcasts, messages)
+    assert [rank.result(TIMEOUT_S) for rank in ranks] == [messages] * 3
+
+
+def test_one_rank_needs_no_network() -> None:
+    alone = TensorParallel()
+    x = torch.ones(3)
+    assert alone.all_reduce(x) is x and alone.all_gather(x, 3) is x
+    assert alone.broadcast_bytes(b"abc") == b"abc"
+    assert alone.span(7) == (0, 7)
+
+
+def test_spans_cover_everything_once() -> None:
+    for size in range(1, 9):
+        spans = [TensorParallel(rank=rank, size=size).span(131) for rank in range(size)]
+        assert [start for start, _ in spans] == [0] + [end for _, end in spans[:-1]] and spans[-1][1] == 131
+        assert max(e - s for s, e in spans) - min(e - s for s, e in spans) <= 1
+
+
+def test_sizes_that_do_not_fit_are_refused(tiny_model: MakeModel) -> None:
+    directory, _ = tiny_model("llama")
+    with pytest.raises(SpecError, match="choose one of 1, 2, 4"):
+        EngineConfig(model_dir=directory).layout(tensor_parallel=3)
+
+
+def test_absent_ranks_are_not_waited_for_for_ever(tmp_path: Path) -> None:
+    assert gang.join_alone(tmp_path / "store", "nobody-comes").startswith(
+        "ReplicaLost: rank 0: not all 2 ranks were there"
+    )
+
+
+def test_a_dead_rank_is_noticed(start_gang: StartGang) -> None:
+    first, second, dead = start_gang(3, gang.wait_for_a_rank_that_dies)
+    assert isinstance(dead.exception(TIMEOUT_S), BrokenProcessPool)
+    for survivor in (first, second):
+        assert "ReplicaLost" in survivor.result(TIMEOUT_S) and "another rank is gone" in survivor.result(0)

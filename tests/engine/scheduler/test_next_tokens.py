@@ -1,0 +1,127 @@
+"""What a decode step costs a row of which there is no more to say than its next token: array operations over all rows,
+and no call of its own but for the token that is told."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.types.request import FinishReason, SampledToken, Sampling, SequenceRequest
+from engine.engine import Engine, SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.step import ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.timing.pace import Pace
+
+_BLOCK = 16
+_LENGTH = _BLOCK + 3
+_LONG = 20  # more rows than any number of calls that a step needs for all of them together could hide
+
+
+class FakeRunner:
+    """Implements Runner: makes each batch, and says token 0."""
+
+    def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Tensor | None:
+        return torch.tensor([[1.0, 0.0]]).repeat(len(step.batch.logits_rows), 1) if step else None
+
+
+def engine_of(sequences: list[Sequence], *, runs_ahead: bool, max_batch_tokens: int | None = None) -> Engine[Tensor]:
+    count = len(sequences)
+    limits = SchedulerConfig(max_batch_tokens=max_batch_tokens or count * _LENGTH, max_running=count, max_waiting=count)
+    blocks = BlockManager(count * 8)
+    engine = Engine(FakeRunner(), sample, blocks, limits, block_size=_BLOCK, pace=Pace(), runs_ahead=runs_ahead)
+    for sequence in sequences:
+        engine.add(Prompt(sequence))
+    return engine
+
+
+def decoding(num_rows: int, *, runs_ahead: bool) -> Engine[Tensor]:
+    """All decode, at the same place of a block, and none ends soon."""
+    engine = engine_of([sequence_of(str(i), _LENGTH) for i in range(num_rows)], runs_ahead=runs_ahead)
+    for _ in range(4):
+        engine.step()
+    assert len(engine.decoding.running) == num_rows
+    return engine
+
+
+def sequence_of(id: str, length: int, **sampling: Any) -> Sequence:
+    asked = Sampling(**{"temperature": 0.0, "max_tokens": 60} | sampling)
+    request = SequenceRequest(id=id, token_ids=(1,) * length, num_prompt_tokens=length, sampling=asked, salt=id)
+    return Sequence(request, 0, model="m", block_size=_BLOCK, max_context=8 * _BLOCK)
+
+
+def calls(engine: Engine[Tensor]) -> Counter[str]:
+    """Of functions of ours and of libraries' Python, in the next step."""
+    counted: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            counted[f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_code.co_qualname}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        result = engine.step()
+    finally:
+        sys.setprofile(before)
+    assert len(result.sampled) == len(engine.decoding.running)
+    return counted
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_row_without_news_costs_no_call_but_for_its_token(runs_ahead: bool) -> None:
+    few, many = (calls(decoding(num_rows, runs_ahead=runs_ahead)) for num_rows in (2, 2 + _LONG))
+    more = {name: number for name, number in (many - few).items() if number > 2}  # now and then the pace sums up
+    assert list(more.values()) == [_LONG], more
+    assert next(iter(more)).endswith("__init__"), "SampledToken's"
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_news_are_told_of_the_row_that_has_them(runs_ahead: bool) -> None:
+    """One ends by a stop token, one by its length, one fills a block, which others find from then on."""
+    asked: list[dict[str, Any]] = [{"stop_token_ids": (0,), "min_tokens": 5}, {"max_tokens": 7}, {}]
+    engine = engine_of([sequence_of(str(i), _LENGTH, **one) for i, one in enumerate(asked)], runs_ahead=runs_ahead)
+    said: dict[str, list[SampledToken]] = {}
+    while len(said.get("2", ())) < 2 * _BLOCK - _LENGTH:
+        result = engine.step()
+        first = [pair for one in result.prefilled for pair in zip(one.sequences, one.tokens, strict=True)]
+        for sequence, token in (*first, *result.sampled):
+            said.setdefault(sequence.request.id, []).append(token)
+    stops, short, fills = ([(token.token_id, token.finish_reason) for token in said[id]] for id in "012")
+    assert stops == [(1, None)] * 5 + [(0, FinishReason.STOP)]
+    assert short == [(0, None)] * 6 + [(0, FinishReason.LENGTH)]
+    assert {reason for _, reason in fills} == {None}
+    (last,) = engine.decoding.running
+    assert engine.blocks.match(last.hashes()) == 1, "the last token of its second block is not computed"
+    engine.step()
+    assert engine.blocks.match(last.hashes()) == 2
+
+
+def test_who_is_paused_while_it_is_computed_again_goes_on() -> None:
+    """It has blocks then, and lacks the KV of more than its last token."""
+    first, second = (sequence_of(id, _LENGTH) for id in ("first", "second"))
+    engine = engine_of([first, second], runs_ahead=False, max_batch_tokens=3)
+    while len(engine.decoding.running) < 2:
+        engine.step()
+    engine.decoding.give_way(1)
+    assert list(engine.decoding.running) == [first]
+    while not second.blocks:
+        engine.step()
+    assert second.num_missing > 1
+    engine.pause(second)
+    engine.resume(second)
+    for _ in range(12):
+        engine.step()
+    assert set(engine.decoding.running) == {first, second}
+    assert second.num_missing == 1
+    engine.blocks.check_integrity()

@@ -1,0 +1,163 @@
+"""Answers are token for token those without drafts, whichever model drafts, and whatever is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.grammar.compiler import CompiledGrammar
+from core.types.request import Sampling
+from engine.cpu.library import open_kernels
+from engine.engine import SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.runner.runner import ModelRunner
+from engine.spec_decode.draft_models.draft_model import DraftModel
+from engine.spec_decode.draft_models.own_layers import OwnLayers
+from engine.spec_decode.proposer import Computing
+from engine.spec_decode.speculation import Speculation
+from tests.engine.asked import (
+    AMPLE,
+    Asked,
+    answers,
+    check_with_leavers,
+    compare,
+    letters_grammar,
+    one_of_each_kind,
+    sequence_of,
+)
+from tests.engine.spec_decode.draft_models.smaller_model import first_layers
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import MakeModel, MakeRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_SMALL = SchedulerConfig(max_batch_tokens=48, max_running=24, max_waiting=32)
+
+Drafts = Callable[[BlockManager], Speculation]
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Asked]:
+    grammar: CompiledGrammar = letters_grammar(tmp_path_factory.mktemp("letters"))
+    return one_of_each_kind(grammar)
+
+
+@pytest.fixture
+def model_dir(tiny_model: MakeModel) -> Path:
+    return tiny_model("llama")[0]
+
+
+@pytest.fixture
+def runner(model_dir: Path, make_runner: MakeRunner) -> ModelRunner:
+    return make_runner(model_dir, num_blocks=512)
+
+
+@pytest.fixture(params=["draft", "the model itself", "self"])
+def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path, make_runner: MakeRunner) -> Drafts:
+    """Of a smaller model; of one that is always right; of layers of its own."""
+
+    def computing(blocks: BlockManager) -> Computing:
+        if request.param == "self":
+            return OwnLayers(runner, blocks, before_writing=lambda: None)
+        own = first_layers(model_dir, 2) if request.param == "draft" else model_dir
+        return DraftModel(make_runner(own, num_blocks=512), vocab_size=VOCAB_SIZE)
+
+    def drafting(blocks: BlockManager) -> Speculation:
+        """By a clock of its own: else it depends on the machine's whether anybody is worth asking."""
+        asked, clock = {"m": computing(blocks)}, partial(next, count(step=1e-3))
+        return Speculation({}, computing=asked, max_tokens=6, vocab_size=VOCAB_SIZE, clock=clock)
+
+    return drafting
+
+
+@pytest.mark.parametrize(
+    ("config", "num_blocks", "runs_ahead"), [(AMPLE, 512, False), (_SMALL, 48, True)], ids=["ample", "small, ahead"]
+)
+def test_they_change_nothing(
+    config: SchedulerConfig, num_blocks: int, runs_ahead: bool, runner: ModelRunner, asked: list[Asked], drafts: Drafts
+) -> None:
+    """Also in small steps, and in a pool where some are preempted."""
+    expected = answers(runner, asked)
+    found = answers(runner, asked, config, num_blocks, runs_ahead=runs_ahead, speculation=drafts)
+    compare(found, expected)
+    assert found.num_accepted > 5
+    assert bool(found.num_preemptions) == (num_blocks == 48)
+
+
+def test_the_same_model_is_right_at_any_temperature(
+    runner: ModelRunner, model_dir: Path, make_runner: MakeRunner
+) -> None:
+    samplings = [
+        Sampling(temperature=0.0, max_tokens=29),
+        Sampling(temperature=0.7, seed=1, max_tokens=29),
+        Sampling(temperature=1.0, seed=2, top_p=0.9, top_k=20, min_p=0.01, max_tokens=29),
+    ]
+    ask = [Asked(prompt, one) for prompt, one in zip(prompts(11, 12, 30), samplings, strict=True)]
+    expected = answers(runner, ask)
+    draft = DraftModel(make_runner(model_dir), vocab_size=VOCAB_SIZE)
+    speculation = Speculation({}, computing={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE)
+    found = answers(runner, ask, speculation=speculation)
+    compare(found, expected)
+    counts = speculation.counts["draft"]
+    assert found.num_steps <= 1 + 4 + 1, "the first is a trial"
+    assert counts.accepted == counts.drafted and counts.accepted.total() > 60
+    assert draft.tables.blocks.num_available == draft.tables.blocks.num_blocks, "who is finished keeps blocks"
+
+
+def test_who_leaves_early_changes_nothing_and_keeps_nothing(
+    runner: ModelRunner, model_dir: Path, make_runner: MakeRunner, asked: list[Asked]
+) -> None:
+    expected = answers(runner, asked)
+    draft = DraftModel(make_runner(first_layers(model_dir, 2), num_blocks=256), vocab_size=VOCAB_SIZE)
+    speculation = Speculation({}, computing={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE)
+    draft_blocks = draft.tables.blocks
+    check_with_leavers(
+        runner, asked, expected, speculation, blocks=BlockManager(200), after_step=draft_blocks.check_integrity
+    )
+    assert draft_blocks.num_available == draft_blocks.num_blocks and not len(draft.tables)
+
+
+def test_blocks_that_others_are_still_to_save_are_not_written_to(runner: ModelRunner) -> None:
+    """What a free block held before is looked after first."""
+    blocks = BlockManager(runner.pool.num_blocks)
+    ready: list[int] = []
+    own = OwnLayers(runner, blocks, before_writing=lambda: ready.append(blocks.num_available))
+    sequence = sequence_of(Asked(prompts(15)[0], Sampling(temperature=0.0)), "0", block_size=8)
+    found, _ = blocks.allocate([], 2) or ([], 0)
+    sequence.start_with(found, 0)
+    sequence.computed(14, blocks)
+    before = [codes.clone() for codes in runner.pool.codes]
+    (proposal,) = own.propose([sequence], 6)
+    assert len(proposal.tokens) == 6 and ready == [blocks.num_blocks - 2 - 1]
+    assert blocks.num_available == blocks.num_blocks - 2
+    written = [bool((codes != past).any()) for codes, past in zip(runner.pool.codes, before, strict=True)]
+    assert written == [True, False, True], "the layer that is left out"
+    assert own.num_behind(sequence) == 1
+    sequence.tokens.append(5)
+    assert own.num_behind(sequence) is None, "two tokens are missing"
+
+
+@pytest.mark.skipif(
+    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
+)
+def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
+    model_dir: Path, make_runner: MakeRunner, asked: list[Asked]
+) -> None:
+    runner = make_runner(model_dir, num_blocks=512, dtype="bfloat16", deterministic=True)
+    smaller = make_runner(first_layers(model_dir, 2), num_blocks=512, dtype="bfloat16")
+    expected = answers(runner, asked)
+
+    def drafts(blocks: BlockManager) -> Speculation:
+        computing = {
+            "draft": DraftModel(smaller, vocab_size=VOCAB_SIZE),
+            "self": OwnLayers(runner, blocks, before_writing=lambda: None),
+        }
+        return Speculation({}, computing=computing, max_tokens=6, vocab_size=VOCAB_SIZE)
+
+    found = answers(runner, asked, speculation=drafts)
+    assert found.tokens == expected.tokens and found.num_accepted > 10

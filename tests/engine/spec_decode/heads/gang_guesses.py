@@ -1,0 +1,124 @@
+"""What heads guess on ranks in processes of their own: what each of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.model.draft_heads import HeadsKind, HeadsPlace
+from core.types.request import Sampling
+from engine.batch.batch import Batch
+from engine.batch.rows import Row, RowChanges
+from engine.config import EngineConfig
+from engine.runner.runner import ModelRunner
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.step_commands import Orders
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from engine.spec_decode.proposer import Proposal
+from engine.spec_decode.speculation import Speculation
+from tests.engine.asked import Asked, answers
+from tests.engine.gang import join
+from tests.engine.gang_answers import Leader
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.worker.rank_of_one import FakeSender
+from worker.gang_runner import GangRunner
+
+_NUM_TOKENS = 3
+
+Guesses = dict[tuple[int, ...], list[int]]  # by the tokens that they follow
+
+
+class _Recorded:
+    """Implements Proposer: is asked for every row of every step."""
+
+    def __init__(self, heads: HeadProposer) -> None:
+        self.guesses: Guesses = {}
+        self._heads = heads
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        proposals = self._heads.propose(sequences, _NUM_TOKENS)
+        self.guesses |= {tuple(s.tokens): list(p.tokens) for s, p in zip(sequences, proposals, strict=True)}
+        return proposals
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+
+def _gang(place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path) -> GangRunner:
+    config = EngineConfig(
+        model_dir=directory,
+        dtype="float32",
+        block_size=8,
+        num_blocks=512,
+        max_running=24,
+        heads=HeadsPlace(kind, heads),
+    )
+    runner = ModelRunner(config, join(place, prefix, rank, size))
+    sender: Any = FakeSender()
+    return GangRunner(runner, sender, None)
+
+
+def guessed(
+    place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path
+) -> tuple[list[list[int]], Guesses] | None:
+    """Of choices that fork inside a block, greedy and not: what rank 0 says, and what was guessed before every step."""
+    gang = _gang(place, prefix, rank, size, directory, kind, heads)
+    if rank:
+        gang.follow()
+        return None
+    samplings = [Sampling(max_tokens=20 + i, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    asked = [Asked(prompt, samplings[i], num_choices=1 + i % 2) for i, prompt in enumerate(prompts(3, 21, 9, 40))]
+    recorded, leader = _Recorded(HeadProposer(gang)), Leader(gang)
+    speculation = Speculation({"heads": recorded}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    said = answers(leader, asked, speculation=speculation)  # type: ignore[arg-type]
+    gang.execute(None, Orders(stop=True))
+    return said.ids, recorded.guesses
+
+
+def guessed_after_an_arrival(
+    place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path
+) -> list[Tensor] | None:
+    """As if what a step left in two blocks had come to two others, with features that nobody here has made: the logits
+    that are then guessed from, before and after a step goes on from there."""
+    gang = _gang(place, prefix, rank, size, directory, kind, heads)
+    if rank:
+        gang.follow()
+        return None
+    tokens, logits = prompts(13)[0], list[Tensor]()
+
+    def choose(found: HeadLogits, known: Seq[int], place: int) -> list[int]:
+        logits.append(found.values_RD.clone())
+        return [20 + place]
+
+    _step(gang, tokens[:11], 0, [0, 1], number=1)
+    gang.execute(None, Orders(copies=[(0, 4), (1, 5)]))
+    gang.arrived([4, 5], 0, 11, b"")
+    assert not gang.runner.heads.knows([HeadRow(tokens[11], 11, [4, 5])])
+    features = torch.randn(48, generator=torch.Generator().manual_seed(3))
+    gang.arrived([4, 5], 0, 11, features.numpy().tobytes())
+    gang.draft([HeadRow(tokens[11], 11, [4, 5])], _NUM_TOKENS, choose)
+    _step(gang, tokens[11:12], 11, [4, 5], number=2)
+    gang.draft([HeadRow(tokens[12], 12, [4, 5])], _NUM_TOKENS, choose)
+    gang.execute(None, Orders(stop=True))
+    return logits
+
+
+def _step(gang: GangRunner, token_ids: list[int], start: int, blocks: list[int], *, number: int) -> None:
+    row = Row(token_ids, start, blocks, num_logits=1)
+    step: Any = _Step(row, number)
+    gang.execute(step, Orders())
+
+
+class _Step:
+    """Of one row, as far as a gang looks at it."""
+
+    def __init__(self, row: Row, number: int) -> None:
+        self.batch = Batch.of([row], block_size=8)
+        self.changes = RowChanges.of([row], block_size=8)
+        self.scored: list[object] = []
+        self.fed = None

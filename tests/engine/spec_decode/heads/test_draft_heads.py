@@ -1,0 +1,453 @@
+"""What heads guess is what their papers say, however a sequence came to where it is; and answers stay what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from core.model.draft_heads import HeadsPlace
+from core.types.errors import SpecError
+from core.types.request import Sampling
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.config import EngineConfig
+from engine.cpu.library import open_kernels
+from engine.engine import SchedulerConfig
+from engine.runner.runner import ModelRunner
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.sampled_drafts import DrawnTokens
+from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from engine.spec_decode.proposer import Proposal
+from engine.spec_decode.speculation import Speculation
+from tests.engine.asked import Asked, Branching, answers, num_in_branches
+from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
+from tests.engine.spec_decode.heads.head_files import (
+    Choice,
+    eagle_reference,
+    medusa_reference,
+    write_eagle,
+    write_medusa,
+)
+from tests.engine.spec_decode.heads.mtp_files import write_mtp
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import MakeModel, MakeRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_NUM_TOKENS = 4
+_SMALL = SchedulerConfig(max_batch_tokens=48, max_running=24, max_waiting=32)
+
+Reference = Callable[[list[int], Choice], list[int]]
+
+
+class Case:
+    """A model, its heads, and what they say by definition."""
+
+    def __init__(self, runner: ModelRunner, reference: Reference, *, every: int = 1) -> None:
+        """every: so many guesses one is looked at."""
+        self.runner, self.reference, self.every = runner, reference, every
+
+
+@pytest.fixture(params=["medusa", "eagle", "eagle1", "mtp"])
+def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> Case:
+    return _case(request.param, tiny_model, make_runner, tmp_path)
+
+
+def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: Path, **config: Any) -> Case:
+    if kind == "mtp":
+        model_dir, reference = directory, _mtp(directory)
+    else:
+        model_dir, model = tiny_model("llama")
+        reference = {"medusa": _medusa, "eagle": _eagle, "eagle1": _eagle1}[kind](model, directory)
+    method = "eagle" if kind == "eagle1" else kind
+    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=HeadsPlace(method, directory))
+    return Case(runner, reference, every=3 if kind in ("eagle1", "mtp") else 1)
+
+
+def _medusa(model: PreTrainedModel, directory: Path) -> Reference:
+    tensors = write_medusa(directory)
+    return lambda tokens, choose: medusa_reference(model, tensors, tokens, choose=choose)
+
+
+def _eagle(model: PreTrainedModel, directory: Path) -> Reference:
+    tensors = write_eagle(directory)
+    return lambda tokens, choose: eagle_reference(model, tensors, tokens, _NUM_TOKENS, layers=(0, 1, 2), choose=choose)
+
+
+def _eagle1(model: PreTrainedModel, directory: Path) -> Reference:
+    tensors = write_eagle1(directory)
+    return lambda tokens, choose: eagle1_reference(model, tensors, tokens, _NUM_TOKENS, choose=choose)
+
+
+def _mtp(directory: Path) -> Reference:
+    mtp = write_mtp(directory)
+    return lambda tokens, choose: mtp.reference(tokens, _NUM_TOKENS, choose=choose)
+
+
+class Checked:
+    """Implements Proposer: asked for every row of every step, it looks whether heads say what they are to say."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._heads = case, HeadProposer(case.runner, DrawnTokens(learns=False))
+        self.num_checked = 0
+        self.num_empty = 0
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        proposals = self._heads.propose(sequences, _NUM_TOKENS)
+        for sequence, proposal in zip(sequences, proposals, strict=True):
+            if proposal.tokens:
+                self.num_checked += 1
+                if self.num_checked % self._case.every:
+                    continue
+                assert list(proposal.tokens) == self._case.reference(list(sequence.tokens), _drawn(sequence))
+            else:
+                self.num_empty += 1
+        return proposals
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+
+class BranchChecked(Checked):
+    """Checks what heads say in one step of three, after one in which nothing is drafted and one with what goes wrong
+    for a branch to be right: so entries wait when a block is copied."""
+
+    num_looks = 0
+
+    def __init__(self, case: Case, tree: Branching) -> None:
+        super().__init__(case)
+        self._tree = tree
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        self.num_looks += 1
+        if self.num_looks % 3 == 0:
+            super().propose(sequences, max_tokens)
+        return self._tree.propose(sequences, max_tokens if self.num_looks % 3 != 1 else 0)
+
+
+class SeldomChecked(Checked):
+    """Asks heads in one step of seven; in the others it drafts what is hardly ever right."""
+
+    num_looks = 0
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        self.num_looks += 1
+        if self.num_looks % 7 == 0:
+            return super().propose(sequences, max_tokens)
+        return [Proposal([(one.tokens[-1] + 1) % VOCAB_SIZE] * 3, [0] * 3) for one in sequences]
+
+
+class RestingChecked(Checked):
+    """Heads rest in two of three stretches, and gather nothing in one of these; of those of whom they know something,
+    they are asked in one step of seven, or of 49. Drafts are hardly ever right."""
+
+    num_looks = 0
+    num_unknown = 0
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        if self.num_looks % 20 == 0:
+            self._heads.rest((None, 20, 0)[self.num_looks % 60 // 20])
+        self.num_looks += 1
+        found = {one: Proposal([(one.tokens[-1] + 1) % VOCAB_SIZE] * 3, [0] * 3) for one in sequences}
+        known = [one for one in sequences if self._heads.num_behind(one) is not None]
+        self.num_unknown += len(found) - len(known)
+        if self.num_looks % 7 == 0:
+            asked = [one for one in known if one.request.num_prompt_tokens % 2 or self.num_looks % 49 == 0]
+            found |= zip(asked, super().propose(asked, max_tokens), strict=True)
+        return list(found.values())
+
+
+def _drawn(sequence: Sequence) -> Choice:
+    """As the sequence's own tokens are drawn."""
+
+    def choose(logits_V: torch.Tensor, place: int) -> int:
+        (drawn,) = DrawnTokens().draw(logits_V[None], [sequence], place)
+        assert drawn
+        return drawn[0]
+
+    return choose
+
+
+@pytest.fixture
+def asked() -> list[Asked]:
+    every = prompts(3, 21, 9, 40, 33, 17)
+    samplings = [Sampling(max_tokens=20 + i, temperature=0.8 * (i % 2), seed=i) for i in range(len(every))]
+    return [
+        Asked(prompt, sampling, num_choices=1 + i % 2)
+        for i, (prompt, sampling) in enumerate(zip(every, samplings, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_blocks"),
+    [
+        *((kind, count) for kind in ("medusa", "eagle") for count in (512, 30)),
+        *(pytest.param(kind, 512, marks=pytest.mark.slow) for kind in ("eagle1", "mtp")),
+        *((kind, 30) for kind in ("eagle1", "mtp")),
+    ],
+    indirect=["case"],
+)
+def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
+    case: Case, asked: list[Asked], num_blocks: int
+) -> None:
+    """Prompts in chunks, choices that fork inside a block, rejected drafts at the ends of blocks, preemption."""
+    expected = answers(case.runner, asked)
+    checked = Checked(case)
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    found = answers(case.runner, asked, _SMALL, num_blocks, speculation=speculation)
+    assert found.ids == expected.ids
+    assert bool(found.num_preemptions) == (num_blocks == 30)
+    assert checked.num_checked > 100 and not checked.num_empty
+
+
+@pytest.mark.parametrize(
+    ("case", "num_blocks"),
+    [("medusa", 512), ("eagle", 512), ("eagle", 40), ("eagle1", 40), ("mtp", 40)],
+    indirect=["case"],
+)
+def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked: list[Asked], num_blocks: int) -> None:
+    """What heads know of a position lies where its keys do, whichever block that is now."""
+    expected = answers(case.runner, asked)
+    checked = BranchChecked(case, Branching(expected, asked, every=3))
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    room = replace(_SMALL, max_batch_tokens=96, max_running=64)
+    found = answers(case.runner, asked, room, num_blocks, speculation=speculation)
+    assert found.ids == expected.ids
+    assert num_in_branches(speculation) > 20 and checked.num_checked > 15 and not checked.num_empty
+
+
+@pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
+def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
+    case: Case, asked: list[Asked], num_blocks: int
+) -> None:
+    """Entries of several steps at once, among them rejected drafts; blocks that fork, and others' that are free."""
+    expected = answers(case.runner, asked)
+    checked = SeldomChecked(case)
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    found = answers(case.runner, asked, _SMALL, num_blocks, speculation=speculation)
+    assert found.ids == expected.ids
+    assert checked.num_checked > 10 and not checked.num_empty
+
+
+@pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
+def test_heads_that_rest_guess_from_what_they_have_seen_or_not_at_all(
+    case: Case, asked: list[Asked], num_blocks: int
+) -> None:
+    """Whatever was passed over, whoever had its blocks then, and whoever has them now."""
+    checked = RestingChecked(case)
+    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    longer = [replace(one, sampling=replace(one.sampling, max_tokens=70)) for one in asked]
+    expected = answers(case.runner, longer)
+    found = answers(case.runner, longer, _SMALL, num_blocks + 30, speculation=speculation)
+    assert found.ids == expected.ids
+    assert checked.num_checked > 10 and checked.num_unknown > 10 and not checked.num_empty
+
+
+@pytest.mark.skipif(
+    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
+)
+@pytest.mark.parametrize("kind", ["eagle", "eagle1", "mtp"])
+def test_the_kernels_of_a_cpu_guess_as_torch_does(
+    kind: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    """Entries of prompts and of answers, by one program and layer by layer: the head's layer of the pool is the same,
+    but for rounding."""
+    directory = tmp_path if kind == "mtp" else tiny_model("llama")[0]
+    _WRITERS[kind](tmp_path)
+    heads = {"heads": HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path), "num_blocks": 12}
+    compiled, exact = make_runner(directory, dtype="bfloat16", **heads), make_runner(directory, **heads)
+    tokens = prompts(30)[0]
+    for start, end in ((0, 13), (13, 29), (29, 30)):
+        batch = Batch.of([Row(tokens[start:end], start, [3, 5, 7, 9], num_logits=1)], block_size=8)
+        for runner in (compiled, exact):
+            runner.forward(batch)
+            runner.settle()
+    blocks = torch.tensor([3, 5, 7, 9])
+    for layer in range(4):
+        ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
+        assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean(), layer  # of eight bits, the head
+    row = HeadRow(7, 30, [3, 5, 7, 9])
+    guessed: list[torch.Tensor] = []
+
+    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(logits.values_RD[0])
+        return [11 + place]
+
+    for runner in (compiled, exact):
+        runner.draft([row], 3, choose)
+    for ours, theirs in zip(guessed[:3], guessed[3:], strict=True):
+        assert (ours - theirs).abs().mean() < 0.1 * theirs.abs().mean()
+
+
+_WRITERS: dict[str, Callable[[Path], object]] = {
+    "medusa": write_medusa,
+    "eagle": write_eagle,
+    "eagle1": write_eagle1,
+    "mtp": write_mtp,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "complaint"),
+    [
+        ("eagle", {"num_key_value_heads": 4}, "num_kv_heads is 4, and the model's is 2"),
+        ("eagle", {"head_dim": 8}, "head_dim is 8, and the model's is 16"),
+        ("eagle", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not EAGLE-3"),
+        ("eagle", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
+        ("eagle", {"draft_vocab_size": 41}, "wrong shape: lm_head.weight"),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "no three of the model"),
+        ("eagle1", {"num_attention_heads": 2}, "wrong shape: layers.0.self_attn.q_proj.weight"),
+        ("eagle1", {"num_key_value_heads": 4}, "num_kv_heads is 4, and the model's is 2"),
+        ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, "missing: midlayer."),
+        ("eagle1", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
+        ("mtp", {"num_nextn_predict_layers": 0}, "DeepseekV3ForCausalLM has none; choose another"),
+        ("mtp", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2 is not supported; supported: 1"),
+        ("medusa", {"medusa_num_heads": 5}, "missing: 4.0.linear.weight"),
+        ("medusa", {"hidden_size": 64}, "hidden_size is 64, and the model's is 48"),
+        ("eagle", {"hidden_size": None}, "config.json"),
+        ("eagle", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and must be a number above 0"),
+        ("eagle", {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', and must be a number above 0"),
+        ("eagle", {"rope_theta": -1.0}, "rope_theta is -1.0, and must be a number above 0"),
+        ("eagle", {"intermediate_size": -80}, "intermediate_size is -80, and must be a whole number from 1"),
+        ("eagle", {"num_attention_heads": 4.0}, "num_attention_heads is 4.0, and must be a whole number from 1"),
+        ("eagle", {"draft_vocab_size": "40"}, "draft_vocab_size is '40', and must be from 1 to"),
+        ("eagle", {"draft_vocab_size": 10**6}, "draft_vocab_size is 1000000, and must be from 1 to"),
+        ("eagle", {"architectures": [None]}, "None is not EAGLE-3"),
+        ("eagle", {"architectures": 5}, "config.json"),
+        ("eagle", {"eagle_config": "low"}, "config.json"),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a", 1, 2]}}, "config.json"),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0.5, 1, 2]}}, "no three of the model"),
+        ("medusa", {"medusa_num_heads": None}, "medusa_num_heads is None, and must be a number from 1 to 64"),
+        ("medusa", {"medusa_num_heads": 0}, "medusa_num_heads is 0, and must be a number"),
+        ("medusa", {"medusa_num_heads": 10**9}, "medusa_num_heads is 1000000000, and must be a number"),
+        ("medusa", {"medusa_num_layers": 10**9}, "medusa_num_layers is 1000000000, and must be a number from 0"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_in_one_line(
+    kind: str,
+    changes: dict[str, Any],
+    complaint: str,
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
+    tmp_path: Path,
+) -> None:
+    _WRITERS[kind](tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    model_dir = tmp_path if kind == "mtp" else tiny_model("llama")[0]
+    with pytest.raises(SpecError) as refused:
+        make_runner(model_dir, heads=HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path))
+    assert complaint in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("d2t", torch.zeros(5, dtype=torch.int64)),
+        ("d2t", torch.zeros(0, dtype=torch.int64)),
+        ("embed_tokens.weight", torch.zeros(VOCAB_SIZE - 1, 48)),
+        ("embed_tokens.weight", torch.zeros(VOCAB_SIZE, 47)),
+    ],
+)
+def test_what_heads_need_not_have_must_fit_where_they_have_it(
+    name: str, tensor: torch.Tensor, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    """It would be the first step that failed, and with it the replica."""
+    tensors = write_eagle(tmp_path, draft_vocab_size=VOCAB_SIZE)
+    whole = {"lm_head.weight": torch.zeros(VOCAB_SIZE, 48), "d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64)}
+    save_file(tensors | whole | {name: tensor}, tmp_path / "model.safetensors")
+    with pytest.raises(SpecError, match=f"wrong shape: {name}"):
+        make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
+
+
+@pytest.mark.parametrize(("has_biases", "has_copies"), [(False, True), (True, False)])
+def test_eagle_1_with_biases_or_without_and_with_copies_of_what_is_the_models(
+    has_biases: bool, has_copies: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    directory, model = tiny_model("llama")
+    tensors = write_eagle1(tmp_path, has_biases=has_biases, has_copies=has_copies)
+    runner = make_runner(directory, heads=HeadsPlace("eagle", tmp_path))
+    tokens = prompts(12)[0]
+    assert _guessed(runner, tokens) == eagle1_reference(model, tensors, tokens, _NUM_TOKENS)
+
+
+def _guessed(runner: ModelRunner, tokens: list[int]) -> list[int]:
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
+    guessed: list[int] = []
+
+    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
+        guessed.append(int(logits.values_RD.argmax()))
+        return guessed[-1:]
+
+    runner.draft([HeadRow(tokens[-1], len(tokens) - 1, [0, 1])], _NUM_TOKENS, choose)
+    return guessed
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_both_names_of_medusa_heads_are_read(
+    is_old: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    directory, model = tiny_model("llama")
+    tensors = write_medusa(tmp_path, is_old=is_old, num_residuals=1)
+    runner = make_runner(directory, heads=HeadsPlace("medusa", tmp_path))
+    tokens = prompts(12)[0]
+    assert _guessed(runner, tokens) == medusa_reference(model, tensors, tokens)
+
+
+def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_not(case: Case) -> None:
+    runner, tokens = case.runner, prompts(12)[0]
+    assert runner.heads
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
+    features, row = runner.heads.features.of([0, 1], 11), HeadRow(tokens[-1], 11, [4, 5])
+    assert len(features) == 48 * 4 and not runner.heads.knows([row])
+    runner.heads.features.arrived([4, 5], 0, 11, b"")
+    assert not runner.heads.knows([row]) and runner.heads.features.of([4, 5], 11) == b""
+    runner.heads.features.arrived([4, 5], 0, 11, features)
+    assert runner.heads.knows([row]) and runner.heads.features.of([4, 5], 11) == features
+    runner.heads.features.arrived([4, 5], 0, 11, b"")
+    runner.heads.features.arrived([4, 5], 11, 11, features)
+    assert runner.heads.knows([row]), "all of it was here, but for that"
+    runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
+    assert not runner.heads.knows([row]), "of another model"
+    runner.forward(Batch.of([Row(tokens[:-1], 0, [4, 5], num_logits=1)], block_size=8))
+    assert runner.heads.knows([row])
+    runner.heads.features.arrived([4, 5], 11, 11, b"")
+    assert not runner.heads.knows([row]), "what is there is of whoever had the blocks before"
+
+
+def test_what_arrives_after_a_warm_up_is_taken(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    """On a GPU heads are tried, and attached anew, in inference mode; what arrives comes outside of it."""
+    write_medusa(tmp_path)
+    runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("medusa", tmp_path))
+    heads = runner.heads
+    assert heads
+    with torch.inference_mode():
+        heads.attach(runner.pool)
+    heads.features.arrived([4, 5], 0, 11, b"1" * 48 * 4)
+    assert heads.knows([HeadRow(0, 11, [4, 5])])
+
+
+def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:
+    directory, _ = tiny_model("llama")
+    write_eagle(tmp_path / "one")
+    write_eagle(tmp_path / "two", own_embedding=True)
+    write_medusa(tmp_path / "medusa")
+    plain = EngineConfig(model_dir=directory, dtype="float32").layout()
+    one, two, medusa = (
+        EngineConfig(model_dir=directory, dtype="float32", heads=HeadsPlace(kind, tmp_path / name)).layout()
+        for kind, name in (("eagle", "one"), ("eagle", "two"), ("medusa", "medusa"))
+    )
+    assert len({plain.fingerprint, one.fingerprint, two.fingerprint}) == 3
+    assert medusa.fingerprint == plain.fingerprint, "its KV is the model's alone"
+    assert one.num_layers == plain.num_layers + 1
+    assert one.block_bytes == one.block_size * one.bytes_per_token() + 48 * 4

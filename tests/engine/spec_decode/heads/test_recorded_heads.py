@@ -1,0 +1,97 @@
+"""Heads beside a model whose steps are recorded guess what they do where each is launched anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.model.draft_heads import HeadsPlace
+from core.types.request import Sampling
+from engine.config import EngineConfig
+from engine.runner.decode_graphs import Capture
+from engine.runner.runner import ModelRunner
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.sampled_drafts import DrawnTokens
+from engine.spec_decode.speculation import Speculation
+from tests.engine.asked import Asked, Said, answers
+from tests.engine.counted_replays import FakeReplays
+from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
+from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
+from tests.engine.spec_decode.heads.mtp_files import write_mtp
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import MakeModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_NUM_TOKENS, _MOST_ROWS = 3, 24
+_WRITERS: dict[str, Callable[[Path], object]] = {
+    "medusa": write_medusa,
+    "eagle": write_eagle,
+    "eagle1": write_eagle1,
+    "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # experts are called one by one on a CPU
+}
+
+
+class Overheard:
+    """Implements Proposer: what heads guess in each step."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._heads = HeadProposer(runner, DrawnTokens(learns=False))
+        self.guesses: list[list[int]] = []
+
+    def propose(self, sequences: Any, max_tokens: int) -> Any:
+        proposals = self._heads.propose(sequences, _NUM_TOKENS)
+        self.guesses += [list(proposal.tokens) for proposal in proposals]
+        return proposals
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", _WRITERS)
+def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Prompts, answers, drafts that are verified, and blocks that fork: replayed but for the longest prompts."""
+    capture = FakeReplays()
+    plain, expected = _said(kind, tiny_model, tmp_path)
+    replayed, guesses = _said(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
+    assert replayed.ids == plain.ids and guesses == expected
+    assert capture.num_replays >= replayed.num_steps - 2 > 10
+    assert sum(map(len, guesses)) > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", _WRITERS)
+def test_what_is_guessed_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    plain, expected = _said(kind, tiny_model, tmp_path)
+    for recorded_rows in (0, _MOST_ROWS):
+        said, guesses = _said(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
+        assert said.ids == plain.ids and guesses == expected, f"{recorded_rows} rows recorded"
+
+
+def _said(
+    kind: str, tiny_model: MakeModel, directory: Path, *, capture: Capture | None = None, **config: Any
+) -> tuple[Said, list[list[int]]]:
+    """Answers, and what was guessed on their way. directory: for the files of the heads."""
+    _WRITERS[kind](directory)
+    heads = HeadsPlace("eagle" if kind == "eagle1" else kind, directory)
+    model_dir = directory if kind == "mtp" else tiny_model("llama")[0]
+    runner = ModelRunner(
+        EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, heads=heads, **config),
+        capture=capture,
+    )
+    overheard = Overheard(runner)
+    asked = [
+        Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
+        for i, prompt in enumerate(prompts(3, 40, 9, 17))
+    ]
+    speculation = Speculation(
+        {"heads": overheard},
+        max_tokens=_NUM_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        may_branch=False,  # what branches goes by what steps have taken
+    )
+    return answers(runner, asked, num_blocks=256, speculation=speculation), overheard.guesses

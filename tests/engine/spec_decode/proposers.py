@@ -1,0 +1,155 @@
+"""Proposers for tests: those of ours, and some that guess as badly, or as well, as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from weakref import WeakSet
+
+from core.types.request import SequenceRequest
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.ask_price import AskPrice
+from engine.spec_decode.corpus import Corpus
+from engine.spec_decode.histories import Histories
+from engine.spec_decode.ngram import Ngram
+from engine.spec_decode.proposer import Proposal, ProposedBranch, Proposer
+from engine.spec_decode.suffix import Suffix
+
+OURS: Mapping[str, Callable[[], Proposer]] = {
+    "ngram": lambda: Ngram(Histories()),
+    "suffix": lambda: Suffix(Histories(), Corpus()),
+}
+
+
+def sequence_of(
+    tokens: Seq[int], *, num_prompt_tokens: int | None = None, tenant: str = "", salt: str = ""
+) -> Sequence:
+    count = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+    request = SequenceRequest(id="r", token_ids=tuple(tokens), num_prompt_tokens=count, tenant=tenant, salt=salt)
+    return Sequence(request, 0, model="m", block_size=8, max_context=4096)
+
+
+class FakeProposer:
+    """Implements Proposer: says whatever `guess` says of the tokens so far."""
+
+    def __init__(self, guess: Callable[[Seq[int], int], Seq[int]]) -> None:
+        self._guess = guess
+        self.finished_with: list[list[int]] = []
+        self.num_asked = 0
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        self.num_asked += len(sequences)
+        guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]
+        return [Proposal(tokens, [0] * len(tokens)) for tokens in guesses]
+
+    def finished(self, sequence: Sequence) -> None:
+        self.finished_with.append(list(sequence.tokens))
+
+
+def propose(proposer: Proposer, sequence: Sequence, max_tokens: int) -> Proposal:
+    """What it says of one sequence alone."""
+    (proposal,) = proposer.propose([sequence], max_tokens)
+    return proposal
+
+
+@dataclass
+class FakeClock:
+    """Seconds that somebody says have passed."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeComputing:
+    """Implements Computing: says what `guess` says, and takes its time for it. It begins with nothing of a sequence."""
+
+    def __init__(
+        self,
+        guess: Callable[[Seq[int], int], Seq[int]],
+        clock: FakeClock,
+        price: AskPrice,
+        *,
+        can_guess: Callable[[Sequence], bool] = lambda sequence: True,
+    ) -> None:
+        self._guess = guess
+        self._clock = clock
+        self._price = price
+        self._can_guess = can_guess
+        self._computed: dict[Sequence, int] = {}
+        self.asked: list[tuple[int, int]] = []  # rows, depth
+        self.pieces: list[int] = []
+        self.spent_s = 0.0
+        self.finished_with: list[Sequence] = []
+        self.forgotten: list[Sequence] = []
+        self.num_first: int | None = None
+        self._missed: WeakSet[Sequence] = WeakSet()
+
+    @property
+    def rests(self) -> bool:
+        return self.num_first is not None
+
+    def num_behind(self, sequence: Sequence) -> int | None:
+        can_guess = sequence not in self._missed and self._can_guess(sequence)
+        return len(sequence.tokens) - self._computed.get(sequence, 0) if can_guess else None
+
+    def stepped(self, sequences: Seq[Sequence]) -> None:
+        """They have got a token: of what it need not know while it rests, it will never know anything."""
+        if self.num_first is not None:
+            self._missed.update(one for one in sequences if one.num_generated > self.num_first)
+
+    def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
+        self._computed[sequence] = min(len(sequence.tokens) - 1, self._computed.get(sequence, 0) + num_tokens)
+        self.pieces.append(num_tokens)
+        self._take(0, num_tokens)
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        assert all(self._can_guess(sequence) for sequence in sequences)
+        self._take(max_tokens, sum((self.num_behind(one) or 0) + max_tokens - 1 for one in sequences))
+        self.asked.append((len(sequences), max_tokens))
+        for sequence in sequences:
+            self._computed[sequence] = len(sequence.tokens)
+        guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]
+        return [Proposal(tokens, [0] * len(tokens)) for tokens in guesses]
+
+    def finished(self, sequence: Sequence) -> None:
+        self.finished_with.append(sequence)
+
+    def rest(self, num_first: int | None) -> None:
+        self.num_first = num_first
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence)
+
+    def _take(self, depth: int, num_tokens: int) -> None:
+        seconds = self._price.seconds(depth, num_tokens)
+        self.spent_s += seconds
+        self._clock.now += seconds
+
+
+class Diverted:
+    """Implements Proposer: says what another one does, but that at each place whose number in the sequence `every`
+    divides the first such token of a draft is another, and what would have stood there from then on is in a branch."""
+
+    def __init__(self, proposer: Proposer, *, every: int, vocab_size: int) -> None:
+        self._proposer = proposer
+        self._every = every
+        self._vocab_size = vocab_size
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        proposals = self._proposer.propose(sequences, max_tokens)
+        return [self._divert(one.tokens, proposal) for one, proposal in zip(sequences, proposals, strict=True)]
+
+    def finished(self, sequence: Sequence) -> None:
+        self._proposer.finished(sequence)
+
+    def _divert(self, known: Seq[int], proposal: Proposal) -> Proposal:
+        tokens, kinds = list(proposal.tokens), list(proposal.kinds)
+        place = -len(known) % self._every
+        if place >= len(tokens):
+            return proposal
+        branch = ProposedBranch(place, tokens[place:], kinds[place:])
+        tokens[place] = (tokens[place] + 1) % self._vocab_size
+        return Proposal(tokens, kinds, [*(one for one in proposal.branches if one.place < place), branch])

@@ -1,0 +1,298 @@
+"""What is drafted follows what was right before, and what steps take; without a draft, that is learnt all the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from engine.kv.block_manager import BlockManager
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.ask_price import AskPrice
+from engine.spec_decode.draft import Draft
+from engine.spec_decode.draft_plan import FREE, StepPrice
+from engine.spec_decode.speculation import Speculation
+from tests.engine.spec_decode.proposers import FakeClock, FakeComputing, FakeProposer, sequence_of
+
+_CHEAP = StepPrice(plain=12.0, token=0.9)  # one row of a small model
+_FULL = StepPrice(plain=70.0, token=0.9)  # 64 of them
+_BLOCKS = 400  # of a row
+
+
+def _next(tokens: Seq[int]) -> int:
+    return (tokens[-1] * 7 + 3) % 50
+
+
+def _right(tokens: Seq[int], max_tokens: int) -> list[int]:
+    grown = list(tokens)
+    for _ in range(max_tokens):
+        grown.append(_next(grown))
+    return grown[len(tokens) :]
+
+
+def _wrong(tokens: Seq[int], max_tokens: int) -> list[int]:
+    return [(token + 1) % 50 for token in _right(tokens, max_tokens)]
+
+
+def _nothing(tokens: Seq[int], max_tokens: int) -> list[int]:
+    return []
+
+
+class Replica:
+    """Rows that all go on as `_next` says, with what is drafted for them."""
+
+    def __init__(self, speculation: Speculation, num_rows: int = 1, max_tokens: int = 4000) -> None:
+        self.blocks = BlockManager(_BLOCKS * num_rows)
+        self.rows = [sequence_of([number], num_prompt_tokens=1) for number in range(num_rows)]
+        for row in self.rows:
+            row.ends_at = max_tokens
+        self._speculation = speculation
+
+    def step(self, price: StepPrice, *, room: int = 64) -> dict[Sequence, Draft]:
+        drafts = self._speculation.draft(self.rows, lambda: price, max_tokens=room, blocks=self.blocks)
+        for row in self.rows:
+            draft = drafts.get(row)
+            chosen = [_next(row.tokens)]
+            for drafted in draft.tokens if draft else ():
+                if drafted != chosen[-1]:
+                    break
+                chosen.append(_next([*row.tokens, *chosen]))
+            row.tokens += chosen
+            row.num_computed = len(row.tokens) - 1
+            if draft:
+                draft.give_back(row, self.blocks)
+                self._speculation.verified(draft, chosen)
+            row.release(self.blocks)
+        return drafts
+
+
+def _speculation(**guesses: FakeProposer) -> Speculation:
+    return Speculation(guesses, max_tokens=8, vocab_size=50)
+
+
+def test_what_is_right_is_drafted_ever_longer_and_what_is_wrong_no_more() -> None:
+    right, wrong = _speculation(right=FakeProposer(_right)), _speculation(wrong=FakeProposer(_wrong))
+    replica, other = Replica(right), Replica(wrong)
+    lengths = [sum(len(draft.tokens) for draft in replica.step(_CHEAP).values()) for _ in range(100)]
+    assert lengths[-1] == 8 and lengths[-1] > lengths[0]
+    for _ in range(50):
+        other.step(FREE)
+    before = wrong.counts["wrong"].drafted.total()
+    for _ in range(500):
+        other.step(_CHEAP)
+    assert wrong.counts["wrong"].drafted.total() == before, "what is never right is tried again and again"
+
+
+def test_who_is_off_learns_from_what_rows_become() -> None:
+    speculation = _speculation(right=FakeProposer(_right))
+    dear = StepPrice(plain=12.0, token=12.0)
+    replica = Replica(speculation)
+    assert not any(replica.step(dear) for _ in range(40))
+    drafted = [sum(len(draft.tokens) for draft in replica.step(_CHEAP).values()) for _ in range(8)]
+    assert drafted[3:] == [8] * 5, "as soon as somebody looks again"
+
+
+def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
+    speculation = _speculation(sometimes=FakeProposer(lambda tokens, most: _right(tokens, most)[:1] + [49] * 7))
+    replica = Replica(speculation, num_rows=4)
+    dear = StepPrice(plain=4.0, token=2.0)
+    drafted = [sum(len(draft.tokens) for draft in replica.step(dear).values()) for _ in range(640)]
+    assert 0 < sum(count > 0 for count in drafted) <= 10 and max(drafted) <= 3
+
+
+@pytest.mark.parametrize("has_computing", [False, True])
+@pytest.mark.parametrize("guess", [_wrong, _nothing])
+def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain(
+    guess: Callable[[Seq[int], int], list[int]], has_computing: bool
+) -> None:
+    for num_rows, every in ((2, 4), (16, 8)):
+        proposer = FakeProposer(guess)
+        mute = FakeComputing(_right, FakeClock(), AskPrice(0.0, 0.0, 0.0), can_guess=lambda sequence: False)
+        computing = {"mute": mute} if has_computing else {}
+        speculation = Speculation({"guess": proposer}, computing=computing, max_tokens=8, vocab_size=50)
+        replica = Replica(speculation, num_rows=num_rows)
+        asked = []
+        for _ in range(200):
+            before = proposer.num_asked
+            replica.step(StepPrice(plain=1.0, token=1.0))
+            asked.append(proposer.num_asked - before)
+        assert asked[:8] == [num_rows] * 8, "nobody knows yet"
+        assert [count for i, count in enumerate(asked[8:], 9) if i % every == 0] == [num_rows] * (192 // every)
+        assert sum(asked[8:]) == num_rows * (192 // every), "all such rows in the same steps, and in no other"
+
+
+def test_where_steps_run_ahead_nobody_looks_each_time_either() -> None:
+    proposer = FakeProposer(_wrong)
+    speculation, rows = _speculation(wrong=proposer), [sequence_of([1])]
+    for _ in range(40):
+        assert not speculation.awaits(rows, lambda: StepPrice(plain=1.0, token=1.0), max_tokens=8)
+        rows[0].tokens.append(_next(rows[0].tokens))
+    assert proposer.num_asked == 8 + (40 - 8) // 4
+
+
+def test_nobody_waits_for_a_row_at_which_nobody_would_look() -> None:
+    speculation = _speculation(right=FakeProposer(_right))
+    replica = Replica(speculation)
+    for _ in range(8):
+        replica.step(StepPrice(plain=1.0, token=1.0))
+    assert [speculation.awaits(replica.rows, lambda: _CHEAP, max_tokens=8) for _ in range(4)] == [False] * 3 + [True]
+    assert replica.step(_CHEAP), "who was waited for is drafted for"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
+    """Who looks up and who computes is right, if anybody says anything: a guess of some steps before would be wrong."""
+    generator, clock = random.Random(seed), FakeClock()
+    speculation = Speculation(
+        {"sometimes": FakeProposer(lambda tokens, most: _right(tokens, most) if generator.random() < 0.05 else [])},
+        computing={
+            "computes": FakeComputing(
+                _right, clock, AskPrice(0.0, 0.1, 0.0), can_guess=lambda sequence: len(sequence.tokens) % 3 > 0
+            )
+        },
+        max_tokens=8,
+        vocab_size=50,
+        clock=clock,
+    )
+    replica = Replica(speculation, num_rows=3)
+    num_drafted = 0
+    for step in range(600):
+        before = {row: list(row.tokens) for row in replica.rows}
+        for row, draft in replica.step(_CHEAP if step % 24 > 11 else StepPrice(plain=12.0, token=12.0)).items():
+            assert list(draft.tokens) == _right(before[row], len(draft.tokens))
+            num_drafted += 1
+    assert num_drafted
+
+
+@pytest.mark.parametrize("num_rows", [2, 16])
+def test_what_has_become_worth_it_is_seen_soon(num_rows: int) -> None:
+    replica = Replica(_speculation(right=FakeProposer(_right)), num_rows=num_rows)
+    for _ in range(40):
+        replica.step(StepPrice(plain=1.0, token=1.0))
+    drafted = [bool(replica.step(StepPrice(plain=16.0, token=0.1))) for _ in range(20)]
+    assert any(drafted[:8]) and all(drafted[8:])
+
+
+def test_one_row_that_is_guessed_makes_nobody_look_at_the_others() -> None:
+    """The last row follows the rule; what is said of the others is wrong."""
+    asked: list[int] = []
+
+    def guess(tokens: Seq[int], max_tokens: int) -> list[int]:
+        asked.append(tokens[0])
+        return _right(tokens, max_tokens) if tokens[0] == 3 else _wrong(tokens, max_tokens)
+
+    replica = Replica(_speculation(guess=FakeProposer(guess)), num_rows=4)
+    for _ in range(30):
+        replica.step(_CHEAP)
+    asked.clear()
+    for _ in range(40):
+        assert replica.rows[3] in replica.step(_CHEAP)
+    assert asked.count(3) == 40 and asked.count(0) == asked.count(1) == asked.count(2) == 10
+
+
+def test_rows_at_which_nobody_looks_wait_for_a_draft_all_the_same() -> None:
+    """What pays beside one row does not beside four, three of whom nobody guesses."""
+    one_of_four = FakeProposer(lambda tokens, most: _right(tokens, most) if tokens[0] == 3 else [])
+    speculation = _speculation(guess=one_of_four)
+    replica = Replica(speculation, num_rows=4)
+    for _ in range(29):
+        replica.step(_CHEAP)
+    dear, asked = StepPrice(plain=4.0, token=2.0), one_of_four.num_asked
+    assert not speculation.awaits([*replica.rows], lambda: dear, max_tokens=64) and one_of_four.num_asked == asked + 1
+    assert not replica.step(dear)
+    alone = Replica(speculation)
+    alone.rows = replica.rows[3:]
+    assert alone.step(dear)
+
+
+def test_whoever_wants_to_know_how_often_there_is_a_guess_has_every_row_looked_at() -> None:
+    silent = FakeProposer(_nothing)
+    replica = Replica(Speculation({"silent": silent}, max_tokens=8, vocab_size=50, may_pass_over=False), num_rows=9)
+    for _ in range(100):
+        replica.step(_CHEAP)
+    assert silent.num_asked == 900
+
+
+def test_what_the_step_has_no_room_for_is_not_drafted() -> None:
+    replica = Replica(_speculation(right=FakeProposer(_right)), num_rows=3)
+    for room in (0, 1, 2, 5, 30):
+        assert sum(len(draft.tokens) for draft in replica.step(FREE, room=room).values()) == min(room, 3 * 8)
+
+
+@pytest.mark.parametrize("ends_after", range(12))
+def test_nothing_is_drafted_beyond_the_end_of_an_answer(ends_after: int) -> None:
+    replica = Replica(_speculation(right=FakeProposer(_right)), max_tokens=1 + ends_after)
+    drafts = replica.step(FREE)
+    assert sum(len(draft.tokens) for draft in drafts.values()) == max(0, min(8, ends_after - 1))
+    moving = Replica(_speculation(right=FakeProposer(_right)))
+    moving.rows[0].most_tokens = 1 + ends_after  # it finds room for the KV of so many elsewhere
+    assert sum(len(draft.tokens) for draft in moving.step(FREE).values()) == min(8, ends_after)
+
+
+def test_ids_that_no_model_has_end_a_draft() -> None:
+    for bad in (-1, 50, 1 << 40):
+        speculation = _speculation(bad=FakeProposer(lambda tokens, most, bad=bad: [*_right(tokens, 2), bad, 1]))
+        assert [list(draft.tokens) for draft in Replica(speculation).step(FREE).values()] == [_right([0], 2)]
+
+
+def test_of_several_the_one_that_promises_more() -> None:
+    generator = random.Random(0)
+
+    def half(tokens: Seq[int], max_tokens: int) -> list[int]:
+        return (_right if generator.random() < 0.3 else _wrong)(tokens, max_tokens)
+
+    speculation = _speculation(half=FakeProposer(half), right=FakeProposer(_right), silent=FakeProposer(_nothing))
+    replica = Replica(speculation)
+    for _ in range(30):
+        replica.step(_CHEAP)
+    before = speculation.counts["half"].drafted.total()
+    for _ in range(100):
+        replica.step(_CHEAP)
+    assert speculation.counts["half"].drafted.total() == before
+    assert speculation.counts["right"].accepted.total() > 700
+    assert not speculation.counts["silent"].drafted
+
+
+def test_several_that_are_good_at_other_places_are_better_together() -> None:
+    """One knows the next token and nothing after it, one all that follow if it is let begin, as half of the times."""
+    generator = random.Random(0)
+
+    def first(tokens: Seq[int], max_tokens: int) -> list[int]:
+        return _right(tokens, 1)
+
+    def half(tokens: Seq[int], max_tokens: int) -> list[int]:
+        right = _right(tokens, max_tokens)
+        return right if generator.random() < 0.5 else [*_wrong(tokens, 1), *right[1:]]
+
+    speculation = _speculation(first=FakeProposer(first), half=FakeProposer(half))
+    replica = Replica(speculation)
+    for _ in range(200):
+        replica.step(_CHEAP)
+    together = speculation.counts["ensemble"]
+    assert together.accepted[0] == together.drafted[0] > 50, "whoever does not agree with the first is not followed"
+    assert together.accepted[3] > 50, "and who does goes on behind it"
+
+
+def test_whether_a_step_is_worth_waiting_for() -> None:
+    right, silent = _speculation(right=FakeProposer(_right)), _speculation(silent=FakeProposer(_nothing))
+    rows = [sequence_of([1])]
+    assert right.awaits(rows, lambda: _CHEAP, max_tokens=8) and not silent.awaits(rows, lambda: _CHEAP, max_tokens=8)
+    assert not right.awaits(rows, lambda: StepPrice(plain=1.0, token=2.0), max_tokens=8)
+
+
+def test_rejected_blocks_go_back_and_those_of_others_are_not_taken() -> None:
+    blocks = BlockManager(4)
+    sequence = sequence_of(range(8))
+    sequence.blocks, _ = blocks.allocate([], 1) or ([], 0)
+    sequence.num_computed = 7
+    other, _ = blocks.allocate([], 2) or ([], 0)
+    drafts = _speculation(right=FakeProposer(_right)).draft([sequence], lambda: FREE, max_tokens=64, blocks=blocks)
+    assert len(drafts[sequence].tokens) == 8 and len(sequence.blocks) == 2  # of 8 tokens each
+    sequence.num_computed = 8
+    drafts[sequence].give_back(sequence, blocks)
+    assert len(sequence.blocks) == 1 and blocks.num_available == 1
+    more, _ = blocks.allocate([], 1) or ([], 0)
+    assert not _speculation(right=FakeProposer(_right)).draft([sequence], lambda: FREE, max_tokens=64, blocks=blocks)
+    assert len(sequence.blocks) == 1 and len(other) == 2 and len(more) == 1

@@ -1,0 +1,101 @@
+"""Directories on one node: nobody shares one, and nobody's blocks are forgotten."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.tiers.directory_lock import choose_claim, open_key, take_claim
+
+
+def test_two_replicas_have_two_directories(tmp_path: Path) -> None:
+    one, other = (choose_claim(tmp_path, replica=name) for name in ("prefill-0", "prefill-1"))
+    assert one.directory != other.directory
+    one.release()
+    other.release()
+
+
+def test_a_successor_takes_over_what_was_used_last(tmp_path: Path) -> None:
+    first, second = (choose_claim(tmp_path, replica=name) for name in ("prefill-0", "prefill-1"))
+    os.utime(first.directory, (2000, 2000))
+    os.utime(second.directory, (1000, 1000))
+    first.release()
+    second.release()
+    successors = [choose_claim(tmp_path, replica=f"prefill-{number}") for number in (2, 3, 4)]
+    assert [claim.name for claim in successors] == ["prefill-0", "prefill-1", "prefill-4"]
+    for claim in successors:
+        claim.release()
+
+
+def test_a_new_claim_never_has_the_name_of_one_that_is_held(tmp_path: Path) -> None:
+    old = choose_claim(tmp_path, replica="prefill-0")
+    new = choose_claim(tmp_path, replica="prefill-0")
+    assert (old.name, new.name) == ("prefill-0", "prefill-0-1")
+    old.release()
+    new.release()
+
+
+def test_the_ranks_of_a_replica_use_one_claim(tmp_path: Path) -> None:
+    leader = choose_claim(tmp_path, replica="decode-0")
+    follower = take_claim(tmp_path, name=leader.name, rank=1)
+    assert follower and follower.directory.parent == leader.directory.parent != follower.directory
+    assert take_claim(tmp_path, name=leader.name, rank=1) is None
+    leader.release()
+    follower.release()
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, signal, sys; from engine.tiers.directory_lock import choose_claim;"
+        "choose_claim(pathlib.Path(sys.argv[1]), replica='prefill-0'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False)
+    claim = choose_claim(tmp_path, replica="prefill-1")
+    assert claim.name == "prefill-0"
+    claim.release()
+
+
+def _modes(root: Path) -> set[int]:
+    """Of everything below, and of itself; what others may do."""
+    return {path.stat().st_mode & 0o077 for path in (root, *root.rglob("*"))}
+
+
+def test_directories_and_locks_are_for_their_owner_alone_also_those_of_an_earlier_version(tmp_path: Path) -> None:
+    root = tmp_path / "blocks"
+    (root / "prefill-0" / "rank-0").mkdir(parents=True, mode=0o755)
+    for directory in (root, root / "prefill-0", root / "prefill-0" / "rank-0"):
+        directory.chmod(0o777)
+    open_key(root)
+    claims = [choose_claim(root, replica="prefill-0"), choose_claim(root, replica="prefill-1")]
+    assert _modes(root) == {0}
+    for claim in claims:
+        claim.release()
+
+
+def test_a_key_is_made_once_whoever_asks_first_and_outlives_replicas(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(lambda _: open_key(tmp_path / "blocks"), range(8)))
+    assert len(keys) == 1 and keys == {open_key(tmp_path / "blocks")} and len(next(iter(keys))) == 32
+    assert [path.name for path in (tmp_path / "blocks").iterdir()] == ["key"]
+    assert open_key(tmp_path / "others") not in keys
+
+
+def test_a_key_that_others_could_read_or_have_put_there_is_refused(tmp_path: Path) -> None:
+    open_key(tmp_path)
+    (tmp_path / "key").chmod(0o640)
+    with pytest.raises(PermissionError, match="owner alone"):
+        open_key(tmp_path)
+    (tmp_path / "key").unlink()
+    (tmp_path / "elsewhere").write_bytes(bytes(32))
+    (tmp_path / "key").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        open_key(tmp_path)
+    (tmp_path / "key").unlink()
+    (tmp_path / "key").touch(mode=0o600)
+    with pytest.raises(PermissionError, match="32 bytes"):
+        open_key(tmp_path)

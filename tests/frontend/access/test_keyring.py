@@ -1,0 +1,242 @@
+"""Which keys count: as the controller says, soon, and never as anybody else writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+import redis
+from redis.asyncio import Redis
+
+from core.index.key_channel import KeyPublisher, KeyReader
+from core.index.redis_client import connect_redis
+from core.process.ports import free_port
+from core.types.api_key import OPERATOR
+from core.types.errors import KeysUnknown, Unauthenticated
+from frontend.access.access import Access
+from frontend.access.keyring import Keyring
+from tests.frontend.access.keys import SALT_KEY, SEAL_KEY, IssuedKey, book_of, issue
+from tests.support.waiting import becomes
+
+
+@pytest.fixture
+def wiped(redis_url: str) -> str:
+    redis.Redis.from_url(redis_url).flushall()
+    return redis_url
+
+
+@pytest.fixture
+async def publisher(wiped: str) -> AsyncIterator[KeyPublisher]:
+    one = KeyPublisher(connect_redis(wiped), name="d", seal_key=SEAL_KEY)
+    yield one
+    await one.close()
+
+
+@asynccontextmanager
+async def following(client: Redis) -> AsyncIterator[Keyring]:
+    ring = Keyring(KeyReader(client, name="d", seal_key=SEAL_KEY), salt_key=SALT_KEY, is_required=True)
+    await ring.read()
+    task = asyncio.create_task(ring.follow_forever())
+    try:
+        yield ring
+    finally:
+        ring.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.aclose()
+
+
+def lets_in(ring: Keyring, issued: IssuedKey) -> bool:
+    try:
+        return ring.identify(issued.header).key == issued.key
+    except Unauthenticated:
+        return False
+
+
+@pytest.fixture
+def ring() -> Keyring:
+    return Keyring(None, salt_key=SALT_KEY, is_required=True)
+
+
+def test_a_key_without_its_scheme_is_told_what_is_missing(ring: Keyring) -> None:
+    known = issue("acme")
+    ring.take(book_of(known))
+    with pytest.raises(Unauthenticated, match="came without Bearer"):
+        ring.identify(known.secret)
+
+
+def test_only_known_secrets_are_let_in(ring: Keyring) -> None:
+    known, other = issue("a"), issue("b")
+    ring.take(book_of(known))
+    assert lets_in(ring, known) and not lets_in(ring, other)
+    for header in (None, "", "Bearer", "Bearer ", known.secret, f"Basic {known.secret}", f"Bearer {known.key.digest}"):
+        with pytest.raises(Unauthenticated):
+            ring.identify(header)
+    assert ring.identify(f"bearer  {known.secret} ").key == known.key  # the scheme has no case
+    with pytest.raises(Unauthenticated):
+        ring.identify("Bearer " + "x" * 100_000)
+
+
+def test_where_none_is_needed_a_key_that_is_shown_counts() -> None:
+    ring = Keyring(None, salt_key=SALT_KEY, is_required=False)
+    known = issue("a")
+    ring.take(book_of(known))
+    assert ring.identify(known.header).key == known.key
+    for header in (None, "Bearer none", issue("b").header):
+        assert ring.identify(header).key is None
+
+
+@pytest.mark.parametrize(
+    ("is_required", "tenants", "expected"),
+    [
+        (True, [], False),
+        (True, ["a"], False),
+        (True, ["a", "a"], False),
+        (True, ["a", "b"], True),
+        (False, [], False),
+        (False, ["a"], True),  # and those without a key
+    ],
+)
+def test_whether_there_are_several_tenants_leaves_the_operator_out(
+    is_required: bool, tenants: list[str], expected: bool
+) -> None:
+    ring = Keyring(None, salt_key=SALT_KEY, is_required=is_required)
+    issued = [issue(f"{tenant}-{number}", tenant=tenant) for number, tenant in enumerate(tenants)]
+    ring.take(book_of(issue(OPERATOR), *issued))
+    assert ring.has_many_tenants is expected
+
+
+def test_before_it_has_heard_of_any_it_says_so(ring: Keyring) -> None:
+    with pytest.raises(KeysUnknown):
+        ring.identify(issue("a").header)
+
+
+def test_whose_a_key_is_counts_for_what_was_begun_with_it(ring: Keyring) -> None:
+    kept, revoked = issue("a"), issue("b")
+    with pytest.raises(KeysUnknown):
+        ring.client_of(kept.key.id)
+    ring.take(book_of(kept, revoked))
+    assert ring.client_of(revoked.key.id).key == revoked.key
+    ring.take(book_of(kept, version=2))
+    assert ring.client_of(kept.key.id).key == kept.key
+    for gone in (revoked.key.id, "", "key-none"):
+        with pytest.raises(Unauthenticated):
+            ring.client_of(gone)
+    nobody = Keyring(None, salt_key=SALT_KEY, is_required=False)
+    assert nobody.client_of("").key is None, "where none is needed, nobody's counts"
+
+
+async def test_what_is_made_and_revoked_counts_without_a_restart(wiped: str, publisher: KeyPublisher) -> None:
+    first, second = issue("a"), issue("b")
+    await publisher.publish(book_of(first))
+    async with following(connect_redis(wiped)) as ring:
+        assert lets_in(ring, first), "it was read at the start"
+        await publisher.publish(book_of(first, second, version=2))
+        await becomes(lambda: lets_in(ring, second))
+        await publisher.publish(book_of(second, version=3))
+        await becomes(lambda: not lets_in(ring, first))
+        assert lets_in(ring, second)
+
+
+async def test_a_redis_that_comes_back_empty_takes_nothing_away(wiped: str, publisher: KeyPublisher) -> None:
+    known = issue("a")
+    await publisher.publish(book_of(known))
+    async with following(connect_redis(wiped)) as ring:
+        redis.Redis.from_url(wiped).flushall()
+        await ring.read()
+        assert lets_in(ring, known)
+        await publisher.publish(book_of(known))  # the controller says it again
+        async with following(connect_redis(wiped)) as newcomer:
+            assert lets_in(newcomer, known)
+
+
+async def test_a_redis_that_is_away_takes_nothing_away() -> None:
+    async with following(connect_redis(f"redis://127.0.0.1:{free_port()}")) as ring:
+        known = issue("a")
+        ring.take(book_of(known))
+        await ring.read()
+        assert lets_in(ring, known)
+
+
+async def test_keys_that_somebody_else_has_written_do_not_count(wiped: str, publisher: KeyPublisher) -> None:
+    known, forged = issue("a"), issue("b")
+    await publisher.publish(book_of(known))
+    forger = KeyPublisher(connect_redis(wiped), name="d", seal_key=b"another secret")
+    async with following(connect_redis(wiped)) as ring:
+        await forger.publish(book_of(known, forged, version=9))
+        await ring.read()
+        assert lets_in(ring, known) and not lets_in(ring, forged)
+        redis.Redis.from_url(wiped).hset("d:keys", mapping={"book": b"\xff[", "seal": "x"})
+        await ring.read()
+        assert lets_in(ring, known)
+    await forger.close()
+
+
+@pytest.mark.parametrize("answer", [5, [b"book"], [5, 5], [b"book", 5]], ids=str)
+async def test_an_answer_that_makes_no_sense_is_passed_over(answer: object) -> None:
+    class FakeRedis:
+        async def hmget(self, *asked: str) -> object:
+            return answer
+
+    known = issue("a")
+    reader = KeyReader(cast(Redis, FakeRedis()), name="d", seal_key=SEAL_KEY)
+    ring = Keyring(reader, salt_key=SALT_KEY, is_required=True)
+    ring.take(book_of(known))
+    await ring.read()
+    assert lets_in(ring, known)
+
+
+async def test_an_older_book_does_not_bring_a_revoked_key_back(wiped: str, publisher: KeyPublisher) -> None:
+    known = issue("a")
+    await publisher.publish(book_of(known, version=1))
+    client = redis.Redis.from_url(wiped)
+    old = client.hgetall("d:keys")
+    await publisher.publish(book_of(version=2))
+    async with following(connect_redis(wiped)) as ring:
+        assert not lets_in(ring, known)
+        client.hset("d:keys", mapping=old)
+        await ring.read()
+        assert not lets_in(ring, known)
+    client.close()
+
+
+async def test_a_book_that_was_changed_behind_its_seal_is_told_again(wiped: str, publisher: KeyPublisher) -> None:
+    known, forged = issue("a"), issue("b")
+    await publisher.publish(book_of(known))
+    client = redis.Redis.from_url(wiped)
+    client.hset("d:keys", "book", book_of(known, forged, version=9).to_json())
+    async with following(connect_redis(wiped)) as newcomer:
+        with pytest.raises(KeysUnknown):
+            newcomer.identify(forged.header)
+        await publisher.publish(book_of(known))
+        await becomes(lambda: _has_heard(newcomer))
+        assert lets_in(newcomer, known) and not lets_in(newcomer, forged)
+    client.close()
+
+
+def _has_heard(ring: Keyring) -> bool:
+    try:
+        ring.identify(None)
+    except KeysUnknown:
+        return False
+    except Unauthenticated:
+        pass
+    return True
+
+
+async def test_a_router_that_starts_believes_nothing_older_than_what_the_controller_says(
+    wiped: str, publisher: KeyPublisher
+) -> None:
+    kept, revoked = issue("a"), issue("b")
+    await publisher.publish(book_of(kept, revoked, version=2))  # sealed by the controller, and put back by somebody
+    words: Any = {"name": "d", "seal_key": SEAL_KEY, "salt_key": SALT_KEY, "is_required": True, "is_cache_told": False}
+    access = await Access.follow(
+        wiped, **words, num_routers=1, count=lambda outcome: None, known=book_of(kept, version=3)
+    )
+    assert access.identify(kept.header).key == kept.key
+    with pytest.raises(Unauthenticated):
+        access.identify(revoked.header)
+    await access.close()

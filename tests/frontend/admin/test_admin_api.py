@@ -1,0 +1,84 @@
+"""What operators ask a router: at an address of its own, which its clients do not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.launch.router_admin import ask_at, ask_here, seen_by
+from core.process.ports import free_ports
+from core.types.errors import DeployError
+from frontend.admin.admin_api import create_admin_app, open_admin_listener
+from frontend.admin.ui_page import UiPage
+from tests.support.http_server import serve_http
+
+
+def app(*, deployment: str = "d", router: str = "router-1", decode: int = 1, page: UiPage | None = None) -> Any:
+    return create_admin_app(
+        deployment=deployment,
+        router=router,
+        health=lambda: {"prefill": 2, "decode": decode},
+        metrics=lambda: b"requests_total 1\n",
+        explain_route=lambda request_id: {request_id: []} if request_id == "r/1" else {},
+        page=page,
+    )
+
+
+async def test_it_says_what_clients_are_not_told() -> None:
+    listener = await open_admin_listener(app(), host="127.0.0.1", ports=[0])
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*listener.address)) as http:
+        health = (await http.get("/health")).json()
+        assert health == {"deployment": "d", "router": "router-1", "replicas": {"prefill": 2, "decode": 1}}
+        metrics = await http.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain") and metrics.text == "requests_total 1\n"
+        assert (await http.get("/debug/routes/r1")).status_code == 404
+        for known in ("r%2F1", "chatcmpl-r%2F1", "cmpl-r%2F1"):  # of the request, or of its answer
+            assert (await http.get(f"/debug/routes/{known}")).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 404
+    await listener.close(grace_s=5)
+
+
+@pytest.mark.parametrize(
+    "path", ["/ui", "/ui/page.js", "/ui/events", "/debug/view", "/debug/routes/r", "/debug/lives/r"]
+)
+async def test_a_web_page_whose_name_was_made_to_resolve_here_is_told_of_no_request(path: str) -> None:
+    page = UiPage(lambda has_history: {}, host="127.0.0.1")
+    async with serve_http(app(page=page)) as (host, port), httpx.AsyncClient() as http:
+        for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", f"localhost.evil:{port}", ""):
+            answer = await http.get(f"http://{host}:{port}{path}", headers={"host": name})
+            assert answer.status_code == 421, name
+        scraped = await http.get(f"http://{host}:{port}/metrics", headers={"host": "prometheus.example"})
+        assert scraped.status_code == 200, "by whatever name a scraper has for it"
+        if path != "/ui/events":
+            for name in (f"127.0.0.1:{port}", f"[::1]:{port}", "LOCALHOST"):
+                answer = await http.get(f"http://{host}:{port}{path}", headers={"host": name})
+                assert answer.status_code in (200, 404)
+
+
+async def test_routers_of_one_machine_take_ports_in_turn() -> None:
+    first = free_ports(2)
+    listeners = [await open_admin_listener(app(), host="127.0.0.1", ports=[first, first + 1]) for _ in range(2)]
+    assert [listener.address[1] for listener in listeners] == [first, first + 1]
+    with pytest.raises(DeployError, match=f"router.admin_port: no port from {first} to {first + 1}"):
+        await open_admin_listener(app(), host="127.0.0.1", ports=[first, first + 1])
+    for listener in listeners:
+        await listener.close(grace_s=5)
+
+
+async def test_whoever_else_listens_there_is_passed_over() -> None:
+    async with serve_http(app(router="a")) as one, serve_http(app(router="b", decode=0)) as two:
+        async with serve_http(app(deployment="other")) as stranger:
+            addresses = ["{}:{}".format(*address) for address in (one, stranger, two)] + ["127.0.0.1:1"]
+            answers = await asyncio.to_thread(ask_here, "d", addresses, "/health")
+            routes = await asyncio.to_thread(ask_here, "d", addresses, "/debug/routes/r%2F1")
+            named = await asyncio.to_thread(ask_here, "d", addresses, "/health", is_named=True)
+            alone = await asyncio.to_thread(ask_at, addresses[1], "/health")
+    assert [answer.json()["router"] for answer in answers] == ["a", "b"]
+    assert seen_by(answers) == {"prefill": 2, "decode": 0} and seen_by([]) is None
+    assert len(routes) == 2 and len(alone) == 1
+    assert [answer.where for answer in answers] == [addresses[0], addresses[2]]
+    assert [answer.where for answer in named] == [f"{addresses[i]} on {socket.gethostname()}" for i in (0, 2)]

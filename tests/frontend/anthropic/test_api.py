@@ -1,0 +1,471 @@
+"""Anthropic's Messages API as its own client uses it: answers whole and streamed, tools, thinking, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from core.types.errors import CapacityError, RateLimited, ReplicaLost, RequestError
+from frontend.access.access import Access
+from frontend.anthropic.types import MessagesBody
+from frontend.chat.chat import Chat
+from frontend.http.app import create_app
+from frontend.openai.types import ChatBody
+from frontend.text.tokenizer import Tokenizer
+from tests.frontend.access.keys import access_with, issue
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+
+_HERMES = (Path(__file__).parent.parent / "chat" / "templates" / "hermes_tools.jinja").read_text()
+_PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris 🎉", "days": 3}}\n</tool_call>'
+_LYON = '<tool_call>\n{"name": "weather", "arguments": {"city": "Lyon"}}\n</tool_call>'
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+_TOOL: Any = {"name": "weather", "description": "Of a city.", "input_schema": _SCHEMA, "cache_control": None}
+_USER: Any = [{"role": "user", "content": "hi"}]
+
+
+class City(BaseModel):
+    name: str
+
+
+@dataclass
+class MessagesDoor:
+    fake: FakeTokenService
+    tokenizer: Tokenizer
+    client: anthropic.AsyncAnthropic
+    http: httpx.AsyncClient
+
+    def say(self, text: str, *, end: str = "<|im_end|>") -> None:
+        ids = self.tokenizer.encode(text + end)
+        self.fake.script = lambda *_: ids
+
+    @property
+    def prompt(self) -> str:
+        """The last that came."""
+        return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
+
+    async def refused(self, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
+        answer = await self.http.post(path, json={"max_tokens": 8, "messages": _USER, **body})
+        told = answer.json()
+        assert told["type"] == "error" and told["request_id"] == answer.headers["request-id"]
+        return answer.status_code, told["error"]["type"], told["error"]["message"]
+
+
+@asynccontextmanager
+async def _door(
+    completions: MakeCompletions,
+    tokenizer: Tokenizer,
+    template: str = _HERMES,
+    *,
+    access: Access | None = None,
+    key: str = "none",
+    has_grammars: bool = False,
+    **options: Any,
+) -> AsyncIterator[MessagesDoor]:
+    fake = FakeTokenService(max_context=4096)
+    service = completions(fake, chat_template=template, max_context=4096, has_grammars=has_grammars)
+    app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True, **options)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        base_url = f"http://{host}:{port}"
+        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0) as client:
+            yield MessagesDoor(fake, tokenizer, client, http)
+    service.close()
+
+
+def _said(message: Any) -> dict[str, Any]:
+    """All but what is of its own in every answer."""
+    told = message.model_dump(exclude_none=True)
+    told.pop("id")
+    told["content"] = [{name: value for name, value in block.items() if name != "id"} for block in told["content"]]
+    return dict(told)
+
+
+async def test_text_whole_and_streamed(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 64,
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "user", "content": [{"type": "text", "text": "there"}]},
+        ],
+        "metadata": {"user_id": "ann"},
+        "extra_body": {"temperature": 0.5, "top_p": 0.9, "top_k": 7},
+    }
+    async with _door(completions, byte_level) as door:
+        door.say("It is Paris. 🎉")
+        answered = await door.client.messages.with_raw_response.create(**fields)
+        whole = await answered.parse()
+        assert door.prompt == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi\nthere<|im_end|>\n<|im_start|>assistant\n"
+        )
+        (asked,) = door.fake.started
+        assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
+        assert (asked.user, asked.sampling.max_tokens) == ("ann", 64)
+        assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": "It is Paris. 🎉"}]
+        assert (whole.stop_reason, whole.stop_sequence, whole.role) == ("end_turn", None, "assistant")
+        assert whole.id == f"msg_{answered.request_id}" and whole.model == "tiny"
+        used = whole.usage
+        assert used.cache_read_input_tokens == 3 and used.cache_creation_input_tokens == 0
+        assert used.input_tokens + 3 == len(asked.token_ids)
+        assert used.output_tokens == len(byte_level.encode("It is Paris. 🎉<|im_end|>"))
+        async with door.client.messages.stream(**fields) as stream:
+            assert "".join([text async for text in stream.text_stream]) == "It is Paris. 🎉"
+            assert _said(await stream.get_final_message()) == _said(whole)
+        prompt = {name: fields[name] for name in ("model", "system", "messages")}
+        counted = await door.client.messages.count_tokens(**prompt)
+        assert counted.input_tokens == len(asked.token_ids) and len(door.fake.started) == 2
+
+
+async def test_how_an_answer_ends(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    ends: list[tuple[dict[str, Any], str, str, str | None]] = [
+        ({"stop_sequences": ["is", "zzz"]}, "It ", "stop_sequence", "is"),
+        ({"max_tokens": 2}, byte_level.decode(byte_level.encode("It is Paris.")[:2]), "max_tokens", None),
+        ({}, "It is Paris.", "end_turn", None),
+    ]
+    async with _door(completions, byte_level) as door:
+        door.say("It is Paris.")
+        for fields, text, reason, stop in ends:
+            asked: Any = {"model": "tiny", "max_tokens": 64, "messages": _USER, **fields}
+            whole = await door.client.messages.create(**asked)
+            assert (whole.content[0].to_dict()["text"], whole.stop_reason, whole.stop_sequence) == (text, reason, stop)
+            async with door.client.messages.stream(**asked) as stream:
+                assert _said(await stream.get_final_message()) == _said(whole)
+        door.say("")
+        nothing = await door.client.messages.create(model="tiny", max_tokens=8, messages=_USER)
+        assert nothing.content == [] and nothing.stop_reason == "end_turn"
+        begun = [*_USER, {"role": "assistant", "content": "It is"}]
+        await door.client.messages.create(model="tiny", max_tokens=8, messages=begun)
+        assert door.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer goes on with it"
+
+
+@pytest.mark.parametrize("together", [1, 3, 1000])
+async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level: Tokenizer, together: int) -> None:
+    broken = '<tool_call>{"name": "weather", "arguments": {"city": oh}} </tool_call> well'
+    answers: dict[str, list[Any]] = {
+        f"\n{_PARIS}\n{_LYON}\n": [{"city": "Paris 🎉", "days": 3}, {"city": "Lyon"}],
+        f"Let me look.\n{_PARIS}": ["Let me look.", {"city": "Paris 🎉", "days": 3}],
+        _PARIS.replace("weather", "whether"): [_PARIS.replace("weather", "whether")],
+        broken: [broken],
+    }
+    fields: Any = {"model": "tiny", "max_tokens": 512, "messages": _USER, "tools": [_TOOL]}
+    async with _door(completions, byte_level) as door:
+        door.fake.together = together
+        for text, expected in answers.items():
+            door.say(text)
+            whole = await door.client.messages.create(**fields)
+            assert [
+                block.input if block.type == "tool_use" else block.to_dict()["text"] for block in whole.content
+            ] == (expected)
+            assert whole.stop_reason == ("end_turn" if isinstance(expected[-1], str) else "tool_use")
+            async with door.client.messages.stream(**fields) as stream:
+                pieces = [event.partial_json async for event in stream if event.type == "input_json"]
+                final = await stream.get_final_message()
+            if text != broken:
+                assert _said(final) == _said(whole)
+                assert all(block.name == "weather" and block.id for block in final.content if block.type == "tool_use")
+            elif together == 1:  # it had begun to say the call
+                assert (final.content[0].type, final.content[1].to_dict()["text"]) == (
+                    "tool_use",
+                    "oh}} </tool_call> well",
+                )
+            assert final.stop_reason == whole.stop_reason
+            if together == 1 and final.stop_reason == "tool_use":
+                assert len(pieces) > 10, "arguments come as they are made"
+
+
+async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    """What came goes back as it came, with the tool's answer; and the model reads both."""
+    messages: list[Any] = list(_USER)
+    async with _door(completions, byte_level) as door:
+        door.say(f"Let me look.\n{_PARIS}")
+        answer = await door.client.messages.create(model="tiny", max_tokens=256, messages=messages, tools=[_TOOL])
+        messages.append({"role": "assistant", "content": answer.content})
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "sunny", "is_error": False}
+            for block in answer.content
+            if block.type == "tool_use"
+        ]
+        messages.append({"role": "user", "content": [*results, {"type": "text", "text": "So?"}]})
+        door.say("It is sunny.")
+        answer = await door.client.messages.create(model="tiny", max_tokens=256, messages=messages, tools=[_TOOL])
+        assert answer.content[0].to_dict()["text"] == "It is sunny." and answer.stop_reason == "end_turn"
+        assert door.prompt.endswith(
+            f"<|im_start|>assistant\nLet me look.\n{_PARIS}<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n"
+            "</tool_response><|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert '{"type": "function", "function": {"name": "weather", "description": "Of a city.", "para' in door.prompt
+
+
+async def test_which_tools_are_called(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    fields: Any = {"model": "tiny", "max_tokens": 256, "messages": _USER, "tools": [_TOOL]}
+    async with _door(completions, byte_level, has_grammars=True) as door:
+        door.say(f"{_PARIS}{_LYON} and more")
+        one = await door.client.messages.create(
+            **fields, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+        )
+        assert [block.type for block in one.content] == ["tool_use"] and one.stop_reason == "tool_use"
+        none = await door.client.messages.create(**fields, tool_choice={"type": "none"})
+        assert [block.type for block in none.content] == ["text"] and "weather" not in door.prompt
+        for choice, text in (
+            ({"type": "any"}, '[{"name": "weather", "arguments": {"city": "Rome"}}]'),
+            ({"type": "tool", "name": "weather"}, '{"city": "Rome"}'),
+        ):
+            door.say(text)
+            (block,) = (await door.client.messages.create(**fields, tool_choice=choice)).content
+            assert block.type == "tool_use" and block.input == {"city": "Rome"}
+            assert door.fake.started[-1].grammar is not None
+
+
+async def test_an_answer_keeps_to_a_schema(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    async with _door(completions, byte_level, has_grammars=True) as door:
+        door.say('{"name": "Rome"}')
+        answer = await door.client.messages.parse(model="tiny", max_tokens=64, messages=_USER, output_format=City)
+        assert answer.parsed_output == City(name="Rome")
+        grammar = door.fake.started[-1].grammar
+        assert grammar is not None and '"name"' in grammar.text
+
+
+_TWO_ANSWERED: list[dict[str, Any]] = [
+    *_USER,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": id, "name": "f", "input": {}} for id in ("a", "b")]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": id} for id in ("a", "b")]},
+]
+_TWO_ANSWERED_IN_A_CHAT = [
+    *_USER,
+    {"role": "assistant", "tool_calls": [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "ab"]},
+    *({"role": "tool", "tool_call_id": id, "content": id} for id in "ab"),
+]
+
+
+def test_the_same_request_as_a_chats() -> None:
+    """What an answer is bound to, and the messages, are the same at both endpoints."""
+    function = {"name": "weather", "description": "Of a city.", "parameters": _SCHEMA}
+    tools = [{"type": "function", "function": function}]
+    both: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "tools": [_TOOL]},
+         {"tool_choice": "required", "parallel_tool_calls": False, "tools": tools}),
+        ({"tool_choice": {"type": "tool", "name": "weather"}, "tools": [_TOOL]},
+         {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": tools}),
+        ({"stop_sequences": ["a"], "seed": 3, "cache_salt": "s", "priority": 2, "metadata": {"user_id": "u"}},
+         {"stop": "a", "seed": 3, "cache_salt": "s", "priority": 2, "user": "u"}),
+        ({"system": "Be."}, {"messages": [{"role": "system", "content": "Be."}, *_USER]}),
+        ({"messages": _TWO_ANSWERED}, {"messages": _TWO_ANSWERED_IN_A_CHAT}),
+    ]  # fmt: skip
+    for ours, chats in both:
+        (one,) = MessagesBody.model_validate({"max_tokens": 8, "messages": _USER, **ours}).requests("r")
+        (other,) = ChatBody.model_validate({"max_tokens": 8, "messages": _USER, **chats}).requests("r")
+        assert isinstance(one.prompt, Chat) and isinstance(other.prompt, Chat)
+        assert one.prompt.messages == other.prompt.messages and one.prompt.tools == other.prompt.tools
+        assert one.prompt.is_parallel == other.prompt.is_parallel and one.prompt.forced == other.prompt.forced
+        for name in ("grammar", "stop", "seed", "cache_salt", "priority", "user", "max_tokens"):
+            assert getattr(one, name) == getattr(other, name)
+
+
+async def test_thinking_is_a_block_of_its_own(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    template = _HERMES.replace("{%- if message.content %}", "{{- message.reasoning_content }}{%- if message.content %}")
+    async with _door(completions, byte_level, template + "{# </think> #}", has_grammars=True) as door:
+        door.say(f"<think>\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
+        fields: Any = {"model": "tiny", "max_tokens": 256, "messages": _USER, "tools": [_TOOL]}
+        for thinking, thought in (
+            ({"type": "enabled", "budget_tokens": 1024}, "Hm, < 3?"),
+            ({"type": "adaptive", "display": "omitted"}, ""),
+        ):
+            whole = await door.client.messages.create(**fields, thinking=thinking)
+            assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+            block: Any = whole.content[0]
+            assert (block.thinking, bool(block.signature)) == (thought, True)
+            assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens > 3
+            async with door.client.messages.stream(**fields, thinking=thinking) as stream:
+                assert _said(await stream.get_final_message()) == _said(whole)
+        answer: Any = {"role": "assistant", "content": [{**block.to_dict(), "thinking": "Hm!"}, *whole.content[1:2]]}
+        await door.client.messages.create(**{**fields, "messages": [*_USER, answer, *_USER]})
+        assert "<|im_start|>assistantHm!\nYes.<|im_end|>" in door.prompt
+
+
+_THINKING: Any = {  # by template: what is asked, and the end of the prompt; None: it is refused
+    "{{ 'E:' ~ reasoning_effort }}": {"disabled": "E:none", "enabled": "E:", "adaptive": "E:", "high": "E:high"},
+    "{{ 'T:' ~ enable_thinking }}{# </think> #}": {"disabled": "T:False", "enabled": "T:True", "adaptive": "T:"},
+    "{{ 'hi' }}{# </think> #}": {"disabled": None, "enabled": "hi", "adaptive": "hi", "high": None},
+    "{{ 'hi' }}": {"disabled": "hi", "enabled": None, "adaptive": "hi", "high": None},
+}
+
+
+@pytest.mark.parametrize("template", _THINKING)
+async def test_thinking_is_asked_of_the_template(
+    completions: MakeCompletions, byte_level: Tokenizer, template: str
+) -> None:
+    async with _door(completions, byte_level, template) as door:
+        for asked, prompt in _THINKING[template].items():
+            body = {"output_config": {"effort": asked}} if asked == "high" else {"thinking": {"type": asked}}
+            if prompt is None:
+                status, kind, message = await door.refused(body)
+                assert (status, kind) == (400, "invalid_request_error")
+                assert message.startswith("output_config.effort: " if asked == "high" else "thinking: ")
+            else:
+                await door.http.post("/v1/messages", json={"max_tokens": 1, "messages": _USER, **body})
+                assert door.prompt == prompt
+
+
+_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**6}, "max_tokens: times n"),
+    ({"max_tokens": 4096}, "this model's context"),
+    ({"messages": [{"role": "user", "content": [_IMAGE]}]}, "messages[0].content[0].type: blocks of type 'image'"),
+    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type: blocks of"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [_IMAGE]}]}]},
+     "messages[0].content[0].content[0].type: blocks of type 'image'"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
+     "messages[0].content[0].type: a message of role user"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: is required"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]}, "messages[0].content[0].n"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "b", "input": {}}]}]}, "messages: "),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "b", "input": {}}] * 513}]},
+     "messages[0].content: at most 512"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"system": [_IMAGE]}, "system[0].type: blocks of type 'image'"),
+    ({"system": [{}] * 2**17}, "system: more than 131072 values"),
+    ({"system": "a" * 300_000}, "this model's context"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"metadata": {"user_id": "a" * 257}}, "metadata.user_id"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_k": -2}, "top_k"),
+    ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type: tools of type 'web_search_20250305'"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [_TOOL, _TOOL]}, "tools: 'weather' is there twice"),
+    ({"tools": [_TOOL] * 513}, "tools"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+    ({"tool_choice": {"type": "tool"}, "tools": [_TOOL]}, "tool_choice.name"),
+    ({"tool_choice": {"type": "tool", "name": "b"}, "tools": [_TOOL]}, "tool_choice: no tool is named 'b'"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema: "),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"container": "a"}, "container"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+]  # fmt: skip
+
+
+async def test_what_is_wrong_is_refused_by_its_name(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    async with _door(completions, byte_level, has_grammars=True) as door:
+        for body, message in _WRONG:
+            status, kind, told = await door.refused(body)
+            assert (status, kind) == (400, "invalid_request_error") and told.startswith(message), told
+        assert (await door.refused({"container": "a"}, "/v1/messages?beta=true"))[0] == 400
+        for body in ({"messages": [{"role": "user", "content": [_IMAGE]}]}, {"tools": [{"name": "a"}]}):
+            assert (await door.refused(body, "/v1/messages/count_tokens"))[0] == 400
+        assert not door.fake.started
+        assert await door.refused({"model": "claude"}) == (
+            404, "not_found_error", "model 'claude' is not served here; 'tiny' is")  # fmt: skip
+        assert (await door.refused({"x": "y" * 11_000_000}))[:2] == (413, "request_too_large")
+        wrong = await door.http.get("/v1/messages")
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+async def test_errors_have_the_clients_classes(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    raised: list[tuple[Exception, type[anthropic.APIStatusError], str]] = [
+        (CapacityError("full", retry_after_s=2), anthropic.OverloadedError, "overloaded_error"),
+        (RateLimited("yours", retry_after_s=2), anthropic.RateLimitError, "rate_limit_error"),
+        (ReplicaLost("gone"), anthropic.ServiceUnavailableError, "api_error"),
+        (RequestError("wrong"), anthropic.BadRequestError, "invalid_request_error"),
+        (OSError("a bug's own words"), anthropic.InternalServerError, "api_error"),
+    ]
+    fields: Any = {"model": "tiny", "max_tokens": 32, "messages": _USER}
+    async with _door(completions, byte_level) as door:
+        for error, kind, word in raised:
+            door.fake.refuse = error
+            for stream in (False, True):
+                with pytest.raises(kind) as caught:
+                    await door.client.messages.create(**fields, stream=stream)
+                assert (caught.value.type, "own words" in caught.value.message) == (word, False)
+                assert caught.value.request_id
+                if isinstance(error, CapacityError):
+                    assert caught.value.response.headers["retry-after"] == "2"
+        door.fake.refuse, door.fake.fail_after = None, (3, ReplicaLost("gone"))
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            async with door.client.messages.stream(**fields) as streamed:
+                async for _ in streamed:
+                    pass
+        assert (caught.value.type, caught.value.api_message, caught.value.status_code) == ("api_error", "gone", 200)
+        answer = await door.http.post("/v1/messages", json={**fields, "stream": True})
+        *_, last = answer.text.strip().split("\n\n")
+        name, told = last.split("\n")
+        assert name == "event: error" and answer.text.startswith("event: message_start\n")
+        assert json.loads(told.removeprefix("data: ")) == {
+            "type": "error",
+            "error": {"type": "api_error", "message": "gone"},
+            "request_id": answer.headers["request-id"],
+        }
+
+
+async def test_a_key_comes_in_either_header(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    known, other = issue("acme"), issue("other")
+    access = access_with(known, other)
+    async with _door(completions, byte_level, access=access, key=known.secret) as door:
+        fields: Any = {"model": "tiny", "max_tokens": 1, "messages": _USER}
+        await door.client.messages.create(**fields)
+        headers: list[tuple[dict[str, str], int]] = [
+            ({"x-api-key": known.secret}, 200),
+            ({"x-api-key": known.secret, "authorization": known.header}, 200),
+            ({"x-api-key": known.secret, "authorization": "Basic abc"}, 200),
+            ({"x-api-key": known.secret, "authorization": other.header}, 401),
+            ({"x-api-key": "sk-unknown"}, 401),
+            ({"x-api-key": "", "authorization": known.header}, 200),
+            ({"x-api-key": ""}, 401),
+            ({}, 401),
+        ]
+        for given, status in headers:
+            answer = await door.http.post("/v1/messages", json=fields, headers=given)
+            assert answer.status_code == status, given
+            if status == 401:
+                assert answer.json()["error"]["type"] == "authentication_error"
+        assert {one.tenant for one in door.fake.started} == {"acme"}
+        answer = await door.http.get("/v1/models", headers={"x-api-key": known.secret})
+        assert answer.status_code == 200
+        wrong = door.client.copy(api_key="sk-wrong")
+        with pytest.raises(anthropic.AuthenticationError):
+            await wrong.messages.count_tokens(model="tiny", messages=_USER)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_fields_that_nobody_knows(completions: MakeCompletions, byte_level: Tokenizer, refuses: bool) -> None:
+    content = [{"type": "text", "text": "hi", "mood": 1, "cache_control": {"type": "ephemeral"}}]
+    body: Any = {"messages": [{"role": "user", "content": content}], "tools": [{**_TOOL, "input_examples": []}]}
+    async with _door(completions, byte_level, refuses_unknown_fields=refuses) as door:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            if refuses:
+                assert (await door.refused(body, path))[:2] == (400, "invalid_request_error")
+                continue
+            body |= {"max_tokens": 1} if path == "/v1/messages" else {}
+            answer = await door.http.post(path, json=body, headers={"anthropic-version": "2023-06-01"})
+            named = set(answer.headers["x-ignored-fields"].split(", "))
+            assert answer.status_code == 200
+            assert named - {"max_tokens"} == {"messages[0].content[0].mood", "tools[0].input_examples"}
+
+
+async def test_each_token_of_a_block_is_one_small_event(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    async with _door(completions, byte_level) as door:
+        door.say("a b\n\u2028c")
+        answer = await door.http.post("/v1/messages", json={"max_tokens": 99, "messages": _USER, "stream": True})
+    events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
+    told = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    assert [name for name, _ in events] == [f"event: {one['type']}" for one in told]
+    kinds = [one["type"] for one in told]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[2:-3]) == {"content_block_delta"} and "[DONE]" not in answer.text
+    assert "".join(one["delta"]["text"] for one in told[2:-3]) == "a b\n\u2028c"
+    assert told[0]["message"]["usage"]["input_tokens"] == len(door.fake.started[0].token_ids)

@@ -1,0 +1,38 @@
+"""The arguments of calls, as clients send them: text that may be anything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from core.types.errors import RequestError
+from frontend.chat.call_arguments import object_of
+from tests.support.growth import growth
+
+
+def test_an_object_is_taken() -> None:
+    given = {"a": 'x"\\', "b": ["🎉", "\n", 1.5], "{[,": {}}
+    for text in (json.dumps(given), json.dumps(given, ensure_ascii=False)):
+        assert object_of(text, "p") == given
+    assert object_of(" ", "p") == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"', '{"a', '{"a\\', '{"a": "\\', '{"a": "\\ud800"}', '{"\\udc00": 1}', "[]", '{"a": "' + "x" * 2**18 + '"}'],
+    ids=lambda text: text[:20],
+)
+def test_what_is_none_is_refused_by_its_path(text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        object_of(text, "messages[3].tool_calls[0].function.arguments")
+    assert caught.value.param == "messages[3].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize(("text", "end"), [('\\"', ""), ('\\"', "\\"), ('a"', ""), ('"a\\', "")])
+def test_a_string_without_an_end_is_looked_at_once(text: str, end: str) -> None:
+    def refuse(size: int) -> None:
+        with pytest.raises(RequestError):
+            object_of('"' + text * size + end, "p")
+
+    assert growth(refuse, 4_000) < 9

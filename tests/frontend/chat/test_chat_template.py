@@ -1,0 +1,277 @@
+"""Conversations rendered as transformers renders them, and refused in the template's own words."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.types.errors import RequestError, SpecError
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.chat.template_bounds import MAX_TEXT_CHARS
+from tests.support.tiny_tokenizers import CHATML, write_json
+
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+# chatml, and templates in the manner of the families that we serve.
+TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
+TEMPLATES["chatml"] = CHATML
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "  <b>你好</b> & 'quotes' \n"}],
+    [
+        {"role": "user", "content": "One", "name": "ann"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nTwo"},
+        {"role": "user", "content": "{{ bos_token }} {% raw %}"},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["user", "system", "turns"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_renders_as_transformers(byte_level_dir: Path, name: str, messages: list[dict[str, Any]]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
+    )
+    ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)
+    for variables in ({}, {"enable_thinking": False}):
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        assert ours.render(messages, variables=variables) == expected
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Of <a> city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_ARGUMENTS = {"city": "Köln", "days": [1, 2.5], "more": {"a": None}}
+
+
+def _with_calls(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "content": "Sunny.", "tool_call_id": "abcdefghi"},
+        {"role": "tool", "content": "Rain.", "tool_call_id": "abcdefghi"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["hermes_tools", "deepseek_tools"])
+def test_calls_and_tools_are_rendered_as_transformers_renders_them(byte_level_dir: Path, name: str) -> None:
+    """Arguments come as text; a template gets objects, which transformers asks for, unless it takes only text."""
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
+    )
+    ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)
+    written = json.dumps(_ARGUMENTS, ensure_ascii=False)
+    expected = theirs.apply_chat_template(
+        _with_calls(written if name == "deepseek_tools" else _ARGUMENTS),
+        tools=[WEATHER],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert ours.knows_tools and "Köln" in expected
+    assert ours.render(_with_calls(written), tools=[WEATHER]) == expected
+
+
+@pytest.mark.parametrize("last", ["Once upon", "Once upon a time ", "  "])
+@pytest.mark.parametrize("name", ["chatml", "llama3", "hermes_tools"])
+def test_a_last_message_is_continued_as_transformers_continues_it(byte_level_dir: Path, name: str, last: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
+    )
+    messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": last}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)
+    assert ours.render(messages, is_continued=True, opens_answer=False) == expected
+
+
+_CALLS_ALONE = {  # what a template does with a content that is not there, and what it writes of the message
+    "it looks into the content": (
+        "{% if '</think>' in m.content %}{% endif %}{{ m.content }}|{{ m.tool_calls[0].function.arguments|tojson }}",
+        '|{"a": 1}',
+    ),
+    "it writes the content": ("{{ m.content }}|{{ m.tool_calls[0].function.arguments|tojson }}", '|{"a": 1}'),
+    "it asks for none": (
+        "{{ '!' + m.tool_calls[0]['function']['arguments'] if m.content is none else m.content }}",
+        '!{"a": 1}',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _CALLS_ALONE)
+def test_a_message_of_calls_alone_is_shown_whatever_the_template_does_with_its_content(case: str) -> None:
+    written, expected = _CALLS_ALONE[case]
+    source = "{% for m in messages if m.role == 'assistant' %}" + written + "{% endfor %}{% if tools %}{% endif %}"
+    template = ChatTemplate(source, special_tokens={})
+    assert template.render(_with_calls('{"a": 1}')) == expected
+
+
+_NAMES_ROLES = (
+    "{% for m in messages %}{% if m.role in ('user', 'system', 'assistant', 'tool') %}"
+    "{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+def test_a_developer_speaks_as_the_system_unless_the_template_knows_one() -> None:
+    told = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert ChatTemplate(_NAMES_ROLES, special_tokens={}).render(told) == "system:Be brief.;user:hi;"
+    knowing = _NAMES_ROLES.replace("'tool'", "'tool', 'developer'")
+    assert ChatTemplate(knowing, special_tokens={}).render(told) == "developer:Be brief.;user:hi;"
+    assert told[0]["role"] == "developer", "the caller's own stays as it was"
+
+
+def test_a_message_is_not_left_out_without_a_word_for_its_role() -> None:
+    told = [{"role": "user", "content": "hi"}, {"role": "function", "content": "72 F"}]
+    with pytest.raises(RequestError, match="knows no 'function'") as caught:
+        ChatTemplate(_NAMES_ROLES, special_tokens={}).render(told)
+    assert caught.value.param == "messages[1].role"
+    assert "function\n72 F" in ChatTemplate(CHATML, special_tokens={}).render(told)
+
+
+def test_arguments_that_are_no_object_are_refused_by_their_path() -> None:
+    template = ChatTemplate(TEMPLATES["hermes_tools"], special_tokens={})
+    for wrong in ("[]", "{", "[" * 100_000, json.dumps({"a": [1] * 5000})):
+        with pytest.raises(RequestError) as caught:
+            template.render(_with_calls(wrong))
+        assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+    assert "get_weather" in template.render(_with_calls(""))  # a call without any
+
+
+def test_a_template_that_knows_no_tools_refuses_them() -> None:
+    with pytest.raises(RequestError, match="knows none") as caught:
+        ChatTemplate(CHATML, special_tokens={}).render(CONVERSATIONS[0], tools=[WEATHER])
+    assert caught.value.param == "tools"
+    for source in ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", "{{ tools|length }}"):
+        assert ChatTemplate(source, special_tokens={}).knows_tools
+
+
+def refusal(source: str | None, messages: list[dict[str, Any]] | None = None, **variables: Any) -> str:
+    template = ChatTemplate(source, special_tokens=SPECIAL_TOKENS)
+    with pytest.raises(RequestError) as caught:
+        template.render(CONVERSATIONS[0] if messages is None else messages, variables=variables)
+    assert caught.value.param == "messages"
+    return str(caught.value)
+
+
+def test_a_refused_conversation_is_told_in_the_templates_words() -> None:
+    assert "roles must alternate" in refusal(TEMPLATES["llama2"], [{"role": "assistant", "content": "hi"}])
+    assert "has no attribute" in refusal("{{ messages[0].tool_calls.first }}")
+    assert "can only concatenate str" in refusal("{{ 'a' + 1 }}")
+    assert "no chat template" in refusal(None)
+    assert "at least one" in refusal(CHATML, [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.mro() }}",
+        "{{ ''.__class__.x }}",
+        "{{ raise_exception.__globals__.x }}",
+        "{{ messages.append({}) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ 'x' * 999999999 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{% set ns = namespace(__call__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__html__ = 1 %}",
+        "{% for i in range(99999) %}{{ ' ' * 1000 }}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_hostile_template_is_refused(source: str) -> None:
+    refusal(source)
+
+
+LARGE = [
+    "{{ '%0200000000d' % 1 }}",
+    "{{ '%*d' % (200000000, 1) }}",
+    "{{ '%0200000000d'|format(1) }}",
+    "{{ '{:0200000000d}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 200000000) }}",
+    "{{ 'a'|center(200000000) }}",
+    "{{ 'a'.ljust(200000000) }}",
+    "{{ 'a\n'|indent(200000000) }}",
+    "{{ '\t'.expandtabs(200000000) }}",
+    "{{ ('a' * 10000000).replace('a', 'b' * 1000) }}",
+    "{{ ('a' * 10000000)|replace('a', 'b' * 1000) }}",
+    "{{ ('a' * 10000000).join(range(1000)|list) }}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(34) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(34) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(34) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", LARGE)
+def test_a_template_that_makes_much_of_little_is_refused_before_it_is_made(source: str) -> None:
+    tracemalloc.start()
+    try:
+        refusal(source)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * MAX_TEXT_CHARS
+
+
+def test_what_templates_do_is_done_as_ever() -> None:
+    source = (
+        "{{ '%s and %5d' % ('a', 3) }} {{ 'a' ~ 1 ~ none }} {{ ['a', 2]|join(', ') }} {{ 'x'.center(5) }}"
+        "{{ 'a\nb'|indent(2) }} {{ '{:>4}'.format(3) }} {{ [1] + [2] }} {{ 'abc'.replace('b', 'xy') }}"
+        " {{ 'a b'|replace(' ', '_') }} {{ {'a': 1}|tojson(indent=2)|indent(4) }}"
+    )
+    template = ChatTemplate(source, special_tokens={})
+    assert template.render([{"role": "user", "content": ""}]) == (
+        'a and     3 a1None a, 2   x  a\n  b    3 [1, 2] axyc a_b {\n      "a": 1\n    }'
+    )
+
+
+def test_a_client_cannot_replace_what_the_model_sets() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ tools }}", special_tokens=SPECIAL_TOKENS)
+    mine = {"bos_token": "mine", "messages": [], "tools": "mine"}
+    assert template.render([{"role": "user", "content": "hi"}], variables=mine) == "<s>hiNone"
+
+
+def test_messages_are_data_and_not_template() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", special_tokens={})
+    assert template.render([{"role": "user", "content": "{{ 1 + 1 }}"}]) == "{{ 1 + 1 }}"
+    long = [{"role": "user", "content": "x" * (MAX_TEXT_CHARS + 1)}]
+    assert "exceed" in refusal("{{ messages[0].content }}", long)
+
+
+def test_a_bad_template_is_the_operators_mistake() -> None:
+    with pytest.raises(SpecError, match="line 2"):
+        ChatTemplate("x\n{% if %}", special_tokens={})
+    with pytest.raises(SpecError, match="characters"):
+        ChatTemplate("x" * 1_000_000, special_tokens={})
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    assert find_chat_template(tmp_path) is None
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
+    assert find_chat_template(tmp_path) == "yes"
+    (tmp_path / "chat_template.jinja").write_text("first")
+    assert find_chat_template(tmp_path) == "first"
+    (tmp_path / "mine.jinja").write_text("the operator's {{ messages }}")
+    assert find_chat_template(tmp_path, str(tmp_path / "mine.jinja")) == "the operator's {{ messages }}"
+    assert find_chat_template(tmp_path, "{% if true %}{% endif %}") == "{% if true %}{% endif %}"
+    with pytest.raises(SpecError, match=r"model.chat_template: .*missing.jinja cannot be read"):
+        find_chat_template(tmp_path, str(tmp_path / "missing.jinja"))
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(SpecError, match="not readable as JSON"):
+        find_chat_template(tmp_path)

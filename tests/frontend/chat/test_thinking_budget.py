@@ -1,0 +1,157 @@
+"""What a budget becomes for replicas, and that what is counted of the thinking keeps to it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+
+from core.grammar.compiler import GrammarCompiler
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import UnsupportedField
+from core.types.request import SampledToken
+from frontend.chat.chat import Chat
+from frontend.chat.output_format import Dialect
+from frontend.chat.thinking_budget import thinking_budget
+from frontend.structured_output.constrained_answer import bound_answer
+from frontend.structured_output.special_tokens import SpecialTokens
+from frontend.text.answer_reader import AnswerReader
+from frontend.text.choice_text import ChoiceText
+from frontend.text.completion_request import CompletionRequest
+from frontend.text.tokenizer import Tokenizer
+
+_THINKS = Dialect(thinks=True)
+_CHAT = Chat(messages=({"role": "user", "content": "hi"},))
+_REGEX = Grammar(kind=GrammarKind.REGEX, text="a")
+_TAGS = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text='{"format": {"type": "any_text"}}')
+_SCHEMA = Grammar(kind=GrammarKind.JSON_SCHEMA, text="{}")
+
+
+def _request(num_tokens: int | None = 4, **fields: object) -> CompletionRequest:
+    return CompletionRequest(id="r", thinking_token_budget=num_tokens, **{"prompt": _CHAT, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt", "is_open"),
+    [
+        (_request(), "assistant\n<think>\n", True),
+        (_request(), "assistant\n", False),
+        (_request(), "assistant\n<think>\n\n</think>\n\n", False),
+        (_request(prompt="Think. <think>"), "Think. <think>", True),
+        (_request(grammar=_SCHEMA), "<think>", True),
+        (_request(None), "<think>", None),
+        (_request(grammar=_REGEX), "<think>", None),  # which leaves no room for thinking
+        (_request(grammar=_SCHEMA), "</think>", None),
+        (_request(prompt="a<think>", grammar=_SCHEMA), "a<think>", None),
+    ],
+)
+def test_what_replicas_are_told(
+    request_: CompletionRequest, prompt: str, is_open: bool | None, byte_level: Tokenizer
+) -> None:
+    budget = thinking_budget(request_, _THINKS, byte_level, prompt)
+    assert (None if budget is None else budget.is_open) is is_open
+    if budget:
+        assert budget.num_tokens == 4 and byte_level.decode(budget.closing_ids) == budget.closing == "</think>"
+
+
+def test_a_model_that_does_not_think_has_none(byte_level: Tokenizer) -> None:
+    with pytest.raises(UnsupportedField, match="does not think") as refused:
+        thinking_budget(_request(thinking_field="its name"), Dialect("hermes"), byte_level, "<think>")
+    assert refused.value.param == "its name"
+    assert thinking_budget(_request(None), Dialect(), byte_level, "") is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_more_is_counted_than_the_budget_and_the_marker(
+    seed: int, byte_level_dir: Path, byte_level: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """Whatever a model writes, in whatever pieces: it is read here as replicas have read it."""
+    rng = random.Random(seed)
+    pieces = [
+        "<think> so",
+        "<",
+        "th",
+        "i",
+        "n",
+        "k",
+        ">",
+        "</",
+        "/",
+        ">\n",
+        " ",
+        "\n",
+        "🎉",
+        "a",
+        "</think>",
+        "<think>",
+    ]
+    written = [token for _ in range(60) for token in byte_level.encode(rng.choice(pieces), add_special_tokens=False)]
+    if seed % 2:  # it opens it, and says more of what could end it
+        written = byte_level.encode(rng.choice(["<think>", "\n<think> so"]), add_special_tokens=False) + written
+    end = rng.choice(["assistant\n", "assistant\n<think>\n"])
+    budget = thinking_budget(_request(rng.choice([0, 1, 5, 20])), _THINKS, byte_level, end)
+    assert budget
+    mask, tokens = compiler.bounded(budget), list[int]()
+    while len(tokens) < 60:
+        forced = mask.only(tokens, 0)
+        tokens.append(written.pop(0) if forced is None else forced)
+    reader = AnswerReader.of(_CHAT, _THINKS, end)
+    choice = ChoiceText(_request(), 0, byte_level, reader=reader)
+    delta = choice.add(SampledToken(token_id=token) for token in tokens)
+    assert choice.num_thinking <= budget.num_tokens + len(budget.closing_ids)
+    assert not (delta.thinking and reader and reader.is_thinking), "60 tokens are more than any budget here"
+
+
+@pytest.fixture(scope="module")
+def compiler(byte_level_dir: Path, byte_level: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(byte_level_dir, vocab_size=byte_level.vocab_size)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("form", [_SCHEMA, _TAGS], ids=["schema", "tags"])
+def test_a_grammar_begins_behind_markers_that_are_tokens(
+    form: Grammar, is_open: bool, is_special: bool, byte_level_dir: Path, tmp_path: Path
+) -> None:
+    """Special tokens, or not; and where they are spelt."""
+    fast = FastTokenizer.from_file(str(byte_level_dir / "tokenizer.json"))
+    for text in ("<think>", "</think>"):
+        fast.add_special_tokens([text]) if is_special else fast.add_tokens([text])
+    shutil.copytree(byte_level_dir, tmp_path / "model")
+    fast.save(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "model")
+    compiler = GrammarCompiler(tmp_path / "model", vocab_size=tokenizer.vocab_size)
+    dialect = replace(_THINKS, special=SpecialTokens(compiler.special_tokens))
+    request, end = _request(3, grammar=form), "assistant\n<think>" if is_open else "assistant\n"
+    grammar, budget = bound_answer(request, dialect, end), thinking_budget(request, dialect, tokenizer, end)
+    assert grammar and budget and len(budget.closing_ids) == 1
+    (ends,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    for opening in ([] if is_open else tokenizer.encode("<think>", add_special_tokens=False),):
+        mask = compiler.bounded(budget, compiler.compile(grammar).mask([ends]))
+        tokens = [*opening]
+        for token in tokenizer.encode("abc", add_special_tokens=False):
+            assert mask.only(tokens, 0) is None and _has(mask.allowed(tokens, 0), token)
+            tokens.append(token)
+        tokens.append(mask.only(tokens, 0) or -1)
+        assert tokenizer.decode(tokens, skip_special_tokens=False).endswith("abc</think>")
+        for token in [*tokenizer.encode("{}", add_special_tokens=False), ends]:
+            assert _has(mask.allowed(tokens, 0), token), tokenizer.decode(tokens)
+            tokens.append(token)
+
+
+def _has(words: Sequence[int], token: int) -> bool:
+    return bool(int(words[token >> 5]) >> (token & 31) & 1)
+
+
+@pytest.mark.parametrize("stop", ["</think>, so be it", ">!"])
+def test_what_a_stop_string_holds_back_counts_where_it_came(byte_level: Tokenizer, stop: str) -> None:
+    thought, answer = (byte_level.encode(text, add_special_tokens=False) for text in ("Well</think>", ", so be sure"))
+    choice = ChoiceText(_request(stop=(stop,)), 0, byte_level, reader=AnswerReader.of(_CHAT, _THINKS, "<think>"))
+    delta = choice.add(SampledToken(token_id=token) for token in [*thought, *answer])
+    assert choice.num_thinking == len(thought)
+    assert delta.thinking + delta.text == "Well, so be sure"

@@ -1,0 +1,128 @@
+"""What a call at the gRPC door costs before anybody knows what it says: requests that never come to their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from frontend.grpc.api import GrpcApi, open_grpc_api
+from frontend.http.connections import GRPC_DOOR
+from tests.frontend.access.keys import IssuedKey, access_with, issue
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.tiny_service import MakeCompletions
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_CHECK = "/grpc.health.v1.Health/Check"
+_WATCH = "/grpc.health.v1.Health/Watch"
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+@asynccontextmanager
+async def door_of(
+    completions: MakeCompletions, known: IssuedKey, **options: Any
+) -> AsyncIterator[tuple[GrpcApi, grpc.aio.Channel]]:
+    door = await open_grpc_api(
+        completions(FakeTokenService()), access=access_with(known), host="127.0.0.1", port=0, **options
+    )
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+            yield door, channel
+    finally:
+        await door.close(grace_s=0)
+
+
+def begun(channel: grpc.aio.Channel, method: str, known: IssuedKey | None = None) -> Any:
+    """A call with its headers, and not a byte of a message."""
+    return channel.stream_stream(method)(metadata=(("authorization", known.header),) if known else None)
+
+
+def asked(service: str) -> health_pb2.HealthCheckRequest:
+    return health_pb2.HealthCheckRequest(service=service)
+
+
+@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+async def test_who_has_no_key_is_refused_on_the_headers_alone(completions: MakeCompletions, method: str) -> None:
+    async with door_of(completions, issue("acme")) as (_, channel):
+        call = begun(channel, f"/cluster.v1.Inference/{method}")
+        assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    "method", ["/cluster.v1.Inference/Generate", "/cluster.v1.Inference/ListModels", _CHECK, _WATCH]
+)
+async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCompletions, method: str) -> None:
+    known = issue("acme")
+    async with door_of(completions, known, limits=replace(GRPC_DOOR, message_s=0.05)) as (_, channel):
+        assert await asyncio.wait_for(begun(channel, method, known).code(), 10) is grpc.StatusCode.DEADLINE_EXCEEDED
+        empty = begun(channel, method, known)
+        await empty.done_writing()
+        assert await asyncio.wait_for(empty.code(), 10) in (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        )
+        assert b"google.rpc.ErrorInfo" in dict(await empty.trailing_metadata())["grpc-status-details-bin"]
+
+
+async def test_nor_is_one_of_a_call_that_may_have_many(completions: MakeCompletions) -> None:
+    known = issue("acme")
+    async with door_of(completions, known, limits=replace(GRPC_DOOR, message_s=0.05)) as (_, channel):
+        calls = [begun(channel, _REFLECTION, known)]
+        calls.append(begun(channel, _REFLECTION, known))
+        await calls[1].write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
+        assert b"cluster.v1.Inference" in await calls[1].read()
+        for call in calls:
+            assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_unfinished_health_checks_end_each_other_and_no_real_one(completions: MakeCompletions) -> None:
+    async with door_of(completions, issue("acme")) as (_, channel):
+        calls = [begun(channel, (_CHECK, _WATCH)[i % 2]) for i in range(40)]
+        ended = [asyncio.create_task(call.code()) for call in calls]
+        codes = [await code for code in islice(asyncio.as_completed(ended, timeout=30), 24)]
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes  # by themselves they end after 10 s, of DEADLINE_EXCEEDED
+        assert (await health_pb2_grpc.HealthStub(channel).Check(asked(""), timeout=10)).status == _SERVING
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*ended)
+
+
+async def test_watchers_hear_it_whoever_else_leaves_or_does_not_listen(completions: MakeCompletions) -> None:
+    async with (
+        door_of(completions, issue("acme")) as (door, channel),
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as strangers,
+    ):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(asked(""))
+        other = health_pb2_grpc.HealthStub(strangers).Watch(asked(""))
+        assert (await watch.read()).status == (await other.read()).status == _SERVING
+        other.cancel()
+        assert await other.code() is grpc.StatusCode.CANCELLED
+        unread = [health_pb2_grpc.HealthStub(strangers).Watch(asked("")) for _ in range(8)]
+        again = health_pb2_grpc.HealthStub(strangers).Watch(asked(""))
+        assert (await again.read()).status == _SERVING
+        for is_live in (False, True):
+            door.set_health(is_live=is_live, is_ready=True)
+            heard = await asyncio.wait_for(watch.read(), 10)
+            assert heard.status == (_SERVING if is_live else _NOT_SERVING)
+        for call in (watch, again, *unread):
+            call.cancel()
+
+
+async def test_of_names_that_nobody_has_nothing_is_said(completions: MakeCompletions) -> None:
+    async with door_of(completions, issue("acme")) as (_, channel):
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(asked("other"), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = stub.Watch(asked("other"))
+        assert (await asyncio.wait_for(watch.read(), 10)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watch.cancel()

@@ -1,0 +1,468 @@
+"""The gRPC door as a plain grpcio client sees it, over a real port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from core.types.errors import CapacityError, DeployError, LayoutMismatch, ReplicaLost
+from core.types.token_rules import TokenRules
+from frontend.access.access import Access
+from frontend.grpc.api import GrpcApi, open_grpc_api
+from frontend.http import polled_server
+from frontend.text.completion import Completions
+from frontend.text.tokenizer import Tokenizer
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.tiny_service import MakeCompletions
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass
+class Door:
+    service: Completions
+    door: GrpcApi
+    channel: grpc.aio.Channel
+    stub: InferenceStub
+
+    @property
+    def fake(self) -> FakeTokenService:
+        assert isinstance(self.service.token_service, FakeTokenService)
+        return self.service.token_service
+
+    async def generate(self, message: pb.GenerateRequest, **call: Any) -> list[pb.GenerateResponse]:
+        return [response async for response in self.stub.Generate(message, **call)]
+
+    async def refused(self, message: pb.GenerateRequest, **call: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
+        """The status, and its details by their kind."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.generate(message, **call)
+        return caught.value.code(), caught.value.details() or "", details_of(caught.value)
+
+
+def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+    status = rpc_status.from_call(error)
+    details = {}
+    for packed in status.details if status else ():
+        detail = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2])()
+        assert packed.Unpack(detail)
+        details[type(detail).__name__] = detail
+    return details
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["polled", "aio"])
+async def server(completions: MakeCompletions, request: pytest.FixtureRequest) -> AsyncIterator[Door]:
+    service = completions(FakeTokenService())
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "aio":  # as with a version of grpc that is not known
+            patch.setattr(polled_server, "KNOWN_VERSIONS", ())
+        door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        yield Door(service, door, channel, InferenceStub(channel))
+    await door.close(grace_s=0)
+
+
+@pytest.fixture
+def door(server: Door) -> Door:
+    """The one server of this module, with a token service of the test's own."""
+    server.service.token_service = FakeTokenService()
+    return server
+
+
+def text_of(responses: list[pb.GenerateResponse]) -> str:
+    return "".join(response.delta.text for response in responses)
+
+
+# ---- answers
+
+
+async def test_a_chat(door: Door, byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("Paris. 你好 🎉<|im_end|>")
+    door.fake.script = lambda *_: ids
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    responses = await door.generate(pb.GenerateRequest(model="tiny", chat=chat, request_id="mine"))
+    assert text_of(responses) == "Paris. 你好 🎉"
+    assert [token for response in responses for token in response.delta.token_ids] == ids
+    *deltas, finished, summary = responses
+    assert {response.WhichOneof("event") for response in deltas} == {"delta"}
+    assert finished.finished == pb.Finished(choice=0, finish_reason="stop")
+    assert summary.summary.request_id == "mine"
+    usage = summary.summary.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(door.fake.started[0].token_ids), len(ids))
+    assert usage.cached_tokens == 3
+    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (2, 7)
+    trace = summary.summary.trace
+    assert (trace.prefill_replica, trace.decode_replica) == ("prefill-0", "decode-0")
+    assert (trace.blocks_shipped, trace.wire_bytes, trace.attempts) == (2, 1000, 1)
+    assert 0 < trace.ttft_ms < 5000 and 0 < trace.itl_ms < 5000
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_text_and_token_ids(door: Door, byte_level: Tokenizer, as_ids: bool) -> None:
+    sampling = pb.SamplingParams(max_tokens=4)
+    message = pb.GenerateRequest(prompt="ab", sampling=sampling)
+    if as_ids:
+        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=byte_level.encode("ab")), sampling=sampling)
+    assert text_of(await door.generate(message)) == "abab"
+
+
+async def test_the_best_of_more_choices_come_when_all_have_ended(door: Door, byte_level: Tokenizer) -> None:
+    """As over HTTP. All that were computed are counted."""
+    said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
+    door.fake.script = lambda request, choice: byte_level.encode(said[choice])
+    door.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    for logprobs in (None, 0):
+        for message in (pb.GenerateRequest(prompt="x"), pb.GenerateRequest(chat=chat)):
+            message.sampling.MergeFrom(pb.SamplingParams(max_tokens=20, n=2, best_of=4, logprobs=logprobs))
+            responses = await door.generate(message)
+            texts = {0: "", 1: ""}
+            for response in responses[:-1]:
+                texts[response.delta.choice] += response.delta.text
+                assert logprobs is None or not response.HasField("delta") or response.delta.logprobs
+            assert texts == {0: "ddddddddd", 1: "bbb"}
+            ends = [response.finished for response in responses if response.HasField("finished")]
+            assert [(end.choice, end.finish_reason) for end in ends] == [(0, "stop"), (1, "stop")]
+            assert logprobs == 0 or not any(response.delta.logprobs for response in responses)
+            usage = responses[-1].summary.usage
+            assert usage.completion_tokens == sum(len(byte_level.encode(text)) for text in said)
+    assert {sent.choices for sent in door.fake.started} == {(0, 1, 2, 3)}
+    same = await door.generate(pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=20, best_of=1)))
+    assert text_of(same) == "aa"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        (pb.SamplingParams(n=2, best_of=1), "must not be less than n"),
+        (pb.SamplingParams(best_of=129), "from 1 to 128"),
+        (pb.SamplingParams(best_of=0), "from 1 to 128"),
+    ],
+)
+async def test_how_many_the_best_are_of_is_bounded(door: Door, sampling: pb.SamplingParams, says: str) -> None:
+    status, message, details = await door.refused(pb.GenerateRequest(prompt="x", sampling=sampling))
+    assert status is grpc.StatusCode.INVALID_ARGUMENT and message.startswith("best_of: ") and says in message
+    assert [one.field for one in details["BadRequest"].field_violations] == ["sampling.best_of"]
+    assert not door.fake.started
+
+
+async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: Tokenizer) -> None:
+    sampling = pb.SamplingParams(
+        max_tokens=4,
+        min_tokens=2,
+        temperature=0.5,
+        top_k=5,
+        top_p=0.5,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        seed=7,
+        stop=["zz"],
+        stop_token_ids=[300],
+        ignore_eos=True,
+        n=2,
+        best_of=3,
+        logprobs=1,
+        skip_special_tokens=False,
+        include_stop=True,
+        truncate_prompt_tokens=-1,
+        add_special_tokens=False,
+        logit_bias={11: -100.0, 2: 0.5},
+        allowed_token_ids=[300, 5],
+        bad_words=["Paris"],
+        prompt_logprobs=3,
+    )
+    elsewhere = {"skip_special_tokens", "thinking_token_budget"}  # the other is for models that think
+    assert {field.name for field, _ in sampling.ListFields()} | elsewhere == {
+        field.name for field in pb.SamplingParams.DESCRIPTOR.fields
+    }
+    message = pb.GenerateRequest(prompt="ab", sampling=sampling, tenant="acme", cache_salt="s", priority=-3)
+    await door.generate(message, timeout=30)
+    (sent,) = door.fake.started
+    assert (sent.choices, sent.priority, sent.tenant, sent.user) == ((0, 1, 2), -3, "", "acme")
+    assert sent.salt and "s" != sent.salt
+    assert sent.deadline_s is not None and 25 < sent.deadline_s < 31  # gRPC rounds it up on the wire
+    for name in ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                 "presence_penalty", "frequency_penalty", "seed"):  # fmt: skip
+        assert getattr(sent.sampling, name) == getattr(sampling, name), name
+    assert (sent.sampling.stop_token_ids, sent.sampling.num_logprobs, sent.num_prompt_logprobs) == ((300,), 1, 3)
+    bad_words = tuple(tuple(byte_level.encode(text)) for text in ("Paris", " Paris"))
+    assert sent.sampling.token_rules == TokenRules(
+        logit_bias=((2, 0.5), (11, -100.0)), allowed_token_ids=(300, 5), bad_words=bad_words
+    )
+
+
+async def test_what_is_said_of_a_prompt_comes_before_the_answer(door: Door, byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("capital")
+    sampling = pb.SamplingParams(max_tokens=2, n=2, prompt_logprobs=2)
+    first, *others = await door.generate(pb.GenerateRequest(prompt="capital", sampling=sampling))
+    assert len(ids) > 1 and {other.WhichOneof("event") for other in others} == {"delta", "finished", "summary"}
+    assert [token.token_id for token in first.prompt_logprobs.tokens] == ids[1:]
+    for place, token in enumerate(first.prompt_logprobs.tokens, 1):
+        assert (token.logprob, token.rank, token.token) == (-place, 2, byte_level.token_text(token.token_id))
+        assert [(top.token_id, top.logprob) for top in token.top] == [
+            (token.token_id + 1, 0.5 - place),
+            (token.token_id, -place),
+        ]
+    code, _, details = await door.refused(
+        pb.GenerateRequest(prompt="ab", sampling=pb.SamplingParams(prompt_logprobs=21))
+    )
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details["BadRequest"].field_violations[0].field == "sampling.prompt_logprobs"
+
+
+async def test_defaults_are_those_beside_the_fields(door: Door, byte_level: Tokenizer) -> None:
+    await door.generate(pb.GenerateRequest(prompt="ab"))
+    (sent,) = door.fake.started
+    sampling = sent.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1, 0, 1, 0)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.num_logprobs) == (254, 0, None)
+    assert sampling.token_rules is None
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
+    assert set(sampling.stop_token_ids) == byte_level.eos_token_ids
+    assert (sent.choices, sent.salt, sent.priority) == ((0,), "", 0)
+    assert sent.deadline_s is not None and sent.deadline_s <= 60  # the router's own limit
+
+
+async def test_no_deadline_of_a_client_is_longer_than_the_routers(door: Door) -> None:
+    await door.generate(pb.GenerateRequest(prompt="ab"), timeout=3600)
+    (sent,) = door.fake.started
+    assert sent.deadline_s is not None and sent.deadline_s <= door.service.max_request_s == 60
+
+
+async def test_stop_strings_and_choices(door: Door) -> None:
+    sampling = pb.SamplingParams(n=2, stop=["cd"], max_tokens=20)
+    responses = await door.generate(pb.GenerateRequest(prompt="abcde", sampling=sampling))
+    for choice in (0, 1):
+        assert "".join(r.delta.text for r in responses if r.delta.choice == choice) == "ab"
+    finished = [r.finished for r in responses if r.HasField("finished")]
+    assert finished == [pb.Finished(choice=choice, finish_reason="stop", stop="cd") for choice in (0, 1)]
+
+
+async def test_logprobs(door: Door) -> None:
+    sampling = pb.SamplingParams(max_tokens=2, logprobs=2)
+    first, *_ = await door.generate(pb.GenerateRequest(prompt="ab", sampling=sampling))
+    (logprob,) = first.delta.logprobs
+    assert (logprob.token, logprob.logprob, len(logprob.top)) == ("a", -0.5, 2)
+    assert logprob.token_id == logprob.top[0].token_id and logprob.top[1].logprob == -1.5
+
+
+async def test_models(door: Door) -> None:
+    models = (await door.stub.ListModels(pb.ListModelsRequest())).models
+    assert list(models) == [pb.Model(id="tiny", max_context=256, dtype="float32")]
+
+
+async def test_a_blocking_client(door: Door) -> None:
+    def ask() -> str:
+        with grpc.insecure_channel(f"127.0.0.1:{door.door.port}") as channel:
+            message = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))
+            return "".join(response.delta.text for response in InferenceStub(channel).Generate(message, timeout=10))
+
+    assert await asyncio.to_thread(ask) == "abca"
+
+
+# ---- errors
+
+WRONG: list[tuple[pb.GenerateRequest, str, str]] = [
+    (pb.GenerateRequest(), "prompt", "one of prompt, chat and token_ids"),
+    (pb.GenerateRequest(prompt=""), "prompt", "must not be empty"),
+    (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(temperature=-1)), "sampling.temperature", "from 0"),
+    (
+        pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(temperature=float("nan"))),
+        "sampling.temperature",
+        "nan",
+    ),
+    (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(n=0)), "sampling.n", "from 1"),
+    (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(stop=[""])), "sampling.stop", "characters"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])), "prompt", "is no token id"),
+    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "at least one"),
+    (pb.GenerateRequest(prompt="a", request_id="a\nb"), "request_id", "visible ASCII"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 256)), "prompt", "context holds 256"),
+]
+
+
+@pytest.mark.parametrize(("message", "field", "says"), WRONG, ids=lambda value: str(value).replace("\n", " ")[:40])
+async def test_a_wrong_request_is_told_by_field(door: Door, message: pb.GenerateRequest, field: str, says: str) -> None:
+    code, text, details = await door.refused(message)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and says in text
+    (violation,) = details["BadRequest"].field_violations
+    assert (violation.field, violation.description) == (field, text)
+    assert not door.fake.started
+
+
+async def test_unknown_model(door: Door) -> None:
+    code, text, details = await door.refused(pb.GenerateRequest(model="gpt-9", prompt="a"))
+    assert code is grpc.StatusCode.NOT_FOUND and "'tiny' is" in text
+    assert details["ErrorInfo"].reason == "MODEL_NOT_FOUND" and details["ErrorInfo"].domain == "cluster.v1"
+
+
+async def test_full(door: Door) -> None:
+    door.fake.refuse = CapacityError("every decode replica is full", retry_after_s=2.25)
+    code, _, details = await door.refused(pb.GenerateRequest(prompt="a"))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details["RetryInfo"].retry_delay.ToMilliseconds() == 2250
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ReplicaLost("decode-0 died"), grpc.StatusCode.UNAVAILABLE),
+        (LayoutMismatch("block sizes differ"), grpc.StatusCode.FAILED_PRECONDITION),
+        (ZeroDivisionError("secret"), grpc.StatusCode.INTERNAL),
+    ],
+    ids=["lost", "mismatch", "bug"],
+)
+async def test_failing_in_the_stream(door: Door, error: Exception, code: grpc.StatusCode) -> None:
+    door.fake.fail_after = (2, error)
+    call = door.stub.Generate(pb.GenerateRequest(prompt="abc"))
+    texts = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for response in call:
+            texts.append(response.delta.text)
+    assert texts == ["a", "b"]
+    assert caught.value.code() is code and "secret" not in (caught.value.details() or "")
+    status = rpc_status.from_call(caught.value)
+    assert status and [detail.TypeName() for detail in status.details] == ["google.rpc.ErrorInfo"]
+
+
+async def test_too_large_a_message(door: Door) -> None:
+    code, text, _ = await door.refused(pb.GenerateRequest(prompt="x" * 50_000_000))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text
+
+
+# ---- ends
+
+
+@pytest.mark.parametrize("hang_after", [0, 2])
+async def test_a_cancelled_call_ends_the_generation(door: Door, hang_after: int) -> None:
+    door.fake.hang_after = hang_after
+    call = door.stub.Generate(pb.GenerateRequest(prompt="abc"))
+    reading = asyncio.ensure_future(call.read())
+    await asyncio.wait_for(door.fake.is_hanging.wait(), 5)
+    reading.cancel()
+    call.cancel()
+    await asyncio.wait_for(door.fake.has_ended.wait(), 1)
+    assert door.fake.ended[0][1] is asyncio.CancelledError
+
+
+async def test_a_client_that_is_gone_ends_the_generation(door: Door) -> None:
+    door.fake.hang_after = 2
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.door.port}") as channel:
+        call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="abc"))
+        await call.read()
+        await asyncio.wait_for(door.fake.is_hanging.wait(), 5)
+    await asyncio.wait_for(door.fake.has_ended.wait(), 1)
+
+
+async def test_the_calls_deadline_ends_the_generation(door: Door) -> None:
+    door.fake.hang_after = 2
+    code, _, _ = await door.refused(pb.GenerateRequest(prompt="abc"), timeout=0.2)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(door.fake.has_ended.wait(), 1)
+
+
+# ---- around it
+
+
+async def test_health(completions: MakeCompletions) -> None:
+    door = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "readiness", "cluster.v1.Inference"):
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == serving
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="cluster.v1.Inference"))
+        assert (await watch.read()).status == serving
+        door.set_health(is_ready=False)
+        assert (await watch.read()).status == not_serving
+        watch.cancel()
+        answers = {
+            service: (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+            for service in ("", "readiness", "cluster.v1.Inference")
+        }
+        assert answers == {"": serving, "readiness": not_serving, "cluster.v1.Inference": not_serving}
+    await door.close(grace_s=0)
+
+
+async def test_a_door_that_closes_says_so_first_and_waits_for_what_runs_and_for_nothing_else(
+    completions: MakeCompletions,
+) -> None:
+    fake = FakeTokenService(hang_after=2)
+    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+        await watch.read()
+        call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="abc", sampling=_FOUR))
+        await fake.is_hanging.wait()
+        closing = asyncio.create_task(door.close(grace_s=100))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await _generate(InferenceStub(channel), pb.GenerateRequest(prompt="abc", sampling=_FOUR))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert len(fake.started) == 1 and not closing.done()
+        fake.go_on.set()
+        assert [event.WhichOneof("event") async for event in call][-1] == "summary"
+        await asyncio.wait_for(closing, 50)
+
+
+_FOUR = pb.SamplingParams(max_tokens=4)
+
+
+async def _generate(stub: InferenceStub, message: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [response async for response in stub.Generate(message)]
+
+
+async def test_reflection(door: Door) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(door.channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = [response async for response in stub.ServerReflectionInfo(iter([asked]))]
+    assert "cluster.v1.Inference" in {service.name for service in answer.list_services_response.service}
+
+
+async def test_a_port_in_use(door: Door, completions: MakeCompletions) -> None:
+    with pytest.raises(DeployError, match="in use"):
+        await open_grpc_api(
+            completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=door.door.port
+        )
+
+
+async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService())
+    first = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0, is_port_shared=True)
+    second = await open_grpc_api(
+        service, access=Access.anybody(), host="127.0.0.1", port=first.port, is_port_shared=True
+    )
+    assert second.port == first.port
+    await first.close(grace_s=0)
+    await second.close(grace_s=0)
+
+
+async def test_closing_lets_what_is_under_way_finish(completions: MakeCompletions) -> None:
+    fake = FakeTokenService(hang_after=2)
+    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        stub = InferenceStub(channel)
+        call = aiter(stub.Generate(pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))))
+        texts = [(await anext(call)).delta.text]
+        await asyncio.wait_for(fake.is_hanging.wait(), 5)
+        closing = asyncio.ensure_future(door.close(grace_s=30))
+        with pytest.raises(grpc.aio.AioRpcError):  # as soon as the server has heard of it, nothing new is taken
+            while True:
+                await stub.ListModels(pb.ListModelsRequest())
+        fake.go_on.set()
+        texts += [response.delta.text async for response in call]
+        await asyncio.wait_for(closing, 5)
+    assert "".join(texts) == "abca"

@@ -1,0 +1,152 @@
+"""Large bodies over HTTP: they hold up nobody, and what makes them expensive is refused before it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.access.access import Access
+from frontend.http.app import create_app
+from frontend.text.completion_request import MAX_REQUEST_BYTES
+from tests.frontend.access.keys import IssuedKey, access_with, issue
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+
+_MANY = MAX_REQUEST_BYTES // 3 - 100
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("completions", b'{"prompt":[' + b",".join([b"12"] * _MANY) + b"]}", "prompt", "context_length_exceeded"),
+        ("completions", b'{"prompt":[' + b",".join([b'""'] * _MANY) + b"]}", "prompt", "context_length_exceeded"),
+        ("completions", b'{"prompt":[' + b",".join([b'"\\\\"'] * (_MANY // 2)) + b"]}", "prompt", None),
+        ("completions", b'{"prompt":"a","metadata":[' + b",".join([b"{}"] * _MANY) + b"]}", "metadata", None),
+        ("completions", b'{"prompt":"a","user":"' + b"x" * 3 * _MANY + b'"}', "user", None),
+        ("completions", b'{"prompt":"' + b"x" * 3 * _MANY + b'"}', "prompt", "context_length_exceeded"),
+        ("completions", b'{"prompt":[' + b",".join([b"[]"] * _MANY) + b'],"prompt":"abc"}', "prompt", None),
+        ("completions", b'{"prompt":[' + b",".join([b"1"] * _MANY) + b'],"pr\\u006fmpt":"abc"}', "prompt", None),
+        ("completions", b'{"stop":["a"],"prompt":"' + b"x" * 20_000 + b'","stop":"b"}', "stop", None),
+        ("chat/completions", b'{"messages":[' + b",".join([b"{}"] * _MANY) + b"]}", "messages", None),
+        ("chat/completions", b'{"messages":[' + b",".join([b"{}"] * 20_000) + b"]}", "messages[0].role", None),
+        ("chat/completions", b'{"messages":[],"tools":[' + b",".join([b"{}"] * _MANY) + b"]}", "tools", None),
+        ("chat/completions", b'{"messages":[],"tools":[' + b",".join([b"{}"] * 50_000) + b"]}", "tools", None),
+        ("responses", b'{"input":[' + b",".join([b"{}"] * _MANY) + b"]}", "input", None),
+        ("../tokenize", b'{"prompt":"' + b"x" * 3 * _MANY + b'"}', "prompt", "context_length_exceeded"),
+        ("../detokenize", b'{"tokens":[' + b",".join([b"12"] * _MANY) + b"]}", "tokens", "context_length_exceeded"),
+        ("chat/completions", b'{"messages":[],"chat_template_kwargs":' + b"[" * 3 * _MANY + b"}", None, None),
+    ],
+    ids=[
+        "ids",
+        "strings",
+        "quotes",
+        "metadata",
+        "user",
+        "text",
+        "twice",
+        "twice in other letters",
+        "a small one twice",
+        "messages",
+        "bad messages",
+        "tools",
+        "many tools",
+        "items",
+        "tokenize",
+        "detokenize",
+        "nesting",
+    ],
+)
+async def test_ten_megabytes_are_refused_by_the_field(
+    completions: MakeCompletions, path: str, body: bytes, param: str | None, code: str | None
+) -> None:
+    service = completions(FakeTokenService())
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+        answer = await client.post(path, content=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert code in (None, error["code"])
+    service.close()
+
+
+async def test_while_a_large_body_is_parsed_another_stream_goes_on(completions: MakeCompletions) -> None:
+    """The threads that parse stand still until that stream has come to its end."""
+    service = completions(FakeTokenService())
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    held, go_on = threading.Barrier(4), threading.Event()
+
+    def hold() -> None:
+        held.wait(30)
+        go_on.wait(30)
+
+    holding = [asyncio.ensure_future(service.threads.run("", hold)) for _ in range(3)]
+    await asyncio.to_thread(held.wait, 30)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+        large = json.dumps({"prompt": "abc", "max_tokens": 1, "stop": ["x" * 1000] * 16, "metadata": "x" * 30_000})
+        asking = asyncio.create_task(client.post("completions", content=large))
+        small = {"prompt": "abc", "max_tokens": 50, "stream": True}
+        async with client.stream("POST", "completions", json=small) as stream:
+            lines = [line async for line in stream.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]" and len(lines) > 40
+        assert not asking.done()
+        go_on.set()
+        assert (await asking).json()["choices"][0]["text"] == "a"
+    await asyncio.gather(*holding)
+    service.close()
+
+
+async def test_when_too_many_large_bodies_wait_the_next_one_is_refused_for_now(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService())
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    go_on = threading.Event()
+    holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 30)) for _ in range(64)]
+    await asyncio.sleep(0)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+        large = {"prompt": "abc", "max_tokens": 1, "metadata": "x" * 30_000}
+        answer = await client.post("completions", json=large)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        go_on.set()
+        await asyncio.gather(*holding)
+        assert (await client.post("completions", json=large)).status_code == 200
+    service.close()
+
+
+async def test_one_keys_slow_uploads_leave_room_for_others(completions: MakeCompletions) -> None:
+    """A quarter of the room is a key's; small bodies find room also where its own is full."""
+    slow, other = issue("slow"), issue("other")
+    service = completions(FakeTokenService())
+    app = create_app(service, access=access_with(slow, other), is_healthy=lambda: True)
+    have_arrived, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def upload(num_bytes: int) -> AsyncIterator[bytes]:
+        yield b" " * num_bytes
+        have_arrived.release()  # more is asked for
+        await go_on.wait()
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x/v1/") as client:
+
+        async def post(issued: IssuedKey, **body: Any) -> int:
+            return (await client.post("completions", headers={"authorization": issued.header}, **body)).status_code
+
+        async def ask(issued: IssuedKey, **more: str) -> int:
+            return await post(issued, json={"prompt": "abc", "max_tokens": 1} | more)
+
+        sizes = (*[9_000_000] * 7, 4_000_000)  # 0.1 MB less than its part
+        uploads = [asyncio.create_task(post(slow, content=upload(num_bytes))) for num_bytes in sizes]
+        for _ in uploads:
+            await have_arrived.acquire()
+        assert await ask(slow, metadata="x" * 200_000) == 429
+        assert await ask(slow) == 200
+        assert await ask(other) == 200
+        assert await ask(other, metadata="x" * 30_000) == 200
+        go_on.set()
+        assert await asyncio.gather(*uploads) == [400] * len(sizes)  # blanks are no JSON
+        assert await ask(slow, metadata="x" * 200_000) == 200
+    service.close()

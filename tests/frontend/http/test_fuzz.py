@@ -1,0 +1,134 @@
+"""Whatever comes in at a door: nothing dies of it, each refusal names the field, and who asks next notices nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import grpc
+import httpx
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from frontend.access.access import Access
+from frontend.anthropic.types import MessagesBody
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
+from frontend.openai.types import ChatBody, TextBody
+from frontend.responses.types import ResponsesBody
+from tests.frontend.http.both_doors import BothDoors
+from tests.frontend.http.fuzzed_requests import anthropic_bodies, grpc_requests, json_bodies, responses_bodies
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+
+_FEW = settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
+_MANY = settings(_FEW, max_examples=3_400)
+_TEXT = json_bodies(TextBody.model_fields, input_field="prompt")
+_CHAT = json_bodies(ChatBody.model_fields, input_field="messages")
+_TURNS = anthropic_bodies(MessagesBody.model_fields)
+_ITEMS = responses_bodies(ResponsesBody.model_fields)
+
+
+@asynccontextmanager
+async def _open(completions: MakeCompletions) -> AsyncIterator[tuple[httpx.AsyncClient, InferenceStub]]:
+    service = completions(FakeTokenService(max_context=32), max_context=32, max_choices=64)
+    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+            yield http, InferenceStub(channel)
+    await door.close(grace_s=0)
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def doors(completions: MakeCompletions) -> Iterator[BothDoors]:
+    with asyncio.Runner() as runner:
+        opened = _open(completions)
+        http, stub = runner.run(opened.__aenter__())
+        yield BothDoors(runner, http, stub)
+        runner.run(opened.__aexit__(None, None, None))
+
+
+# What once killed replicas.
+_KILLER = {"prompt": '"Hello there"', "repetition_penalty": "1e-40", "logprobs": "1", "max_tokens": "2"}
+_GRPC_KILLER = pb.GenerateRequest(
+    prompt="Hello there", sampling=pb.SamplingParams(repetition_penalty=1e-40, logprobs=1, max_tokens=2)
+)
+
+
+@_FEW
+@given(_TEXT)
+@example(_KILLER)
+def test_texts(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/completions", body)
+
+
+@_FEW
+@given(_CHAT)
+def test_chats(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/chat/completions", body)
+
+
+@_FEW
+@given(_TURNS)
+@example({"messages": '[{"role":"assistant","content":[{"type":"tool_use","name":"a","input":{"a":"\\ud800"}}]}]'})
+def test_messages(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/messages", body)
+
+
+@_FEW
+@given(_ITEMS)
+def test_responses(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/responses", body)
+
+
+@_FEW
+@given(grpc_requests())
+@example(_GRPC_KILLER)
+def test_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
+    doors.generate(request_)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(_TEXT)
+def test_thousands_of_texts(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/completions", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(_CHAT)
+def test_thousands_of_chats(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/chat/completions", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(_TURNS)
+def test_thousands_of_messages(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/messages", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(_ITEMS)
+def test_thousands_of_responses(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/responses", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(grpc_requests())
+def test_thousands_over_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
+    doors.generate(request_)

@@ -1,0 +1,126 @@
+"""What a body may ask for over HTTP: more is refused by the field's name; and who works on a large one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from frontend.access.access import Access
+from frontend.grpc import api
+from frontend.grpc.api import open_grpc_api
+from frontend.http import open_requests
+from frontend.http.app import create_app
+from frontend.openai.types import ChatBody
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.tiny_service import MakeCompletions
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_CALL = {"function": {"name": "", "arguments": ""}}
+_DEFINED = {"type": "function", "function": {"name": "f", "parameters": {"$defs": [1]}}}
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "calls": ("/v1/chat/completions", {"messages": [{"role": "u", "tool_calls": [_CALL] * 500}] * 9}, "messages"),
+    "messages": ("/v1/chat/completions", {"messages": USER * 4097}, "messages"),
+    "messages to tokenise": ("/tokenize", {"messages": USER * 4097}, "messages"),
+    "a choice": ("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": ["xy"] * 4000}},
+                 "structured_outputs.choice"),
+    "tokens": ("/detokenize", {"tokens": [5] * 257}, "tokens"),
+    "an escape": ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": '{"a":"\\ud800"}'}}]}]}, "messages"),
+    "definitions": ("/v1/chat/completions", {"messages": USER, "tools": [_DEFINED], "tool_choice": "required"},
+                    "tools"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param"), WRONG.values(), ids=WRONG)
+async def test_what_a_body_may_hold(door: OpenAIDoor, path: str, body: dict[str, Any], param: str) -> None:
+    answer = await door.http.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"].startswith(param), error
+    assert not door.fake.started
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": ["x" * 9000] * 16, "n": 60, "echo": True}, "echo"),
+        ("completions", {"prompt": ["x" * 9000] * 16, "n": 60, "return_token_ids": True}, "return_token_ids"),
+        ("completions", {"prompt": [[5] * 9000] * 16, "n": 60, "echo": True}, "echo"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 9000}], "n": 128}, "return_token_ids"),
+    ],
+    ids=["text", "ids", "text of ids", "a chat"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_repeats_so_much_of_prompts(
+    completions: MakeCompletions, path: str, body: dict[str, Any], param: str, stream: bool
+) -> None:
+    service = completions(FakeTokenService(), max_context=2**15)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    more = {"return_token_ids": True} if "messages" in body else {}
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+
+        async def ask(**fields: Any) -> httpx.Response:
+            return await client.post(
+                path, json={**body, **more, "max_tokens": 1, "stream": stream, **fields}, timeout=60
+            )
+
+        assert (await ask(n=1)).status_code == 200
+        answer = await ask()
+        if "messages" in body and not stream:  # which has its prompt once
+            assert len(answer.json()["prompt_token_ids"]) > 1000 and len(answer.json()["choices"]) == 128
+        else:
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    service.close()
+
+
+async def test_what_visits_all_of_a_large_body_is_not_for_the_event_loop(
+    door: OpenAIDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = _noted_threads(monkeypatch, (ChatBody, "requests"), (open_requests, "ignored_header"))
+    for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
+        await door.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+        assert {name.partition("_")[0] for name in threads} == names and len(threads) == 2
+        threads.clear()
+
+
+async def test_what_visits_all_of_a_large_message_is_not_for_the_event_loop(
+    completions: MakeCompletions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = _noted_threads(monkeypatch, (api, "request_of"), (api, "tokenize_request_of"))
+    service = completions(FakeTokenService(), max_context=2**15)
+    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        stub = InferenceStub(channel)
+        for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
+            chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=content)])
+            await stub.Tokenize(pb.TokenizeRequest(chat=chat))
+            async for _ in stub.Generate(pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(max_tokens=1))):
+                pass
+            assert {name.partition("_")[0] for name in threads} == names and len(threads) == 2
+            threads.clear()
+    await door.close(grace_s=0)
+    service.close()
+
+
+def _noted_threads(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[str]:
+    """The names of those who call these, from now on."""
+    threads: list[str] = []
+
+    def noting(function: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    for owner, name in functions:
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+    return threads

@@ -1,0 +1,393 @@
+"""Clients that send too much, too slowly, or go away: on raw sockets, and as an ASGI server would tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from starlette.types import Message
+
+from frontend.access.access import Access
+from frontend.http.app import create_app
+from frontend.http.http_connection import HttpConnection
+from frontend.text.completion_request import MAX_REQUEST_BYTES
+from tests.support.event_loops import on_both_loops
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+
+BODIES = [{"prompt": "abc", "stream": True}, {"prompt": "abc"}, {"prompt": ["abc", "def"], "stream": True}]
+IDS = ["stream", "whole", "many"]
+
+
+@pytest.fixture
+def fake() -> FakeTokenService:
+    return FakeTokenService()
+
+
+@pytest.fixture
+def app(completions: MakeCompletions, fake: FakeTokenService) -> FastAPI:
+    return create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
+
+
+@pytest.fixture
+async def address(app: FastAPI) -> AsyncIterator[tuple[str, int]]:
+    async with serve_http(app) as address:
+        yield address
+
+
+def http_post(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content)
+
+
+async def within(seconds: float, event: asyncio.Event) -> None:
+    await asyncio.wait_for(event.wait(), seconds)
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize("body", BODIES, ids=IDS)
+async def test_http_1_0_gets_the_same_answer_without_chunks(address: tuple[str, int], body: dict[str, Any]) -> None:
+    answers = []
+    for version in (b"1.0", b"1.1"):
+        asked = http_post(body).replace(b"HTTP/1.1\r\n", b"HTTP/%b\r\nconnection: close\r\n" % version)
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(asked)
+        header, _, content = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+        writer.close()
+        is_chunked = b"transfer-encoding: chunked" in header
+        assert is_chunked == (version == b"1.1" and bool(body.get("stream")))
+        assert b"connection: close" in header
+        answers.append(_unchunked(content) if is_chunked else content)
+    plain, usual = ([line.split(b'"choices"')[-1] for line in answer.splitlines()] for answer in answers)
+    assert plain == usual  # but for ids and times
+
+
+async def test_the_head_of_a_page_has_no_body_in_http_1_0_either(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"HEAD /health HTTP/1.0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answer.endswith(b"\r\n\r\n")  # and the connection ended behind it
+
+
+def _unchunked(content: bytes) -> bytes:
+    pieces = []
+    while content:
+        size, _, content = content.partition(b"\r\n")
+        pieces.append(content[: int(size, 16)])
+        content = content[int(size, 16) + 2 :]
+    return b"".join(pieces)
+
+
+@on_both_loops
+async def test_it_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of an answer, and what follows it: whichever comes second must not wait until the first is
+    acknowledged, for which a client may take 40 ms."""
+    waits: list[int] = []
+
+    def made(connection: HttpConnection, transport: asyncio.Transport) -> None:
+        waits.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        transport.abort()
+
+    monkeypatch.setattr(HttpConnection, "connection_made", made)
+    monkeypatch.setattr(HttpConnection, "connection_lost", lambda connection, error: None)
+    async with serve_http(FastAPI()) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        assert await reader.read() == b""
+        writer.close()
+    assert waits == [1]
+
+
+# ---- another protocol
+
+
+async def test_an_offer_of_another_protocol_is_passed_over(address: tuple[str, int], fake: FakeTokenService) -> None:
+    """As Java's own client makes it with its first request over http."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    head, content = http_post(BODIES[1]).split(b"\r\n\r\n")
+    for parts in ([head + b"\r\n" + offer + b"\r\n" + content], [head + b"\r\n" + offer + b"\r\n", content]):
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(2):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            assert b"200 OK" in await asyncio.wait_for(reader.readline(), 10)
+            head_told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            length = int(head_told.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            assert b"text_completion" in await asyncio.wait_for(reader.readexactly(length), 10)
+        writer.close()
+    assert len(fake.started) == 4
+
+
+async def test_a_body_is_never_taken_for_a_request(address: tuple[str, int]) -> None:
+    """An offer behind another request is not passed over, but refused."""
+    hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")  # the offer comes while that is answered
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(hidden))
+    writer.write(b"connection: upgrade\r\nupgrade: h2c\r\n\r\n" + hidden)
+    told = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert b"max_model_len" not in told
+
+
+HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: x\r\n\r\n"
+LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+# Each line of which two bytes more are made would leave as much of what is behind them to be taken for a request.
+OFFERS = b"upgrade: h2c\n" * (len(HIDDEN) // 2) + HIDDEN
+OFFERING = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(OFFERS)
+
+
+@pytest.mark.parametrize("num_later", [0, 1, 2, 3, 4])
+async def test_a_body_stays_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch, num_later: int) -> None:
+    """num_later: so many bytes of its header's end come with the body."""
+    app, bodies, received = FastAPI(), list[bytes](), HttpConnection.data_received
+
+    @app.post("/")
+    async def take(request: Request) -> None:
+        bodies.append(await request.body())
+
+    def cut(connection: HttpConnection, data: bytes) -> None:
+        received(connection, data[: len(OFFERING) - num_later])
+        received(connection, data[len(OFFERING) - num_later :])
+
+    monkeypatch.setattr(HttpConnection, "data_received", cut)
+    async with serve_http(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(OFFERING + OFFERS + LAST)
+        told = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    assert bodies == [OFFERS]
+    assert told.count(b" 404 ") == 1, "the last alone"
+
+
+async def test_so_does_one_that_comes_behind_the_answer() -> None:
+    app = FastAPI()
+
+    @app.post("/")
+    async def answer() -> None: ...
+
+    async with serve_http(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(OFFERING)
+        await asyncio.wait_for(reader.readuntil(b"null"), 10)
+        writer.write(OFFERS + LAST)
+        told = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    assert told.count(b" 404 ") == 1, "the last alone"
+
+
+# ---- going away
+
+
+@pytest.mark.parametrize("body", BODIES, ids=IDS)
+@pytest.mark.parametrize("hang_after", [0, 3])
+async def test_a_client_that_disconnects_ends_everything(
+    address: tuple[str, int], fake: FakeTokenService, body: dict[str, Any], hang_after: int
+) -> None:
+    fake.hang_after = hang_after
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(http_post(body))
+    await within(5, fake.is_hanging)
+    if body.get("stream") and hang_after:
+        await reader.readuntil(b"data: ")
+    writer.close()
+    await within(1, fake.has_ended)
+    assert len(fake.ended) == len(fake.started) > 0
+
+
+@pytest.mark.parametrize("hang_after", [0, 3])
+async def test_one_that_has_sent_another_request_behind_it_as_well(
+    address: tuple[str, int], fake: FakeTokenService, hang_after: int
+) -> None:
+    fake.hang_after = hang_after
+    _, writer = await asyncio.open_connection(*address)
+    writer.write(2 * http_post(BODIES[0]))
+    await within(5, fake.is_hanging)
+    writer.close()
+    await within(1, fake.has_ended)
+    assert len(fake.ended) == len(fake.started) == 1
+
+
+async def test_a_client_that_resets_while_tokens_flow(address: tuple[str, int], fake: FakeTokenService) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(http_post({"prompt": "abc", "stream": True, "max_tokens": 250}))
+    await reader.readuntil(b"data: ")
+    writer.transport.abort()
+    await within(1, fake.has_ended)
+
+
+async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fake: FakeTokenService) -> None:
+    _, writer = await asyncio.open_connection(*address)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+        assert (await client.get("/health")).status_code == 200
+    assert not fake.started
+
+
+async def test_a_client_that_never_finishes_its_body(completions: MakeCompletions, fake: FakeTokenService) -> None:
+    app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True, max_body_s=0.05)
+    async with serve_http(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    assert b" 408 " in answer and b'"code":"request_timeout"' in answer
+    assert not fake.started
+
+
+class AsgiServer:
+    """Calls the application as a server does. What the client sends is given beforehand; then it is there, or gone."""
+
+    def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
+        self.sent: list[Message] = []
+        self.gone = asyncio.Event()
+        self._body: bytes | None = json.dumps(body).encode()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},  # from 2.4 on, starlette itself asks nobody
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "root_path": "",
+            "headers": [],
+        }
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=IDS)
+async def test_a_disconnect_message_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
+    fake.hang_after = 3
+    server = AsgiServer(app, body)
+    await within(5, fake.is_hanging)
+    server.gone.set()
+    await asyncio.wait_for(server.task, 1)
+    assert fake.has_ended.is_set()
+
+
+@pytest.mark.parametrize("body", BODIES, ids=IDS)
+async def test_a_cancelled_application_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
+    fake.hang_after = 3
+    server = AsgiServer(app, body)
+    await within(5, fake.is_hanging)
+    server.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await server.task
+    assert fake.has_ended.is_set()  # before the application returned
+
+
+async def test_the_first_bytes_come_with_the_first_token(app: FastAPI, fake: FakeTokenService) -> None:
+    fake.hang_after = 1
+    server = AsgiServer(app, BODIES[0])
+    await within(5, fake.is_hanging)
+    start, first = server.sent
+    assert b"x-request-id" in dict(start["headers"])
+    assert (start["status"], json.loads(first["body"][6:])["choices"][0]["text"]) == (200, "a")
+    server.gone.set()
+    await server.task
+
+
+# ---- too much
+
+
+async def fifty_megabytes() -> AsyncIterator[bytes]:
+    for _ in range(50):
+        yield b" " * 1_000_000
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_fifty_megabytes(address: tuple[str, int], fake: FakeTokenService, is_announced: bool) -> None:
+    headers = {"content-length": "50000000"} if is_announced else {"transfer-encoding": "chunked"}
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+        tracemalloc.start()
+        started_s = time.monotonic()
+        answer = await client.post("/v1/completions", content=fifty_megabytes(), headers=headers)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert time.monotonic() - started_s < 5
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert str(MAX_REQUEST_BYTES) in answer.json()["error"]["message"]
+    # Client and server together: a few parts of a megabyte, and what was held until the limit was passed.
+    assert peak_bytes < 8_000_000 + (0 if is_announced else 2 * MAX_REQUEST_BYTES)
+    assert not fake.started
+
+
+async def test_fifty_megabytes_from_the_openai_client(address: tuple[str, int]) -> None:
+    import openai
+
+    async with openai.AsyncOpenAI(base_url="http://{}:{}/v1".format(*address), api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(model="tiny", prompt="x" * 50_000_000)
+    assert caught.value.status_code == 413
+
+
+@pytest.mark.parametrize("length", [50_000_000, 10**18])
+async def test_an_announced_length_is_refused_before_the_body(address: tuple[str, int], length: int) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % length)
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+    headers = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert b"connection: close" in headers.lower()
+    writer.close()
+
+
+async def test_a_client_that_asks_first_is_not_told_to_go_on(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50000000\r\nexpect: 100-continue\r\n\r\n"
+    writer.write(head)
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+    await asyncio.wait_for(reader.read(), 5)  # and the server closes
+    writer.close()
+
+
+async def test_a_large_body_within_the_limit_is_taken(address: tuple[str, int]) -> None:
+    body = json.dumps({"prompt": "abc", "max_tokens": 1}) + " " * (MAX_REQUEST_BYTES - 100)
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+        answer = await client.post("/v1/completions", content=body)
+    assert answer.json()["choices"][0]["text"] == "a"
+
+
+# ---- a blocking client, as most are
+
+
+def test_the_blocking_client(completions: MakeCompletions, fake: FakeTokenService) -> None:
+    import openai
+
+    def ask(port: int) -> Iterator[str]:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+            for chunk in client.completions.create(model="tiny", prompt="abc", max_tokens=4, stream=True):
+                yield chunk.choices[0].text
+
+    async def serve() -> list[str]:
+        app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
+        async with serve_http(app) as (_, port):
+            return await asyncio.to_thread(lambda: list(ask(port)))
+
+    assert "".join(asyncio.run(serve())) == "abca"

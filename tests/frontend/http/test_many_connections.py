@@ -1,0 +1,151 @@
+"""Connections that say nothing, and such as stop in the middle: a request is served beside two thousand of them."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import openai
+import pytest
+
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from frontend.access.access import Access
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
+from frontend.http.connections import GRPC_DOOR, HTTP_DOOR
+from tests.support.event_loops import on_both_loops
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+from tests.support.waiting import becomes
+
+_IDLE, _HALF_OPEN = 2000, 200
+_HALF_A_REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le"
+_HALF_A_PREFACE = b"PRI * HTTP/2.0\r\n"
+
+
+@pytest.fixture(autouse=True)
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 4 * (_IDLE + _HALF_OPEN)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"needs {needed} open files, and may have {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@asynccontextmanager
+async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncIterator[list[socket.socket]]:
+    """Both ends are in this process."""
+    async with AsyncExitStack() as stack:
+        loop, ends = asyncio.get_running_loop(), []
+        for number in range(_IDLE + _HALF_OPEN):
+            end = stack.enter_context(socket.socket())
+            ends.append(end)
+            end.setblocking(False)
+            await loop.sock_connect(end, address)
+            if number >= _IDLE:
+                await loop.sock_sendall(end, half)
+        yield ends
+
+
+@on_both_loops
+async def test_a_request_is_served_beside_them_over_http(completions: MakeCompletions) -> None:
+    app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as address, silent_connections(address, half=_HALF_A_REQUEST):
+        assert await _ask(address) == "abca"
+
+
+@on_both_loops
+async def test_those_who_say_nothing_are_gone_after_a_while_over_http(completions: MakeCompletions) -> None:
+    fake = FakeTokenService(hang_after=0)
+    app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
+    limits = replace(HTTP_DOOR, open_s=1.0)
+    async with serve_http(app, limits=limits) as address:
+        asking = asyncio.ensure_future(_ask(address))
+        await fake.is_hanging.wait()
+        async with silent_connections(address, half=_HALF_A_REQUEST) as ends:
+            await becomes(lambda: all(map(_has_ended, ends)))
+        fake.go_on.set()
+        assert await asking == "abca", "who waits for an answer does not go with them"
+
+
+@on_both_loops
+async def test_no_number_of_them_keeps_a_client_out_over_http(completions: MakeCompletions) -> None:
+    app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True)
+    limits = replace(HTTP_DOOR, connections=500)
+    async with serve_http(app, limits=limits) as address, silent_connections(address, half=_HALF_A_REQUEST) as ends:
+        assert await _ask(address) == "abca"
+        await becomes(lambda: sum(map(_has_ended, ends)) > _IDLE + _HALF_OPEN - 500)
+
+
+async def _ask(address: tuple[str, int]) -> str:
+    url = "http://{}:{}/v1".format(*address)
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    return answer.choices[0].text
+
+
+def _has_ended(end: socket.socket) -> bool:
+    """The other side has closed it."""
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+async def test_a_request_is_served_beside_them_over_grpc(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService())
+    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with silent_connections(("127.0.0.1", door.port), half=_HALF_A_PREFACE):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+            asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))
+            events = [event async for event in InferenceStub(channel).Generate(asked, timeout=60)]
+    assert "".join(event.delta.text for event in events) == "abca"
+    await door.close(grace_s=0)
+
+
+async def test_a_header_that_is_too_large_is_refused_at_the_grpc_door(completions: MakeCompletions) -> None:
+    door = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        stub = InferenceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListModels(pb.ListModelsRequest(), metadata=(("x", "y" * 20_000),), timeout=30)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.ListModels(pb.ListModelsRequest(), timeout=30)).models[0].id == "tiny"
+    await door.close(grace_s=0)
+
+
+async def test_one_connection_has_so_many_streams_at_a_time(completions: MakeCompletions) -> None:
+    """More wait at the client until one of these has ended, or are refused: gRPC does either."""
+    fake = FakeTokenService(hang_after=0)
+    limits = replace(GRPC_DOOR, streams=3)
+    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0, limits=limits)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        stub = InferenceStub(channel)
+        asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=1))
+
+        async def ask() -> grpc.StatusCode | None:
+            try:
+                return None if [event async for event in stub.Generate(asked)] else grpc.StatusCode.OK
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+
+        running = [asyncio.ensure_future(ask()) for _ in range(5)]
+        await becomes(lambda: len(fake.started) == 3)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.ListModels(pb.ListModelsRequest(), timeout=0.5)
+        assert len(fake.started) == 3
+        fake.go_on.set()
+        ends = await asyncio.gather(*running)
+    assert ends.count(None) >= 3 and set(ends) <= {None, grpc.StatusCode.UNAVAILABLE}
+    await door.close(grace_s=0)

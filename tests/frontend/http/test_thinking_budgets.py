@@ -1,0 +1,127 @@
+"""For how long an answer may think, as every door takes it and replicas are told it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from frontend.access.access import Access
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
+from frontend.text.tokenizer import Tokenizer
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.openai_door import USER
+from tests.support.tiny_service import MakeCompletions
+
+_THINKS = "{{ '<|im_start|>assistant\\n<think>\\n' }}{# </think> #}"
+_CHAT, _TEXT, _RESPONSES, _MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+_BODIES: dict[str, dict[str, Any]] = {
+    _CHAT: {"messages": USER, "max_tokens": 4},
+    _TEXT: {"prompt": "Hm. <think>"},
+    _RESPONSES: {"input": "hi", "max_output_tokens": 4, "store": False},
+    _MESSAGES: {"messages": USER, "max_tokens": 4},
+}
+
+
+@dataclass
+class Doors:
+    fake: FakeTokenService
+    http: httpx.AsyncClient
+    stub: InferenceStub
+
+    async def told(self, path: str, asked: dict[str, Any]) -> tuple[int, bool] | None:
+        """The budget with which a replica was asked: its tokens, and whether the thinking has begun."""
+        answer = await self.http.post(path, json={**_BODIES[path], **asked})
+        assert answer.status_code == 200, answer.text
+        assert "x-ignored-fields" not in answer.headers
+        return self.last
+
+    @property
+    def last(self) -> tuple[int, bool] | None:
+        budget = self.fake.started[-1].thinking
+        return None if budget is None else (budget.num_tokens, budget.is_open)
+
+    async def refused(self, path: str, asked: dict[str, Any]) -> str:
+        answer = await self.http.post(path, json={**_BODIES[path], **asked})
+        assert answer.status_code == 400 and not self.fake.started
+        return str(answer.json()["error"]["message"])
+
+
+@asynccontextmanager
+async def _doors(
+    completions: MakeCompletions, template: str = _THINKS, *, has_grammars: bool = True
+) -> AsyncIterator[Doors]:
+    fake = FakeTokenService()
+    service = completions(fake, chat_template=template, has_grammars=has_grammars)
+    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    async with (
+        serve_http(app) as (host, port),
+        httpx.AsyncClient(base_url=f"http://{host}:{port}") as http,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
+        yield Doors(fake, http, InferenceStub(channel))
+    await door.close(grace_s=0)
+    service.close()
+
+
+async def test_every_door_takes_one(completions: MakeCompletions) -> None:
+    async with _doors(completions) as doors:
+        for path in (_CHAT, _TEXT, _RESPONSES):
+            assert await doors.told(path, {"thinking_token_budget": 7}) == (7, True)
+            assert await doors.told(path, {}) is None
+        assert await doors.told(_CHAT, {"thinking_budget": 0}) == (0, True)
+        assert await doors.told(_CHAT, {"thinking_budget": 3, "thinking_token_budget": 3}) == (3, True)
+        assert await doors.told(_TEXT, {"prompt": "Hm.", "thinking_token_budget": 2}) == (2, False)
+        for kind in ("enabled", "adaptive"):
+            assert await doors.told(_MESSAGES, {"thinking": {"type": kind, "budget_tokens": 1024}}) == (1024, True)
+            assert await doors.told(_MESSAGES, {"thinking": {"type": kind}}) is None
+        asked = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+        asked.sampling.max_tokens = 4
+        for budget in (0, 9):
+            asked.sampling.thinking_token_budget = budget
+            assert [response async for response in doors.stub.Generate(asked)] and doors.last == (budget, True)
+
+
+async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: MakeCompletions) -> None:
+    def enabled(budget: int) -> dict[str, Any]:
+        return {"thinking": {"type": "enabled", "budget_tokens": budget}}
+
+    async with _doors(completions) as doors:
+        assert (await doors.refused(_CHAT, {"thinking_token_budget": -1})).startswith("thinking_token_budget: must be")
+        assert (await doors.refused(_CHAT, {"thinking_budget": -1})).startswith("thinking_budget: must be from 0")
+        assert "another name" in await doors.refused(_TEXT, {"thinking_budget": 2, "thinking_token_budget": 3})
+        assert (await doors.refused(_MESSAGES, enabled(-1))).startswith("thinking.budget_tokens: must be from 0")
+    async with _doors(completions, "{{ 'E:' ~ reasoning_effort }}") as doors:
+        for path in (_CHAT, _TEXT, _RESPONSES):
+            message = await doors.refused(path, {"thinking_token_budget": 4})
+            assert message.startswith("thinking_token_budget: this model does not think")
+        assert (await doors.refused(_MESSAGES, enabled(4))).startswith("thinking.budget_tokens: this model does not")
+        with pytest.raises(grpc.aio.AioRpcError, match="thinking_token_budget: this model does not think") as refused:
+            sampling = pb.SamplingParams(thinking_token_budget=4)
+            async for _ in doors.stub.Generate(pb.GenerateRequest(prompt="a", sampling=sampling)):
+                pass
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with _doors(completions, has_grammars=False) as doors:  # replicas understand no tokenizer like this
+        assert "is not supported here" in await doors.refused(_CHAT, {"thinking_token_budget": 4})
+
+
+async def test_tokens_of_thinking_are_counted_up_to_its_end(
+    completions: MakeCompletions, byte_level: Tokenizer
+) -> None:
+    thought, end = (byte_level.encode(text, add_special_tokens=False) for text in ("Hm, so", "</think>"))
+    async with _doors(completions) as doors:
+        said = [*thought, *end, *byte_level.encode("Yes.<|im_end|>", add_special_tokens=False)]
+        doors.fake.script = lambda *_: said
+        body = {"messages": USER, "thinking_token_budget": len(thought)}
+        usage = (await doors.http.post(_CHAT, json=body)).json()["usage"]
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == len(thought) + len(end)

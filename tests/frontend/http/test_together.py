@@ -1,0 +1,65 @@
+"""Tokens that come together go out together, and say the same as one by one: at both doors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from frontend.access.access import Access
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+
+_ASKED = {"prompt": "abc", "max_tokens": 7, "logprobs": 1, "return_token_ids": True}
+
+
+async def _chunks(completions: MakeCompletions, *, together: int, **more: Any) -> list[dict[str, Any]]:
+    """Of the one choice, without the last, which says how it has ended."""
+    app = create_app(completions(FakeTokenService(together=together)), access=Access.anybody(), is_healthy=lambda: True)
+    body = _ASKED | {"stream": True, "stream_options": {"include_usage": True}} | more
+    async with serve_http(app) as address, httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as http:
+        answer = await http.post("/v1/completions", json=body)
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    *chunks, end, usage = [json.loads(event.removeprefix("data: ")) for event in events]
+    texts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0].get("token_ids")]
+    assert usage["usage"]["completion_tokens"] == sum(len(text["token_ids"]) for text in texts)
+    assert end["choices"][0]["finish_reason"]
+    return texts
+
+
+def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    logprobs = {key: [one for chunk in chunks for one in chunk["logprobs"][key]] for key in chunks[0]["logprobs"]}
+    token_ids = [id for chunk in chunks for id in chunk["token_ids"]]
+    return {"text": "".join(chunk["text"] for chunk in chunks), "token_ids": token_ids, "logprobs": logprobs}
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": "ca"}], ids=["to its length", "to a stop string"])
+async def test_over_http(completions: MakeCompletions, more: dict[str, Any]) -> None:
+    """A stop string is found in the middle of those that have come: what is behind it is nobody's."""
+    alone = await _chunks(completions, together=1, **more)
+    together = await _chunks(completions, together=3, **more)
+    assert _joined(together) == _joined(alone)
+    sizes = [len(chunk["token_ids"]) for chunk in together]
+    assert sizes == ([3, 1] if more else [3, 3, 1]) and len(alone) == sum(sizes)
+
+
+async def test_over_grpc(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService(together=3))
+    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=7, logprobs=1))
+        events = [event async for event in InferenceStub(channel).Generate(asked, timeout=30)]
+    deltas = [event.delta for event in events if event.HasField("delta")]
+    assert [delta.text for delta in deltas] == ["abc", "abc", "a"]
+    assert all(list(delta.token_ids) == [one.token_id for one in delta.logprobs] for delta in deltas)
+    assert events[-1].summary.usage.completion_tokens == 7
+    await door.close(grace_s=0)

@@ -1,0 +1,314 @@
+"""Tools as openai's own client uses them: calls in answers, whole and streamed, and in the history; and thinking."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import httpx
+import openai
+import pytest
+from google.rpc.error_details_pb2 import BadRequest
+from grpc_status import rpc_status
+from pydantic import BaseModel
+
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from frontend.access.access import Access
+from frontend.grpc.api import open_grpc_api
+from frontend.grpc.chat import chat_of
+from frontend.http.app import create_app
+from frontend.text.tokenizer import Tokenizer
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.openai_door import USER, OpenAIDoor, open_openai_door
+from tests.support.tiny_service import MakeCompletions
+
+_TEMPLATES = Path(__file__).parent.parent / "chat" / "templates"
+_HERMES = (_TEMPLATES / "hermes_tools.jinja").read_text()
+_PARIS = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris 🎉", "days": 3}}\n</tool_call>'
+_LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool_call>'
+
+
+class Weather(BaseModel):
+    """Of a city."""
+
+    city: str
+    days: int | None = None
+
+
+_TOOL = openai.pydantic_function_tool(Weather)
+
+
+@asynccontextmanager
+async def _door(completions: MakeCompletions, template: str = _HERMES) -> AsyncIterator[OpenAIDoor]:
+    def with_template(service: Any) -> Any:
+        return completions(service, chat_template=template, max_context=4096)
+
+    async with open_openai_door(cast(MakeCompletions, with_template)) as door:
+        door.fake.max_context = 4096
+        yield door
+        door.service.close()
+
+
+def _say(door: OpenAIDoor, tokenizer: Tokenizer, *texts: str) -> None:
+    """Each request hears the next of the texts."""
+    answers = [tokenizer.encode(f"{text}<|im_end|>") for text in texts]
+    started = len(door.fake.started)
+    door.fake.script = lambda *_: answers[min(len(door.fake.started) - started, len(answers)) - 1]
+
+
+def _calls(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+
+
+async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
+    expected = [("Weather", {"city": "Paris 🎉", "days": 3}), ("Weather", {"city": "Lyon"})]
+    async with _door(completions) as door:
+        for text in ("", "Let me look."):
+            _say(door, byte_level, f"{text}\n{_PARIS}\n{_LYON}\n")
+            (choice,) = (await door.client.chat.completions.create(**fields)).choices
+            assert (choice.message.content, choice.finish_reason) == (text or None, "tool_calls")
+            assert _calls(choice.message) == expected
+            assert len({call.id for call in choice.message.tool_calls or []}) == 2
+            async with door.client.chat.completions.stream(**fields) as stream:
+                pieces = [event async for event in stream]
+                final = (await stream.get_final_completion()).choices[0]
+            assert (final.message.content or "", final.finish_reason) == (text, "tool_calls")
+            assert _calls(final.message) == expected
+            deltas = [event.arguments_delta for event in pieces if event.type == "tool_calls.function.arguments.delta"]
+            assert len(deltas) > 10, "arguments come as they are made"
+        prompt = byte_level.decode(door.fake.started[0].token_ids, skip_special_tokens=False)
+        assert '{"type": "function", "function": {"name": "Weather", "description": "Of a city.", "para' in prompt
+        assert '"strict"' not in prompt
+
+
+@pytest.mark.parametrize("together", [2, 7, 1000])
+async def test_a_chunk_has_one_call_however_much_comes_at_once(
+    completions: MakeCompletions, byte_level: Tokenizer, together: int
+) -> None:
+    """As where tokens are forced, or their reader is behind. There are clients that look at the first one alone."""
+    fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
+    async with _door(completions) as door:
+        door.fake.together = together
+        _say(door, byte_level, f"Let me look.\n{_PARIS}\n{_LYON}\n")
+        said, num_tokens = dict[int, str](), 0
+        async for chunk in await door.client.chat.completions.create(**fields):
+            for choice in chunk.choices:
+                num_tokens += len(choice.logprobs.content or []) if choice.logprobs else 0
+                for call in (choice.delta.tool_calls or [])[:1]:
+                    said[call.index] = said.get(call.index, "") + ((call.function and call.function.arguments) or "")
+        assert [json.loads(text) for text in said.values()] == [{"city": "Paris 🎉", "days": 3}, {"city": "Lyon"}]
+        assert num_tokens == len(byte_level.encode(f"Let me look.\n{_PARIS}\n{_LYON}\n<|im_end|>"))
+
+
+async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    async with _door(completions) as door:
+        _say(door, byte_level, _PARIS)
+        answer = await door.client.chat.completions.parse(model="tiny", messages=USER, tools=[_TOOL])
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == Weather(city="Paris 🎉", days=3)
+
+
+async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    """What came goes back as it came, with the tool's answer; and the model reads both."""
+    messages: list[Any] = list(USER)
+    async with _door(completions) as door:
+        _say(door, byte_level, _PARIS, "It is sunny.")
+        while True:
+            answer = await door.client.chat.completions.create(model="tiny", messages=messages, tools=[_TOOL])
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                break
+            for call in message.tool_calls:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+        assert message.content == "It is sunny." and answer.choices[0].finish_reason == "stop"
+        prompt = byte_level.decode(door.fake.started[-1].token_ids, skip_special_tokens=False)
+    assert f"<|im_start|>assistant\n{_PARIS}<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n</tool_resp" in prompt
+
+
+async def test_one_call_where_several_are_not_wanted(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    async with _door(completions) as door:
+        _say(door, byte_level, f"{_PARIS}{_LYON} and more")
+        for stream in (False, True):
+            fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "parallel_tool_calls": False}
+            if stream:
+                async with door.client.chat.completions.stream(**fields) as streamed:
+                    choice: Any = (await streamed.get_final_completion()).choices[0]
+            else:
+                choice = (await door.client.chat.completions.create(**fields)).choices[0]
+            assert _calls(choice.message) == [("Weather", {"city": "Paris 🎉", "days": 3})]
+            assert (choice.message.content or "", choice.finish_reason) == ("", "tool_calls")
+        assert len(door.fake.stopped) == 2, "the workers have heard of it"
+
+
+async def test_what_is_no_call_is_text(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
+    unknown = _PARIS.replace("Weather", "Whether")
+    broken = '<tool_call>{"name": "Weather", "arguments": {"city": oh}} </tool_call> well'
+    async with _door(completions) as door:
+        for text in (unknown, broken):
+            _say(door, byte_level, text)
+            (choice,) = (await door.client.chat.completions.create(**fields)).choices
+            assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+        said, pieces = "", list[str | None]()
+        async for chunk in await door.client.chat.completions.create(**fields, stream=True):
+            (part,) = chunk.choices
+            said += part.delta.content or ""
+            pieces += [call.function.arguments for call in part.delta.tool_calls or [] if call.function]
+        assert (said, "".join(piece or "" for piece in pieces)) == ("oh}} </tool_call> well", '{"city": ')
+        assert "" not in pieces[1:] and part.finish_reason == "stop", "that it is broken is no piece of it"
+        _say(door, byte_level, _PARIS)
+        (choice,) = (await door.client.chat.completions.create(**fields, tool_choice="none")).choices
+        assert (choice.message.content, choice.message.tool_calls) == (_PARIS, None)
+        prompt = byte_level.decode(door.fake.started[-1].token_ids, skip_special_tokens=False)
+        assert "Weather" not in prompt
+        cut = await door.client.chat.completions.create(**fields, max_tokens=12)
+        assert _PARIS.startswith(cut.choices[0].message.content or "?") and cut.choices[0].finish_reason == "length"
+
+
+def _fields_named(error: grpc.aio.AioRpcError) -> list[str]:
+    status = rpc_status.from_call(error)
+    found = BadRequest()
+    assert status and any(detail.Unpack(found) for detail in status.details)
+    return [violation.field for violation in found.field_violations]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_thinking_is_told_apart(completions: MakeCompletions, byte_level: Tokenizer, is_open: bool) -> None:
+    """Whether the model opens it, or the template has."""
+    end = "{{ '<think>\\n' if add_generation_prompt }}" if is_open else ""
+    async with _door(completions, _HERMES + "{# </think> #}" + end) as door:
+        _say(door, byte_level, f"{'' if is_open else '<think>'}\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
+        fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
+        whole = await door.client.chat.completions.create(**fields)
+        (choice,) = whole.choices
+        assert whole.usage and whole.usage.completion_tokens_details
+        thought_ids = byte_level.encode("<think>\nHm, < 3?\n</think>")
+        least = len(thought_ids) - 10  # a mark in pieces counts from its last one
+        assert least <= (whole.usage.completion_tokens_details.reasoning_tokens or 0) <= len(thought_ids)
+        assert (choice.message.content, _calls(choice.message)) == ("Yes.", [("Weather", {"city": "Lyon"})])
+        assert (choice.message.model_extra or {})["reasoning_content"] == "Hm, < 3?"
+        thought = said = ""
+        async for chunk in await door.client.chat.completions.create(**fields, stream=True):
+            thought += (chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
+            said += chunk.choices[0].delta.content or ""
+        assert (thought, said) == ("Hm, < 3?", "Yes.")
+
+
+_EFFORTS = {  # by template: what is asked, and the end of the prompt; None: it is refused
+    "{{ 'E:' ~ reasoning_effort }}": {"low": "E:low", "none": "E:none"},
+    "{{ 'T:' ~ enable_thinking }}{# </think> #}": {"none": "T:False", "low": None},
+    "{{ 'hi' }}{# </think> #}": {"none": None, "low": None},
+    "{{ 'hi' }}": {"none": "hi", "low": None},
+}
+
+
+@pytest.mark.parametrize("template", _EFFORTS)
+async def test_the_effort_of_reasoning_is_for_the_template(
+    completions: MakeCompletions, byte_level: Tokenizer, template: str
+) -> None:
+    async with _door(completions, template) as door:
+        for effort, prompt in _EFFORTS[template].items():
+            body = {"messages": USER, "reasoning_effort": effort, "max_tokens": 1}
+            answer = await door.http.post("/v1/chat/completions", json=body)
+            if prompt is None:
+                error = answer.json()["error"]
+                assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
+            else:
+                assert byte_level.decode(door.fake.started[-1].token_ids, skip_special_tokens=False) == prompt
+
+
+async def test_fields_that_nobody_knows_are_ignored_and_named(completions: MakeCompletions) -> None:
+    async with _door(completions) as door:
+        body = {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}], "mood": 1}],
+            "max_tokens": 1,
+            "x\r\ny": 1,
+        }
+        for more in ({}, {"stream": True, "stream_options": {"include_obfuscation": False}}):
+            answer = await door.http.post("/v1/chat/completions", json={**body, **more})
+            assert answer.status_code == 200
+            named = set(answer.headers["x-ignored-fields"].split(", "))
+            assert {"x??y", "messages[0].mood", "messages[0].content[0].cache_control"} <= named
+        answer = await door.http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 1})
+        assert "x-ignored-fields" not in answer.headers
+
+
+async def test_or_refused_by_their_path(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService())
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, refuses_unknown_fields=True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        for unknown, param in (
+            ({"mood": 1}, "mood"),
+            ({"response_format": {"type": "text", "a": 1}}, "response_format.a"),
+        ):
+            answer = await http.post("/v1/chat/completions", json={"messages": USER, **unknown})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["message"]) == (400, param, f"{param}: unknown field")
+    service.close()
+
+
+async def test_over_grpc(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    """Calls come and go back; what a request has wrong about them is named."""
+    fake = FakeTokenService(max_context=4096)
+    service = completions(fake, chat_template=_HERMES, max_context=4096)
+    fake.script = lambda *_: byte_level.encode(f"Well.{_PARIS}{_LYON}<|im_end|>")
+    opened = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    tool = pb.Tool(name="Weather", description="Of a city.", parameters=json.dumps(Weather.model_json_schema()))
+    messages = [
+        pb.ChatMessage(role="user", content="hi"),
+        pb.ChatMessage(
+            role="assistant", tool_calls=[pb.ToolCall(id="a", name="Weather", arguments='{"city": "Rome"}')]
+        ),
+        pb.ChatMessage(role="tool", tool_call_id="a", content="sunny"),
+    ]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{opened.port}") as channel:
+        generate = InferenceStub(channel).Generate
+        events = [one async for one in generate(pb.GenerateRequest(chat=pb.Chat(messages=messages, tools=[tool])))]
+        calls = [call for event in events for call in event.delta.tool_calls]
+        assert [(call.index, call.name) for call in calls if call.id] == [(0, "Weather"), (1, "Weather")]
+        assert json.loads("".join(call.arguments for call in calls if call.index)) == {"city": "Lyon"}
+        assert "".join(event.delta.text for event in events) == "Well."
+        assert events[-2].finished.finish_reason == "tool_calls"
+        prompt = byte_level.decode(fake.started[0].token_ids, skip_special_tokens=False)
+        assert '"arguments": {"city": "Rome"}}\n</tool_call>' in prompt and "<tool_response>\nsunny" in prompt
+        chat = pb.Chat(
+            messages=[
+                pb.ChatMessage(role="user", content="hi", name="ann"),
+                pb.ChatMessage(role="assistant", content="I"),
+            ],
+            tools=[tool],
+            tool_choice=pb.ToolChoice(none=True),
+            template_variables='{"enable_thinking": false}',
+            continue_final_message=True,
+        )
+        sampling = pb.SamplingParams(truncate_prompt_tokens=3)
+        [one async for one in generate(pb.GenerateRequest(chat=chat, sampling=sampling))]
+        assert byte_level.decode(fake.started[-1].token_ids, skip_special_tokens=False) == "istant\nI"
+        made = chat_of(chat)
+        assert (made.tools, made.variables, made.messages[0]["name"]) == ((), {"enable_thinking": False}, "ann")
+        for fields, param in (
+            ({"template_variables": "[]"}, "chat.template_variables"),
+            ({"reasoning_effort": "high"}, "chat.reasoning_effort"),
+            ({"add_generation_prompt": True, "continue_final_message": True}, "chat.continue_final_message"),
+            ({"tool_choice": pb.ToolChoice(name="other"), "tools": [tool]}, "chat.tool_choice"),
+            ({"tool_choice": pb.ToolChoice(required=True)}, "chat.tool_choice"),
+            ({"tool_choice": pb.ToolChoice(required=True), "tools": [tool]}, "chat.tools"),
+        ):
+            asked: Any = {"messages": messages, **fields}
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(generate(pb.GenerateRequest(chat=pb.Chat(**asked)))))
+            assert _fields_named(caught.value) == [param]
+        for wrong in (pb.Tool(name="a b"), pb.Tool(name="a", parameters="[]")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(generate(pb.GenerateRequest(chat=pb.Chat(messages=messages, tools=[wrong])))))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "tools[0]" in str(caught.value.details())
+    await opened.close(grace_s=0)
+    service.close()

@@ -1,0 +1,254 @@
+"""What the OpenAI door refuses, and how it says so: always in OpenAI's form, and by the name of the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from core.types.errors import CapacityError, LayoutMismatch, ReplicaLost
+from tests.support.openai_door import USER, OpenAIDoor
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def refused(door: OpenAIDoor, body: Any, *, path: str = "/v1/completions", status: int = 400) -> dict[str, Any]:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = await door.http.post(path, content=raw)
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()) == {"error"}
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert not door.fake.started
+    return error
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": -1}, "temperature", "from 0 to"),
+    ({"temperature": "hot"}, "temperature", "should be a valid number"),
+    ({"max_tokens": 1.5}, "max_tokens", "should be a valid integer"),
+    ({"max_tokens": 0}, "max_tokens", "from 1"),
+    ({"prompt": 5}, "prompt", "must be a string, a list"),
+    ({"prompt": []}, "prompt", "not empty"),
+    ({"prompt": [[1, "a"]]}, "prompt", "must be a string, a list"),
+    ({"prompt": [True]}, "prompt", "must be a string, a list"),
+    ({"prompt": ""}, "prompt", "must not be empty"),
+    ({"prompt": [1_000_000]}, "prompt", "is no token id"),
+    ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
+    ({"stop": [1]}, "stop[0]", "should be a valid string"),
+    ({"stop": {}}, "stop", "must be a string or a list"),
+    ({"stop": ""}, "stop", "1 to 1024 characters"),
+    *(
+        ({"logit_bias": bias}, "logit_bias", "whose keys are token ids")
+        for bias in ({"a": 1}, {"-1": 1}, {"01": 1}, [1])
+    ),
+    *(
+        ({"logit_bias": {"1": bias}}, "logit_bias", "from -100 to 100")
+        for bias in (100.5, -101, 10**400, "x", True, None)
+    ),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias", "1000000 is no token id"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
+    ({"allowed_token_ids": [5, 1_000_000]}, "allowed_token_ids", "1000000 is no token id"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1 is no token id"),
+    ({"allowed_token_ids": ["5"]}, "allowed_token_ids[0]", "should be a valid integer"),
+    ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids", "at most 1024"),
+    *(({"bad_words": [word]}, "bad_words", "1 to 128 characters") for word in ("", "  ", "a" * 129)),
+    ({"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
+    ({"bad_words": [rare * 128 for rare in "龍龎龏龐"]}, "bad_words", "at most 1024 tokens"),
+    ({"bad_words": "a"}, "bad_words", "should be a valid array"),
+    ({"best_of": 1, "n": 2}, "best_of", "must not be less than n"),
+    ({"best_of": 2, "stream": True}, "best_of", "not with stream"),
+    ({"best_of": 129}, "best_of", "from 1 to 128"),
+    ({"best_of": 100, "prompt": ["a"] * 11}, "prompt", "at most 1024"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+]
+UNSUPPORTED = [
+    ({"tools": [{}]}, "tools", "does not take it"),
+    ({"suffix": "x"}, "suffix", "is not supported here"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "use structured_outputs.json"),
+    ({"ebnf": "root ::= 'a'"}, "ebnf", "use structured_outputs.grammar"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
+async def test_a_wrong_text_request(door: OpenAIDoor, fields: dict[str, Any], param: str, says: str) -> None:
+    error = await refused(door, {"prompt": "a", **fields})
+    assert error["param"] == param and says in error["message"] and param.split("[")[0] in error["message"]
+    assert error["type"] == "invalid_request_error" and error["code"] == "invalid_value"
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), UNSUPPORTED, ids=lambda value: str(value)[:40])
+async def test_what_is_known_and_not_supported_has_a_code_of_its_own(
+    door: OpenAIDoor, fields: dict[str, Any], param: str, says: str
+) -> None:
+    error = await refused(door, {"prompt": "a", **fields})
+    assert error["param"] == param and says in error["message"] and error["code"] == "unsupported_parameter"
+
+
+F = {"type": "function", "function": {"name": "f"}}
+WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "at least one"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", "must be a string or a list"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a string or a list"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        "should be 'text'",
+    ),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls[0]", "an object"),
+    (
+        {"messages": [{"role": "user", "content": "a", "function_call": {"name": "f"}}]},
+        "messages[0].function_call",
+        "not supported",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+    ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type", "should be 'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "should match pattern"),
+    ({"tools": [F, F]}, "tools", "'f' is there twice"),
+    ({"tools": [F]}, "tools", "chat template knows none; the operator can"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+        {"tools": [F], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        "tool_choice",
+        "no structured_outputs",
+    ),
+    ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "named 'g'"),
+    ({"tools": [F], "tool_choice": {"type": "any"}}, "tool_choice", "must be"),
+    ({"functions": [{"name": "f"}]}, "functions", "is not supported here; use tools"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "not together"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported here"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "beside json_object"),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "is not supported here",
+    ),
+    ({"modalities": ["audio"]}, "modalities", "is not supported here"),
+    ({"moderation": {"model": "m"}}, "moderation", "is not supported here"),
+    ({"web_search_options": {}}, "web_search_options", "is not supported here"),
+    ({"verbosity": "high"}, "verbosity", "is not supported here"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "knows no 'high'"),
+    ({"max_tokens": 1, "max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
+    ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "max_completion_tokens, 2"),
+    ({"max_completion_tokens": 10**6}, "max_completion_tokens", "times n"),
+    ({"top_logprobs": 2}, "top_logprobs", "set logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"logprobs": 1}, "logprobs", "should be a valid boolean"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), WRONG_CHAT, ids=lambda value: str(value)[:40])
+async def test_a_wrong_chat(door: OpenAIDoor, fields: dict[str, Any], param: str, says: str) -> None:
+    error = await refused(door, {"messages": USER, **fields}, path="/v1/chat/completions")
+    assert error["param"] == param and says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"[]", "should be an object"),
+        (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": ' + b"[" * 100_000, "not valid JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "finite"),
+        (b"{}", "prompt"),
+    ],
+    ids=["cut", "empty", "list", "utf8", "surrogate", "nested", "nan", "missing"],
+)
+async def test_a_body_that_is_no_request(door: OpenAIDoor, body: bytes, says: str) -> None:
+    assert says in (await refused(door, body))["message"]
+
+
+async def test_unknown_model(door: OpenAIDoor) -> None:
+    error = await refused(door, {"model": "gpt-9", "prompt": "a"}, status=404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+async def test_too_long_a_prompt(door: OpenAIDoor) -> None:
+    for prompt in ([1] * 300, "word " * 1_000_000):
+        assert (await refused(door, {"prompt": prompt}))["code"] == "context_length_exceeded"
+    messages = [{"role": "user", "content": "word " * 1000}]
+    error = await refused(door, {"messages": messages, "stream": True}, path="/v1/chat/completions")
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+async def test_the_clients_exceptions(door: OpenAIDoor) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature: must be from 0") as caught:
+        await door.client.chat.completions.create(model="tiny", messages=USER, temperature=-1)
+    assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
+    with pytest.raises(openai.NotFoundError):
+        await door.client.chat.completions.create(model="gpt-9", messages=USER, stream=True)
+
+
+async def test_unknown_routes(door: OpenAIDoor) -> None:
+    missing = await door.http.get("/v2/nothing")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
+    wrong = await door.http.get("/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert "GET /v1/completions" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("/chat/completions", "ends with /v1"), ("/v1/v1/messages", "without it"), ("/v1/embeddings", ": Not Found")],
+)
+async def test_a_wrong_base_url_is_told(door: OpenAIDoor, path: str, says: str) -> None:
+    answer = await door.http.post(path, json={})
+    assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(says)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_full(door: OpenAIDoor, stream: bool) -> None:
+    door.fake.refuse = CapacityError("every decode replica is full", retry_after_s=2.2)
+    body = {"prompt": "a", "stream": stream}
+    answer = await door.http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    assert answer.json()["error"]["code"] == "overloaded"
+    with pytest.raises(openai.RateLimitError):
+        await door.client.completions.create(model="tiny", prompt="a", stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ReplicaLost("decode-0 died"), 503, "replica_lost"),
+        (LayoutMismatch("block sizes differ"), 500, "layout_mismatch"),
+        (ZeroDivisionError("secret"), 500, "internal_error"),
+    ],
+    ids=["lost", "mismatch", "bug"],
+)
+async def test_failing_before_the_first_token(
+    door: OpenAIDoor, error: Exception, status: int, code: str, stream: bool
+) -> None:
+    door.fake.fail_after = (0, error)
+    answer = await door.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    assert answer.status_code == status and answer.json()["error"]["code"] == code
+    assert "secret" not in answer.text
+
+
+async def test_failing_in_the_stream(door: OpenAIDoor) -> None:
+    door.fake.fail_after = (2, ReplicaLost("decode-0 died"))
+    answer = await door.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
+    assert answer.status_code == 200
+    *texts, error, end = answer.text.split("\n\n")
+    assert [json.loads(text[6:])["choices"][0]["text"] for text in texts] == ["a", "b"]
+    assert json.loads(error[6:])["error"]["code"] == "replica_lost" and end == ""  # and no [DONE]
+    stream = await door.client.completions.create(model="tiny", prompt="abc", stream=True)
+    with pytest.raises(openai.APIError, match="decode-0 died"):
+        async for _ in stream:
+            pass
+
+
+async def test_one_of_many_prompts_fails(door: OpenAIDoor) -> None:
+    door.fake.fail_after = (2, ReplicaLost("decode-0 died"))
+    answer = await door.http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+    assert answer.status_code == 503
+    assert len(door.fake.ended) == len(door.fake.started)

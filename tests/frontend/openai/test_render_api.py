@@ -1,0 +1,89 @@
+"""What a request would send to an engine, without an answer: what the endpoints that answer do send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.access.access import Access
+from frontend.http.app import create_app
+from tests.frontend.access.keys import access_with, issue
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.tiny_service import MakeCompletions
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_TEXT = "The capital 你好<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": _TEXT}),
+        ("completions", {"prompt": [_TEXT, "b"], "add_special_tokens": False}),
+        ("completions", {"prompt": [[5, 6], [7]], "n": 2}),
+        ("completions", {"prompt": "ab" * 200, "truncate_prompt_tokens": 3}),
+        ("chat/completions", {"messages": USER}),
+        ("chat/completions", {"messages": USER, "continue_final_message": True, "stream": True}),
+        ("chat/completions", {"messages": USER * 2, "truncate_prompt_tokens": -1, "max_tokens": 250}),
+    ],
+)
+async def test_it_is_what_an_engine_is_sent(door: OpenAIDoor, path: str, body: dict[str, Any]) -> None:
+    answer = await door.http.post(f"/v1/{path}/render", json={**body, "mood": 1})
+    assert answer.headers["x-ignored-fields"] == "mood" and not door.fake.started
+    rendered = answer.json() if path == "completions" else [answer.json()]
+    await door.http.post(f"/v1/{path}", json={"max_tokens": 1, **body})
+    assert [one["token_ids"] for one in rendered] == [list(one.token_ids) for one in door.fake.started]
+    for one in rendered:
+        assert one["model"] == "tiny" and one["request_id"] == answer.headers["x-request-id"]
+        ids = (await door.http.post("/tokenize", json={"prompt": one["prompt"], "add_special_tokens": False})).json()
+        assert ids["tokens"][-len(one["token_ids"]) :] == one["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {}),
+        ("completions", {"prompt": "ab" * 300}),
+        ("completions", {"prompt": ["a"] * 1025}),
+        ("completions", {"prompt": "a", "temperature": -1}),
+        ("completions", {"prompt": [5_000_000]}),
+        ("completions", {"prompt": "a", "messages": USER}),
+        ("chat/completions", {"messages": []}),
+        ("chat/completions", {"messages": USER, "model": "other"}),
+        ("chat/completions", {"messages": USER, "tool_choice": "required"}),
+        ("chat/completions", {"messages": USER, "max_tokens": 1000}),
+    ],
+)
+async def test_it_is_refused_what_an_answer_is_refused(door: OpenAIDoor, path: str, body: dict[str, Any]) -> None:
+    asked = await door.http.post(f"/v1/{path}", json=body)
+    rendered = await door.http.post(f"/v1/{path}/render", json=body)
+    assert rendered.status_code == asked.status_code in (400, 404) and rendered.json() == asked.json()
+
+
+async def test_a_key_is_asked_for_and_no_tokens_are_counted(completions: MakeCompletions) -> None:
+    service, known = completions(FakeTokenService()), issue("acme", tpm=1000, rpm=10)
+    app = create_app(service, access=access_with(known), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": USER})):
+            assert (await http.post(f"/v1/{path}/render", json=body)).status_code == 401
+            answer = await http.post(f"/v1/{path}/render", json=body, headers={"authorization": known.header})
+            assert answer.headers["x-ratelimit-remaining-tokens"] == "1000"
+        assert answer.headers["x-ratelimit-remaining-requests"] == "8"
+    service.close()
+
+
+async def test_an_answer_repeats_so_much_of_prompts(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService(), max_context=2**15)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        for number, status in ((90, 200), (110, 400)):
+            body = {"prompt": ["x" * 9000] * number, "max_tokens": 1}
+            answer = await http.post("/v1/completions/render", json=body, timeout=60)
+            assert answer.status_code == status
+        assert answer.json()["error"]["param"] == "prompt"
+    service.close()

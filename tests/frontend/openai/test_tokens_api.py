@@ -1,0 +1,115 @@
+"""Tokens without an answer, over both doors."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from frontend.access.access import Access
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
+from frontend.text.tokenizer import Tokenizer
+from tests.frontend.access.keys import access_with, issue
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.tiny_service import MakeCompletions
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_TEXT = "The capital 你好<|im_end|>"
+
+
+async def test_a_text_there_and_back(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+    body = {"model": "tiny", "prompt": _TEXT, "return_token_strs": True}
+    told = (await door.http.post("/tokenize", json=body)).json()
+    ids = byte_level.encode(_TEXT)
+    assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), 256)
+    assert told["token_strs"] == [byte_level.token_text(token_id) for token_id in ids]
+    back = await door.http.post("/detokenize", json={"tokens": ids, "mood": 1})
+    assert back.json() == {"prompt": _TEXT} and back.headers["x-ignored-fields"] == "mood"
+    assert not door.fake.started
+
+
+async def test_messages_are_counted_as_a_chat_counts_them(door: OpenAIDoor) -> None:
+    for more in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        told = (await door.http.post("/tokenize", json={"messages": USER, **more})).json()
+        body = {"messages": USER, "max_tokens": 1, "return_token_ids": True, **more}
+        asked = (await door.http.post("/v1/chat/completions", json=body)).json()
+        assert told["tokens"] == asked["prompt_token_ids"] and told["token_strs"] is None
+
+
+async def test_a_prompt_is_cut_in_front(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("ab" * 200)
+    for num, kept in ((3, 3), (-1, 255), (100_000, len(ids))):
+        body = {"prompt": "ab" * 200, "truncate_prompt_tokens": num, "max_tokens": 1, "return_token_ids": True}
+        answer = await door.http.post("/v1/completions", json=body)
+        if kept > 255:
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+        else:
+            assert answer.json()["choices"][0]["prompt_token_ids"] == ids[-kept:]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/detokenize", {"tokens": [5_000_000]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+async def test_what_is_wrong_is_named(door: OpenAIDoor, path: str, body: dict[str, Any], param: str) -> None:
+    answer = await door.http.post(path, json=body)
+    assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param
+
+
+async def test_what_a_client_needs_to_write_prompts(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+    told = (await door.http.get("/tokenizer_info")).json()
+    (eos,) = byte_level.encode(told["eos_token"])
+    assert eos in byte_level.eos_token_ids and "pad_token" in told
+    assert told["chat_template"] == door.service.prompts.chat_template.source != ""
+
+
+async def test_the_version(door: OpenAIDoor) -> None:
+    assert (await door.http.get("/version")).json() == {"version": version("xpyd")}
+
+
+async def test_without_a_key_nothing_is_told(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService())
+    app = create_app(service, access=access_with(issue("known")), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 401
+        assert (await http.post("/detokenize", json={"tokens": [1]})).status_code == 401
+        assert (await http.get("/version")).status_code == 401
+        assert (await http.get("/tokenizer_info")).status_code == 401
+    service.close()
+
+
+async def test_over_grpc(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    service = completions(FakeTokenService())
+    opened = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{opened.port}") as channel:
+        stub = InferenceStub(channel)
+        told = await stub.Tokenize(pb.TokenizeRequest(prompt=_TEXT))
+        assert (list(told.token_ids), told.max_context) == (byte_level.encode(_TEXT), 256)
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+        counted = await stub.Tokenize(pb.TokenizeRequest(chat=chat))
+        events = [event async for event in stub.Generate(pb.GenerateRequest(chat=chat))]
+        assert len(counted.token_ids) == events[-1].summary.usage.prompt_tokens
+        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=told.token_ids))).text == _TEXT
+        for wrong in (stub.Tokenize(pb.TokenizeRequest()), stub.Detokenize(pb.DetokenizeRequest(token_ids=[10**6]))):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await wrong
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await opened.close(grace_s=0)
+    service.close()

@@ -1,0 +1,147 @@
+"""Answers that are bound to be calls: each tool's arguments keep to its schema, wherever that points inside itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from core.grammar.compiler import GrammarCompiler
+from core.rpc import inference_pb2 as pb
+from core.types.constraints import GrammarKind
+from core.types.errors import RequestError
+from frontend.anthropic.types import MessagesBody
+from frontend.grpc.messages import request_of
+from frontend.http.open_requests import AskingBody
+from frontend.openai.messages import ToolGiven
+from frontend.openai.tool_choice import forced_grammar
+from frontend.openai.types import ChatBody
+from frontend.responses.types import ResponsesBody
+from tests.support.character_tokenizer import save_tokenizer
+
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "a property": {"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"]},
+    "itself": {"properties": {"a": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["a"]},
+    "definitions": {
+        "$id": "https://example.com/tool",
+        "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#/definitions/x"}},
+        "$defs": {"x": {"enum": [1, 2]}},
+        "definitions": {"x": {"type": "string"}},
+    },
+    "one definition by another": {
+        "properties": {"a": {"$ref": "#/$defs/x"}},
+        "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/y"}, {"type": "null"}]}, "y": {"enum": [1]}},
+    },
+    "what only looks like one": {"properties": {"a": {"const": {"$ref": "#"}}, "$ref": {"type": "string"}}},
+}
+_VALUES: list[Any] = [1, 3, "x", None, {"$ref": "#"}, {"a": 1}, {"name": "f", "arguments": {}}]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    directory = tmp_path_factory.mktemp("model")
+    save_tokenizer(directory)
+    return GrammarCompiler(directory, vocab_size=128)
+
+
+def _tool(name: str, schema: dict[str, Any]) -> ToolGiven:
+    parameters = {"type": "object", "additionalProperties": False, **schema}
+    function = {"name": name, "parameters": parameters, "strict": True}
+    return ToolGiven.model_validate({"type": "function", "function": function})
+
+
+@pytest.mark.parametrize("case", _SCHEMAS)
+def test_calls_of_any_tool_keep_to_what_each_alone_allows(compiler: GrammarCompiler, case: str) -> None:
+    tool, other = _tool("f", _SCHEMAS[case]), _tool("g", _SCHEMAS["a property"])
+    grammar = forced_grammar("", [other, tool], is_parallel=True)
+    compiler.compile(grammar)
+    alone = Draft202012Validator(json.loads(forced_grammar("f", [tool], is_parallel=True).text))
+    together = Draft202012Validator(json.loads(grammar.text))
+    given = [
+        {name: value, **more} for name in ("a", "b", "next", "$ref") for value in _VALUES for more in ({}, {"a": 1})
+    ]
+    allowed = [alone.is_valid(arguments) for arguments in given]
+    assert [together.is_valid([{"name": "f", "arguments": arguments}]) for arguments in given] == allowed
+    assert {True, False} == set(allowed), "some are allowed, and some are not"
+
+
+def test_a_call_points_into_its_own_tool(compiler: GrammarCompiler) -> None:
+    """Not into another tool, or the list of calls."""
+    text = forced_grammar("", [_tool("f", _SCHEMAS["itself"])], is_parallel=False).text
+    listed = Draft202012Validator(json.loads(text))
+    assert listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": {"a": 2}}}])
+    assert not listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": [{"name": "f", "arguments": {"a": 1}}]}}])
+
+
+def test_a_schema_is_enforced_whole_where_every_tool_that_may_be_called_asks_for_that() -> None:
+    strict, other = _tool("f", {}), ToolGiven.model_validate({"type": "function", "function": {"name": "g"}})
+    whole, lenient = GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA
+    for name, tools, kind in [
+        ("f", [strict, other], whole),
+        ("g", [strict, other], lenient),
+        ("", [strict], whole),
+        ("", [strict, other], lenient),
+    ]:
+        assert forced_grammar(name, tools, is_parallel=True).kind is kind
+
+
+def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="too deeply") as refused:
+        forced_grammar("", [_tool("f", {"properties": {"a": schema}})], is_parallel=True)
+    assert refused.value.param == "tools"
+
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+_USER = [{"role": "user", "content": "hi"}]
+_BOUND: dict[type[AskingBody], dict[str, Any]] = {
+    ChatBody: {
+        "messages": _USER,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
+        "tool_choice": "required",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}},
+    },
+    ResponsesBody: {
+        "input": "hi",
+        "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "array"}}},
+    },
+    MessagesBody: {
+        "messages": _USER,
+        "max_tokens": 9,
+        "tools": [{"name": "f", "input_schema": _SCHEMA}],
+        "tool_choice": {"type": "any"},
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "array"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", _BOUND, ids=lambda kind: kind.__name__)
+def test_a_format_of_text_changes_nothing_about_a_call_that_is_bound_to_come(kind: type[AskingBody]) -> None:
+    """instructor sends both, and so does an agent with an output type whose first answer is to be a call."""
+    fields = _BOUND[kind]
+    without = {
+        name: value for name, value in fields.items() if name not in ("response_format", "text", "output_config")
+    }
+    asked, bare = ((kind.model_validate(body).requests("r")) for body in (fields, without))
+    assert without != fields and asked == bare and asked[0].grammar_field == "tools"
+
+
+def test_over_grpc_a_tool_is_as_strict_and_a_choice_that_says_no_chooses_nothing() -> None:
+    user, strict, other = pb.ChatMessage(role="user", content="hi"), pb.Tool(name="f", strict=True), pb.Tool(name="g")
+    for choice, tools, kind in [
+        (pb.ToolChoice(required=True), [strict], GrammarKind.JSON_SCHEMA),
+        (pb.ToolChoice(required=True), [strict, other], GrammarKind.LENIENT_JSON_SCHEMA),
+        (pb.ToolChoice(name="f"), [strict, other], GrammarKind.JSON_SCHEMA),
+        (pb.ToolChoice(required=False), [strict], None),
+        (pb.ToolChoice(name=""), [strict], None),
+        (pb.ToolChoice(none=False), [strict], None),
+    ]:
+        message = pb.GenerateRequest(chat=pb.Chat(messages=[user], tools=tools, tool_choice=choice))
+        grammar = request_of(message, deadline_s=None, max_context=64).grammar
+        assert (grammar and grammar.kind) is kind

@@ -1,0 +1,131 @@
+"""Calls are read the same however their text is cut, and what is no call stays text: nothing is ever lost."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontend.parsers.call_reader import CallReader
+from frontend.parsers.formats import CALL_FORMATS, forced_call, forced_calls
+from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
+from tests.frontend.parsers.recorded import RECORDED, TOOLS, Recorded
+
+_FORMATS = {name: kind.read for name, kind in CALL_FORMATS.items()}
+_FORMATS |= {"forced_calls": forced_calls, "forced_call": partial(forced_call, name="now")}
+_IDS = [f"{one.format}-{number}" for number, one in enumerate(RECORDED)]
+
+
+def read(format: str, parts: Iterable[str]) -> list[Piece]:
+    reader = CallReader(_FORMATS[format], TOOLS)
+    return [*(piece for part in parts for piece in reader.add(part)), *reader.finish()]
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Text after text, and arguments after arguments, made one."""
+    whole: list[Piece] = []
+    for piece in pieces:
+        match whole[-1] if whole else None, piece:
+            case str(before), str(after):
+                whole[-1] = before + after
+            case CallArguments(number, text), CallArguments(_, more):
+                whole[-1] = CallArguments(number, text + more)
+            case _:
+                whole.append(piece)
+    return whole
+
+
+def decoded(parts: Iterable[bytes]) -> list[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    return [decoder.decode(part) for part in parts]
+
+
+def calls_in(pieces: Iterable[Piece]) -> list[tuple[str, object]]:
+    names = [piece.name for piece in pieces if isinstance(piece, CallBegun)]
+    arguments = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+    assert [piece.number for piece in pieces if isinstance(piece, CallEnded)] == list(range(len(names)))
+    return [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=_IDS)
+def test_recorded_answers(recorded: Recorded) -> None:
+    pieces = joined(read(recorded.format, [recorded.raw]))
+    assert calls_in(pieces) == list(recorded.calls)
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    assert text == (recorded.raw if recorded.text == "=" else recorded.text)
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=_IDS)
+def test_cut_at_every_byte_they_are_the_same(recorded: Recorded) -> None:
+    whole, raw = joined(read(recorded.format, [recorded.raw])), recorded.raw.encode()
+    assert joined(read(recorded.format, decoded(bytes([byte]) for byte in raw))) == whole
+    for at in range(len(raw) + 1):
+        assert joined(read(recorded.format, decoded([raw[:at], raw[at:]]))) == whole
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=_IDS)
+def test_ended_anywhere_they_lose_no_text(recorded: Recorded) -> None:
+    for end in range(len(recorded.raw)):
+        check_nothing_is_lost(recorded.format, recorded.raw[:end])
+
+
+def check_nothing_is_lost(format: str, raw: str) -> None:
+    """The raw answer is its text, and its calls, in order, and markup of calls between them: no word besides."""
+    pieces = joined(read(format, raw))
+    pattern = _MARKUP if any(isinstance(piece, CallEnded) for piece in pieces) else r"\s*"
+    for at, piece in enumerate(pieces):
+        match piece:
+            case CallBroken():
+                assert piece.raw.endswith(piece.rest)
+                pattern += re.escape(piece.raw) + _MARKUP
+            case str():
+                pattern += re.escape(piece) + _MARKUP
+            case CallArguments(number, text) if CallEnded(number) in pieces:
+                begun = pieces[at - 1]
+                assert isinstance(begun, CallBegun)
+                name, written = re.escape(begun.name), f"(?:{re.escape(text)}|{re.escape(json.dumps(text))})?"
+                if format == "forced_call":  # no name is written
+                    pattern += f"{_MARKUP}{written}{_MARKUP}"
+                elif format in ("qwen3_coder", "pythonic"):  # where arguments are no JSON
+                    pattern += f"{_MARKUP}{name}.*?{_MARKUP}"
+                else:
+                    pattern += f"{_MARKUP}(?:{name}{_MARKUP}{written}|{written}{_MARKUP}{name}){_MARKUP}"
+            case _:
+                pass
+    assert re.fullmatch(pattern, raw, re.DOTALL), (format, raw, pieces)
+
+
+_MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "a1", "abcdefghi"]
+_MARKS += ['"name"', '"arguments"', '"parameters"', '"id"', '"type"', "function", "</function>", "</parameter>"]
+_MARKS += ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"]  # noqa: RUF001
+_MARKS += ["<｜tool▁sep｜>", "<function=", "<|python_start|>", "<|python_end|>", "```json", "```", *'[]{},:;"()>']  # noqa: RUF001
+_MARKUP = rf"(?:\s|{'|'.join(map(re.escape, _MARKS))})*"
+
+
+_WORDS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", ";"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "function"),  # noqa: RUF001
+    *("<function=", "now", ">", "<parameter=", "city", "</parameter>", "</function>", "<|python_start|>", "now()"),
+    *('{"name": "now"', ', "arguments": {', '"city": "Par', '\\"', '"', "}}", "\n", " ", "```json\n", "```", "é", "🎉"),
+    *('{"name": "now", "arguments": {}}', "(city='a')", "get_weather", ",", ":", "1e5", "-", "null", "\\u00e", "text"),
+]
+
+
+@settings(max_examples=300, database=None)
+@given(st.sampled_from(sorted(_FORMATS)), st.lists(st.sampled_from(_WORDS), max_size=14), st.data())
+def test_whatever_comes_is_read_the_same_in_pieces(format: str, words: list[str], data: st.DataObject) -> None:
+    raw = "".join(words)
+    whole = joined(read(format, [raw]))
+    assert joined(read(format, raw)) == whole
+    at = data.draw(st.integers(0, len(raw)))
+    assert joined(read(format, [raw[:at], raw[at:]])) == whole
+    for piece in whole:
+        if isinstance(piece, CallArguments) and CallEnded(piece.number) in whole:
+            assert isinstance(json.loads(piece.text), dict)
+    check_nothing_is_lost(format, raw)

@@ -1,0 +1,200 @@
+"""What a model may say whose answer keeps to a schema: every token of it, by the masks of the grammar that is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.grammar.compiler import GrammarCompiler
+from core.types.constraints import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from core.types.errors import RequestError
+from frontend.chat.chat import Chat
+from frontend.chat.output_format import Dialect
+from frontend.structured_output.constrained_answer import bound_answer, may_think
+from frontend.text.answer_reader import AnswerReader
+from frontend.text.completion_request import CompletionRequest
+from frontend.text.tokenizer import Tokenizer
+
+_CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+_ROME = '{"city": "Rome"}'
+_POINTS = {"properties": {"x": {"type": "boolean"}, "y": {"$ref": "#/properties/x"}}, "required": ["y"]}
+_TOOLS: tuple[dict[str, Any], ...] = (
+    {"type": "function", "function": {"name": "look", "parameters": {**_POINTS, "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "now"}},
+)
+_USER = {"role": "user", "content": "hi"}
+_HERMES, _LLAMA, _THINKS = Dialect("hermes"), Dialect("llama3_json"), Dialect(None, thinks=True)
+_LOOK, _NOW = (
+    f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    for name, arguments in (("look", '{"y": true}'), ("now", "{}"))
+)
+
+
+@pytest.fixture(scope="module")
+def compiler(byte_level_dir: Path, byte_level: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(byte_level_dir, vocab_size=byte_level.vocab_size)
+
+
+def _request(schema: Any = _CITY, kind: GrammarKind = GrammarKind.JSON_SCHEMA, **chat: Any) -> CompletionRequest:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    grammar = Grammar(kind=kind, text=text)
+    return CompletionRequest(id="r", prompt=Chat(messages=(_USER,), **chat), grammar=grammar, grammar_field="field")
+
+
+def _says(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    request: CompletionRequest,
+    dialect: Dialect,
+    text: str,
+    prompt: str,
+) -> bool:
+    """Whether all of the text may be said, and the answer may end there."""
+    grammar = bound_answer(request, dialect, prompt)
+    assert grammar is not None
+    (end,) = tokenizer.encode("<|im_end|>")
+    mask, ids = compiler.compile(grammar).mask([end]), [*tokenizer.encode(text), end]
+    return all(_has(mask.allowed(ids[:number], 0), token) for number, token in enumerate(ids))
+
+
+def _has(words: Sequence[int], token: int) -> bool:
+    return bool(int(words[token >> 5]) >> (token & 31) & 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_said"),
+    [
+        (_ROME, True),
+        (_LOOK, True),
+        (f"{_LOOK}\n{_NOW}", True),
+        (_LOOK.replace("true", "1"), False),
+        (_NOW.replace("now", "other"), False),
+        (f"{_ROME}\n{_LOOK}", False),
+        ("Rome.", False),
+    ],
+)
+def test_an_answer_or_calls(compiler: GrammarCompiler, byte_level: Tokenizer, text: str, is_said: bool) -> None:
+    request = _request(tools=_TOOLS)
+    assert _says(compiler, byte_level, request, _HERMES, text, "") is is_said
+    assert isinstance(request.prompt, Chat)
+    reader = AnswerReader.of(request.prompt, _HERMES, "")
+    assert reader is not None
+    calls = [call.name for said in (reader.add(text), reader.finish()) for call in said.calls if call.name]
+    assert not is_said or len(calls) == text.count("<tool_call>"), "and what may be said is read as what it is"
+
+
+def test_as_the_family_writes_calls_and_no_more_than_are_wanted(
+    compiler: GrammarCompiler, byte_level: Tokenizer
+) -> None:
+    one, llama = _request(tools=_TOOLS, is_parallel=False), _request(tools=_TOOLS)
+    assert _says(compiler, byte_level, one, _HERMES, _LOOK, "")
+    assert not _says(compiler, byte_level, one, _HERMES, f"{_LOOK}\n{_NOW}", "")
+    assert _says(compiler, byte_level, llama, _LLAMA, '{"name": "look", "parameters": {"y": true}}', "")
+
+
+@pytest.mark.parametrize("dialect", [Dialect("pythonic"), Dialect("mistral")])
+def test_where_no_call_could_be_made_that_is_said(dialect: Dialect) -> None:
+    with pytest.raises(RequestError, match="with field no call could be made") as caught:
+        bound_answer(_request(tools=_TOOLS), dialect, "")
+    assert caught.value.param == "tools"
+    with pytest.raises(RequestError, match="no call could be made"):
+        bound_answer(_request("a|b", GrammarKind.REGEX, tools=_TOOLS), _HERMES, "")
+    forced = _request(tools=_TOOLS, forced="look")
+    assert bound_answer(forced, dialect, "") == forced.grammar, "that is bound to be a call already"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "is_said"),
+    [
+        ("assistant\n", f"<think>\nHm, a {{ or two.\n</think>\n\n{_ROME}", True),
+        ("assistant\n", _ROME, True),
+        ("assistant\n", f"Hm.</think>{_ROME}", False),
+        ("assistant\n<think>\n", f"Hm.\n</think>\n\n{_ROME}", True),
+        ("assistant\n<think>\n", f"Hm.</think>{_ROME}</think>", False),
+        ("assistant\n<think>\n\n</think>\n\n", _ROME, True),
+        ("assistant\n<think>\n\n</think>\n\n", f"<think>Hm.</think>{_ROME}", False),
+    ],
+)
+def test_thinking_comes_before_it(
+    compiler: GrammarCompiler, byte_level: Tokenizer, prompt: str, text: str, is_said: bool
+) -> None:
+    """Where the template has opened it, or the model may; and not where the template has closed it."""
+    request = _request()
+    assert _says(compiler, byte_level, request, _THINKS, text, prompt) is is_said
+    assert isinstance(request.prompt, Chat)
+    thinks = may_think(request.grammar, request.prompt, prompt)
+    reader = AnswerReader.of(request.prompt, _THINKS, prompt, may_think=thinks)
+    if is_said and reader is not None:
+        said = [reader.add(text), reader.finish()]
+        assert "".join(one.text for one in said) == _ROME
+        assert ("Hm" in "".join(one.thinking for one in said)) is ("Hm" in text)
+
+
+def test_what_a_schema_cannot_be_beside_is_left_as_it_was() -> None:
+    for request, dialect in (
+        (_request(), Dialect()),
+        (_request("a|b", GrammarKind.REGEX), _THINKS),
+        (_request(is_continued=True), _THINKS),
+        (CompletionRequest(id="r", prompt="a", grammar=_request().grammar), _THINKS),
+    ):
+        assert bound_answer(request, dialect, "assistant\n") == request.grammar
+
+
+_NOT_ENFORCED: list[dict[str, Any]] = [
+    {"type": "string", "pattern": r"^(?=a)b"},
+    {"type": "string", "pattern": r"\bword\b"},
+    {"$ref": "https://example.com/other.json"},
+    {"$ref": "#/$defs/missing"},
+    {"type": "date"},
+    {"type": ["date", "null"]},
+    {"type": [{}]},
+    {"type": [["string"]]},
+    {"$ref": f"#/required/{'9' * 5000}"},  # Python makes no number of so many digits
+    {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 2**63 - 1}]},  # of which masks know too little
+]
+
+
+@pytest.mark.parametrize("inner", _NOT_ENFORCED, ids=lambda inner: str(inner)[:40])
+@pytest.mark.parametrize("dialect", [Dialect(), _THINKS], ids=["alone", "in a rule"])
+def test_what_cannot_be_enforced_is_passed_over_unless_it_is_strict(
+    compiler: GrammarCompiler, byte_level: Tokenizer, inner: dict[str, Any], dialect: Dialect
+) -> None:
+    schema = {"type": "object", "properties": {"a": inner, "pattern": {"const": 1}}, "required": ["a", "pattern"]}
+    text = '{"a": "b", "pattern": 1}'
+    request = _request(schema, GrammarKind.LENIENT_JSON_SCHEMA)
+    assert _says(compiler, byte_level, request, dialect, text, "")
+    assert not _says(compiler, byte_level, request, dialect, text.replace("1", "2"), "")
+    with pytest.raises(RequestError):
+        _says(compiler, byte_level, _request(schema), dialect, text, "")
+
+
+def test_a_schema_is_as_long_as_it_might_be_alone(compiler: GrammarCompiler) -> None:
+    long = {"enum": ["a" * MAX_GRAMMAR_BYTES, "b"]}
+    made = bound_answer(_request(long), _THINKS, "")
+    assert made is not None and made.kind is GrammarKind.LARK
+    compiler.compile(made)
+    for text in (
+        f"start: /{'a' * MAX_GRAMMAR_BYTES}/",
+        f'start: s\ns: %json {{}} "{"a" * MAX_GRAMMAR_BYTES}"',
+        f"start: s\ns: %json [{json.dumps('a' * MAX_GRAMMAR_BYTES)}]",
+    ):
+        with pytest.raises(RequestError, match="at most"):
+            Grammar(kind=GrammarKind.LARK, text=text).check("field")
+
+
+def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="too deeply") as refused:
+        bound_answer(_request(schema, GrammarKind.LENIENT_JSON_SCHEMA), Dialect(), "")
+    assert refused.value.param == "field"

@@ -1,0 +1,65 @@
+"""Which grammars a router compiles, and how often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.grammar.compiler import CompiledGrammar, GrammarCompiler
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import RequestError
+from frontend.structured_output.grammar_check import GrammarCheck
+from frontend.text.completion_request import CompletionRequest
+from tests.support.character_tokenizer import save_tokenizer
+
+
+class CountingCompiler(GrammarCompiler):
+    """Says what it has compiled, and calls slow what it is told to."""
+
+    def __init__(self, model_dir: Path) -> None:
+        super().__init__(model_dir, vocab_size=128)
+        self.compiled: list[str] = []
+        self.slow: set[str] = set()
+
+    def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
+        self.compiled.append(grammar.text)
+        compiled = super().compile(grammar, param=param)
+        if grammar.text in self.slow:
+            compiled.is_quick = False
+        return compiled
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> CountingCompiler:
+    save_tokenizer(tmp_path)
+    return CountingCompiler(tmp_path)
+
+
+def asked(regex: str, field: str = "grammar") -> CompletionRequest:
+    grammar = Grammar(kind=GrammarKind.REGEX, text=regex)
+    return CompletionRequest(id="1", prompt="a", grammar=grammar, grammar_field=field)
+
+
+async def test_what_is_quick_is_compiled_once(compiler: CountingCompiler) -> None:
+    check = GrammarCheck(compiler)
+    for regex in ("a", "b", "a"):
+        await check.check(asked(regex))
+    assert compiler.compiled == ["a", "b"]
+
+
+async def test_what_is_not_takes_its_turn_each_time(compiler: CountingCompiler) -> None:
+    compiler.slow = {"a"}
+    check = GrammarCheck(compiler)
+    for _ in range(3):
+        await check.check(asked("a"))
+    assert compiler.compiled == ["a"] * 3
+
+
+async def test_what_is_wrong_is_known_and_named_as_each_client_calls_it(compiler: CountingCompiler) -> None:
+    check = GrammarCheck(compiler)
+    for field in ("regex", "guided", "regex"):
+        with pytest.raises(RequestError) as refused:
+            await check.check(asked("[a", field))
+        assert refused.value.param == field and str(refused.value).startswith(f"{field}: at ")
+    assert compiler.compiled == ["[a"]

@@ -1,0 +1,96 @@
+"""Stop strings against a definition that looks at the whole text at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from frontend.text.stop_matcher import StopMatcher
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """Where the first complete stop string ends, and which it is: the longest of those that end there."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return end, max(complete, key=len)
+    return None
+
+
+def run(pieces: list[str], matcher: StopMatcher) -> tuple[list[str], str | None]:
+    sent = []
+    for piece in pieces:
+        text, stop = matcher.add(piece)
+        sent.append(text)
+        if stop is not None:
+            return sent, stop
+    return [*sent, matcher.finish()], None
+
+
+small_text = st.text(alphabet="ab", max_size=5)  # few letters, so that much of it matches
+
+
+@given(
+    pieces=st.lists(small_text, max_size=12),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4),
+    include_stop=st.booleans(),
+)
+@example(pieces=["xabc"], stops=["abcd", "bc"], include_stop=False)
+@example(pieces=["aabaabaaa"], stops=["aabaaa"], include_stop=False)
+def test_equals_the_definition(pieces: list[str], stops: list[str], include_stop: bool) -> None:
+    text = "".join(pieces)
+    sent, stop = run(pieces, StopMatcher(stops, include_stop=include_stop))
+    found = first_stop(text, stops)
+    if found is None:
+        assert ("".join(sent), stop) == (text, None)
+    else:
+        end, expected = found
+        assert stop == expected
+        assert "".join(sent) == text[: end if include_stop else end - len(expected)]
+
+
+@given(pieces=st.lists(small_text, max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1))
+def test_holds_back_no_more_than_may_become_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    seen = sent = ""
+    for piece in pieces:
+        text, stop = matcher.add(piece)
+        if stop is not None:
+            return
+        seen, sent = seen + piece, sent + text
+        held = seen[len(sent) :]
+        prefixes = {stop[:n] for stop in stops for n in range(len(stop))}
+        assert held == max((p for p in prefixes if seen.endswith(p)), key=len)
+
+
+def test_without_stop_strings_text_passes_as_it_is() -> None:
+    assert run(["a", "", "b"], StopMatcher([])) == (["a", "", "b", ""], None)
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_string_over_three_pieces(include_stop: bool) -> None:
+    sent, stop = run(["Hello #", "#", "# bye"], StopMatcher(["###"], include_stop=include_stop))
+    assert stop == "###"
+    assert sent == ["Hello ", "", "###" if include_stop else ""]
+
+
+class CountedText(str):
+    """Counts how often a character of it is looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, index: Any) -> str:
+        CountedText.num_looks += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("text", "most"), [("", 0), ("b" * 100, 200), ("ab" * 50, 600), ("aaab" * 25, 600)])
+def test_a_stop_string_costs_what_the_text_costs(text: str, most: int) -> None:
+    """However long it is, for each of many choices has its own matcher, before the first token is paid for."""
+    CountedText.num_looks = 0
+    matcher = StopMatcher([CountedText("a" * 1023 + "b")])
+    matcher.add(text)
+    assert CountedText.num_looks <= most

@@ -1,0 +1,59 @@
+"""What the ranks of one replica say of a handoff, when they do not agree: it fails, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.kv.block_manager import BlockManager
+from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.incoming_transfers import Arrival, Arrivals, ArrivalState
+from kvtransfer.protocol.ledger import Landing
+
+
+@dataclass
+class FakeRanks:
+    closed: list[str] = field(default_factory=list)
+
+    def open(self, opening: Opening) -> None:
+        pass
+
+    def close(self, handoff: str) -> None:
+        self.closed.append(handoff)
+
+    def close_elsewhere(self, handoff: str, then: Callable[[], None]) -> None:
+        then()
+
+
+def _arrivals(num_ranks: int = 2) -> tuple[Arrivals[str], Arrival[str], BlockManager]:
+    blocks, ranks = BlockManager(8), FakeRanks()
+    taken, _ = blocks.allocate([], 3) or ([], 0)
+    arrivals: Arrivals[str] = Arrivals(ranks, blocks, num_ranks=num_ranks, close_elsewhere=ranks.close_elsewhere)
+    opening = Opening(handoff="h", num_tokens=20, max_tokens=24, block_ids=tuple(taken))
+    return arrivals, arrivals.open(opening, owner="request", expires_at=1000.0), blocks
+
+
+def _landing(num_tokens: int, *, epoch: int = 1) -> Landing:
+    return Landing(handoff="h", epoch=epoch, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("counts", [(20, 21), (19, 19), (25, 25), (0, 0)])
+def test_ranks_that_have_not_what_was_asked_for_end_the_handoff_at_once(counts: tuple[int, int]) -> None:
+    arrivals, arrival, blocks = _arrivals()
+    assert [arrivals.landed(rank, _landing(count)) for rank, count in enumerate(counts)] == [None, None]
+    assert arrivals.expired(0.0) == [arrival] and str(counts[0]) in arrival.problem
+    arrivals.give_up(arrival)
+    assert arrival.state is ArrivalState.CLOSED and not len(arrivals)
+    assert blocks.num_available == 8
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize("stranger", [2, -1, 1 << 31])
+def test_a_rank_that_there_is_not_counts_for_nothing(stranger: int) -> None:
+    arrivals, arrival, _ = _arrivals()
+    assert arrivals.landed(1, _landing(22)) is None
+    assert arrivals.landed(stranger, _landing(22)) is None
+    assert arrival.state is ArrivalState.OPEN and arrivals.expired(0.0) == []
+    assert arrivals.landed(0, _landing(22)) is arrival and arrival.num_tokens == 22

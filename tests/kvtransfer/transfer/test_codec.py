@@ -1,0 +1,156 @@
+"""What is packed out of one pool arrives in another; damage and disorder change the checksum."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv.checksum import checksum
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from kvtransfer.protocol.segment import Segment, combine_checksums
+from kvtransfer.transfer.codec import codec_for
+
+_SEGMENT = Segment(first_layer=1, num_layers=2, first_token=3, num_tokens=21, first_head=1, num_heads=2)
+
+
+def _layout(dtype: str) -> KVLayout:
+    return KVLayout(model="m", num_layers=4, num_kv_heads=3, head_dim=64, block_size=16, dtype=dtype)
+
+
+def _filled_pool(layout: KVLayout, slots_T: torch.Tensor) -> KVPool:
+    pool = KVPool(layout, num_blocks=8, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(layout.num_layers):
+        k, v = torch.randn(2, len(slots_T), 3, 64, generator=generator)
+        pool.write(layer, slots_T, k, v)
+    return pool
+
+
+def _carry(dtype: str, wire: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """KV (layers, 2, heads, tokens, 64) of the segment before and after, and the payload's size."""
+    layout = _layout(dtype)
+    from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
+    source, target = _filled_pool(layout, from_slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
+    codec = codec_for(layout, wire)
+    payload = torch.full((codec.num_bytes(_SEGMENT),), 255, dtype=torch.uint8)
+    codec.pack(source, _SEGMENT, from_slots, payload)
+    codec.unpack(payload, target, _SEGMENT, to_slots)
+
+    def read(pool: KVPool, slots: torch.Tensor) -> torch.Tensor:
+        every_block = torch.arange(8)
+        return torch.stack([pool.read(layer, every_block, torch.float32)[:, 1:, slots] for layer in _SEGMENT.layers])
+
+    untouched = [target.codes[layer].float().abs().sum() for layer in (0, 3)]
+    assert not any(untouched), "a layer outside the segment was written"
+    return read(source, from_slots), read(target, to_slots), payload.numel()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3", "int8"])
+def test_a_raw_wire_carries_the_pool_bit_for_bit(dtype: str) -> None:
+    before, after, _ = _carry(dtype, "raw")
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
+def test_a_pool_of_8_bits_is_not_quantised_again(dtype: str, wire: str) -> None:
+    before, after, _ = _carry(dtype, wire)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
+def test_a_wire_of_8_bits_keeps_each_row_within_its_step(dtype: str, wire: str) -> None:
+    before, after, _ = _carry(dtype, wire)
+    assert not torch.equal(before, after)
+    most = before.abs().amax(-1, keepdim=True)
+    # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, and 2^-10 of the row's scale near zero. int8's
+    # steps are all one scale. What comes back is rounded once more, to the pool's dtype.
+    bound = before.abs() / 16 + most / 448 * 2**-9 + 1e-3 if wire == "fp8_e4m3" else most / 127 * 0.51 + most / 256
+    assert ((before - after).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "row_bytes"),
+    [
+        ("float32", "raw", 80 * 4),
+        ("bfloat16", "raw", 80 * 2),
+        ("bfloat16", "fp8_e4m3", 64 + 16 * 2 + 2),  # codes, the rotated key in bf16, a scale
+        ("float32", "fp8_e4m3", 64 + 16 * 2 + 2),
+        ("fp8_e4m3", "fp8_e4m3", 64 + 16 * 2 + 2),
+        ("bfloat16", "int8", 64 + 16 * 2 + 2),
+        ("int8", "fp8_e4m3", 64 + 16 * 2 + 2),
+    ],
+)
+def test_latent_rows_keep_their_rotated_key(dtype: str, wire: str, row_bytes: int) -> None:
+    """One row per token and layer, whatever the number of ranks; in 8 bits its last numbers travel in bf16."""
+    layout = KVLayout(
+        model="m", num_layers=4, num_kv_heads=1, head_dim=80, block_size=16, dtype=dtype, num_sides=1, exact_dim=16
+    )
+    segment = replace(_SEGMENT, first_head=0, num_heads=1)
+    source, target = (KVPool(layout, num_blocks=8, device=torch.device("cpu")) for _ in range(2))
+    from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
+    rows = torch.randn(4, 21, 80, generator=torch.Generator().manual_seed(0))
+    for layer in segment.layers:
+        source.write_latents(layer, from_slots, rows[layer])
+    codec = codec_for(layout, wire)
+    payload = torch.full((codec.num_bytes(segment),), 255, dtype=torch.uint8)
+    assert payload.numel() == 2 * 21 * row_bytes
+    codec.pack(source, segment, from_slots, payload)
+    codec.unpack(payload, target, segment, to_slots)
+    for layer in segment.layers:
+        before, after = (
+            pool.read(layer, torch.arange(8), torch.float32)[0, 0, slots]
+            for pool, slots in ((source, from_slots), (target, to_slots))
+        )
+        if wire == "raw" or layout.has_scales:
+            assert torch.equal(before, after)
+        assert torch.equal(after[:, 64:].bfloat16(), rows[layer][:, 64:].bfloat16())
+        torch.testing.assert_close(
+            after[:, :64], rows[layer][:, :64], atol=0.02 if "int8" in (dtype, wire) else 5e-3, rtol=1 / 14
+        )
+
+
+@pytest.mark.parametrize("wire", ["raw", "int8"])
+@pytest.mark.parametrize("ends", [(40,), (5, 16, 31, 40), (32, 40)])
+def test_rows_of_full_blocks_come_with_the_last_layer(wire: str, ends: tuple[int, ...]) -> None:
+    """In however many pieces; bit for bit on every wire, and of no block that is not full."""
+    layout = replace(_layout("float32"), draft="heads", num_draft_layers=1, feature_bytes=12)
+    source, target = (KVPool(layout, num_blocks=8, device=torch.device("cpu")) for _ in range(2))
+    source.features.copy_(torch.randint(1, 256, source.features.shape, dtype=torch.uint8))
+    codec, sent, received = codec_for(layout, wire), torch.tensor([6, 1, 3]), torch.tensor([0, 7, 2])
+    slots_BS = torch.arange(16)
+    start = 0
+    for end in ends:
+        for layer in range(layout.num_layers):
+            segment = replace(_SEGMENT, first_layer=layer, num_layers=1, first_token=start, num_tokens=end - start)
+            payload = torch.full((codec.num_bytes(segment),), 255, dtype=torch.uint8)
+            from_T, to_T = ((blocks[:, None] * 16 + slots_BS).flatten()[start:end] for blocks in (sent, received))
+            codec.pack(source, segment, from_T, payload)
+            codec.unpack(payload, target, segment, to_T)
+        start = end
+    assert torch.equal(target.features[received[:2]], source.features[sent[:2]])
+    assert not target.features[[1, 2, 3, 4, 5, 6]].any()
+
+
+@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
+def test_8_bits_with_their_scales_are_at_most_0_53_of_bf16(wire: str) -> None:
+    assert _carry("bfloat16", wire)[2] <= 0.53 * _carry("bfloat16", "raw")[2]
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_any_damaged_byte_changes_the_checksum(data: bytes, draw: st.DataObject) -> None:
+    payload = torch.tensor(list(data), dtype=torch.uint8)
+    position = draw.draw(st.integers(0, len(data) - 1))
+    damaged = payload.clone()
+    damaged[position] ^= draw.draw(st.integers(1, 255))
+    assert checksum(payload) != checksum(damaged)
+
+
+def test_the_order_of_words_and_of_segments_counts() -> None:
+    payload = torch.arange(16, dtype=torch.uint8)
+    assert checksum(payload) != checksum(payload.roll(8))
+    assert combine_checksums([1, 2]) != combine_checksums([2, 1])

@@ -1,0 +1,166 @@
+"""How a sender learns that a receiving rank is gone, and that it costs nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from core.types.errors import HandoffExpired, LinkClosed
+from core.types.failpoint import Milestone
+from core.types.handoff import Handoff
+from kvtransfer.protocol.rank_transfer import Passage, Shipment
+from kvtransfer.transfer import outgoing_link
+from kvtransfer.transfer.sender import Sender
+from tests.kvtransfer.transfer.receiving_process import (
+    LAYOUT,
+    NUM_BLOCKS,
+    SILENCE_S,
+    ReceivingProcess,
+    config,
+    receiving_process,
+)
+
+_NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
+_END_S = 40.0  # for what must end, on any machine
+_NEVER_S = 600.0  # a sender that has so much patience ends nothing because of silence before a test has failed
+
+
+class Shipping:
+    """A sender and what became of its handoffs."""
+
+    def __init__(self, silence_s: float) -> None:
+        self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self.sending: asyncio.Queue[str] = asyncio.Queue()  # the handoff of each payload that is put on the wire
+
+        def probe(milestone: Milestone, handoff: str) -> None:
+            if milestone is Milestone.SENDING:
+                loop.call_soon_threadsafe(self.sending.put_nowait, handoff)
+
+        self.sender = Sender(
+            config(probe, silence_s=silence_s),
+            loop=loop,
+            on_shipped=lambda shipment: loop.call_soon_threadsafe(self.shipments.put_nowait, shipment),
+        )
+
+    def begin(self, peer: ReceivingProcess, number: int) -> Passage:
+        handoff = Handoff(
+            id=f"h{number}",
+            epoch=1,
+            replica="d",
+            ranks=(peer.address,),
+            layout=LAYOUT.fingerprint,
+            num_tokens=_NUM_TOKENS,
+            max_tokens=_NUM_TOKENS,
+            first_token=0,
+            ttl_s=10.0,
+        )
+        passage = self.sender.begin(handoff, range(NUM_BLOCKS))
+        assert passage
+        return passage
+
+    def ship(self, peer: ReceivingProcess, number: int) -> None:
+        passage = self.begin(peer, number)
+        for layer in range(LAYOUT.num_layers):
+            passage.layer_ready(layer, 0, _NUM_TOKENS)
+        passage.commit(_NUM_TOKENS, [1])
+
+    async def is_sending(self, number: int) -> None:
+        while await asyncio.wait_for(self.sending.get(), _END_S) != f"h{number}":
+            pass
+
+    async def ended(self) -> Shipment:
+        return await asyncio.wait_for(self.shipments.get(), _END_S)
+
+
+@asynccontextmanager
+async def _shipping(*, silence_s: float = _NEVER_S) -> AsyncIterator[Shipping]:
+    shipping = Shipping(silence_s)
+    yield shipping
+    await shipping.sender.close()
+
+
+async def test_a_killed_receiver_is_known_without_a_deadline_in_the_middle_of_a_send_and_costs_its_own_links_only() -> (
+    None
+):
+    with receiving_process() as victim, receiving_process() as bystander:
+        async with _shipping() as shipping:
+            shipping.ship(victim, 0)
+            shipping.ship(bystander, 2)
+            assert [(await shipping.ended()).error for _ in range(2)] == [None, None]
+            victim.signal(signal.SIGSTOP)  # so that the send cannot get through before the kill
+            shipping.ship(victim, 1)
+            await shipping.is_sending(1)
+            victim.signal(signal.SIGKILL)
+            shipment = await shipping.ended()
+            assert shipment.handoff == "h1" and isinstance(shipment.error, LinkClosed)
+            shipping.ship(bystander, 3)
+            assert (await shipping.ended()).error is None
+
+
+async def test_a_frozen_receiver_is_known_by_the_deadline_whether_it_was_connected_or_not() -> None:
+    with receiving_process() as connected, receiving_process() as stranger:
+        async with _shipping(silence_s=SILENCE_S) as shipping:
+            shipping.ship(connected, 0)
+            assert (await shipping.ended()).error is None
+            for number, peer in enumerate((connected, stranger), start=1):
+                peer.signal(signal.SIGSTOP)
+                shipping.ship(peer, number)
+            errors = [(await shipping.ended()).error for _ in range(2)]
+            assert all(isinstance(error, LinkClosed) for error in errors)
+
+
+async def test_a_passage_is_aborted_at_once_while_the_link_is_stuck() -> None:
+    with receiving_process() as peer:
+        async with _shipping() as shipping:
+            shipping.ship(peer, 0)
+            assert (await shipping.ended()).error is None
+            peer.signal(signal.SIGSTOP)
+            passage = shipping.begin(peer, 1)
+            passage.layer_ready(0, 0, _NUM_TOKENS)
+            passage.abort()
+            assert isinstance((await shipping.ended()).error, HandoffExpired), "not the link, and not its deadline"
+            peer.signal(signal.SIGCONT)
+            shipping.ship(peer, 2)
+            assert (await shipping.ended()).error is None, "the link lives on"
+
+
+async def test_a_link_that_cannot_begin_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason: who waits for it hears of it, and the next handoff finds a new one."""
+    num_threads = 0
+
+    def thread(**more: Any) -> threading.Thread:
+        nonlocal num_threads
+        num_threads += 1
+        if num_threads == 1:
+            raise RuntimeError("can't start new thread")
+        return threading.Thread(**more)
+
+    monkeypatch.setattr(outgoing_link, "threading", SimpleNamespace(Lock=threading.Lock, Thread=thread))
+    with receiving_process() as peer:
+        async with _shipping() as shipping:
+            shipping.ship(peer, 0)
+            error = (await shipping.ended()).error
+            assert isinstance(error, LinkClosed) and "can't start new thread" in str(error)
+            shipping.ship(peer, 1)
+            assert (await shipping.ended()).error is None
+
+
+async def test_a_receiver_that_comes_back_is_found_again_under_a_new_epoch() -> None:
+    async with _shipping() as shipping:
+        with receiving_process() as first:
+            shipping.ship(first, 0)
+            assert (await shipping.ended()).error is None
+        for _ in range(3):
+            shipping.ship(first, 1)
+            assert isinstance((await shipping.ended()).error, LinkClosed)
+        with receiving_process(int(first.address.rsplit(":", 1)[1])) as second:
+            shipping.ship(second, 2)
+            assert (await shipping.ended()).error is None

@@ -1,0 +1,472 @@
+"""What another process says to a rank is refused by name, or costs its own link: nothing else, and nothing of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc import aio
+
+from core.rpc import transfer_pb2 as pb
+from core.rpc import transfer_pb2_grpc as rpc
+from core.rpc import worker_pb2, worker_pb2_grpc
+from core.types.errors import HandoffExpired, RequestError, TransferError
+from core.types.handoff import Handoff
+from core.types.wire_version import WIRE_VERSION
+from core.wire.messages import handoff_to_proto
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.runner import streams
+from kvtransfer.links.link import LinkGuard
+from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.rank_transfer import Shipment
+from kvtransfer.transfer.codec import slots_of
+from kvtransfer.transfer.fetch_servicer import Granting, PullServicer
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.rank_servicer import RankServicer
+from kvtransfer.transfer.receiver import Receiver
+from kvtransfer.transfer.rendezvous import Meeting
+from kvtransfer.transfer.sender import Sender
+from tests.support.identities import in_clear
+from tests.support.identities import rank as named
+from tests.support.waiting import becomes
+from worker.step_inbox import Inbox
+
+_LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
+_NUM_BLOCKS, _NUM_TOKENS = 12, 20
+_ROW_BYTES = 2 * 4 * 16 * 4  # of one position of one layer
+_HELLO = pb.Hello(
+    wire_version=WIRE_VERSION,
+    layout=_LAYOUT.fingerprint,
+    sender="prefill-9/0",
+    epoch=1,
+    backend="tcp",
+    wire_dtype="raw",
+    sender_rank=0,
+    sender_ranks=1,
+)
+_OPEN = pb.OpenRequest(handoff="h", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=[3, 1, 8])
+
+
+def _config() -> LinkConfig:
+    pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
+    return LinkConfig(
+        rank=0,
+        identity=in_clear(named("decode-0")),
+        pool=pool,
+        wire_dtype="raw",
+        backend="tcp",
+        host="127.0.0.1",
+        timeout_s=10.0,
+        guard=LinkGuard(bytes(32)),
+    )
+
+
+class ServedRank:
+    """A receiving rank at a port, and a stub of whoever may call it."""
+
+    def __init__(self, address: str, servicer: RankServicer, receiver: Receiver, stub: rpc.RankStub) -> None:
+        self.address, self.servicer, self.receiver, self.stub = address, servicer, receiver, stub
+        self.landings: asyncio.Queue[Landing] = asyncio.Queue()
+
+    async def refuses(self, method: str, request: Any, field: str) -> bool:
+        with pytest.raises(aio.AioRpcError) as raised:
+            await getattr(self.stub, method)(request, timeout=10)
+        is_named = field in (raised.value.details() or "")
+        return raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT and is_named
+
+    async def hears(self, *frames: pb.SenderFrame) -> list[str]:
+        """The kinds of what it answers to these, until it ends the link."""
+        has_ended = asyncio.Event()
+
+        async def say() -> AsyncIterator[pb.SenderFrame]:
+            for frame in frames:
+                yield frame
+            await has_ended.wait()
+
+        answers: list[str] = []
+        try:
+            async for answer in self.stub.Connect(say(), timeout=60):
+                answers.append(str(answer.WhichOneof("frame")))
+        except aio.AioRpcError as error:  # it ended the call while we were still speaking
+            assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        has_ended.set()
+        return answers
+
+
+@asynccontextmanager
+async def _rank() -> AsyncIterator[ServedRank]:
+    loop, servicer = asyncio.get_running_loop(), RankServicer()
+
+    def landed(landing: Landing) -> None:
+        loop.call_soon_threadsafe(rank.landings.put_nowait, landing)
+
+    receiver = servicer.receiver = Receiver(_config(), meeting=servicer.meeting, on_landed=landed)
+    server = aio.server()
+    rpc.add_RankServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with aio.insecure_channel(address) as channel:
+        rank = ServedRank(address, servicer, receiver, rpc.RankStub(channel))
+        yield rank
+    await server.stop(None)
+
+
+def _segment(**changes: Any) -> pb.SenderFrame:
+    segment = pb.Segment(handoff="h", epoch=1, num_layers=1, num_tokens=4, num_bytes=4 * _ROW_BYTES)
+    for name, value in changes.items():
+        setattr(segment, name, value)
+    return pb.SenderFrame(segment=segment)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("block_ids", {"block_ids": [0, 999_999_999, 1]}),
+        ("block_ids", {"block_ids": [0, 1, _NUM_BLOCKS]}),
+        ("block_ids", {"block_ids": [0, 1]}),
+        ("block_ids", {"block_ids": [0, 1, 1]}),
+        ("block_ids", {"block_ids": list(range(13))}),
+        ("first_token", {"first_token": 3}),
+        ("num_tokens", {"first_token": 24}),
+        ("num_tokens", {"num_tokens": 21}),
+        ("num_tokens", {"max_tokens": 2**32 - 1}),
+        ("block_ids", {"max_tokens": 2**30}),
+        ("handoff", {"handoff": ""}),
+        ("handoff", {"handoff": "x" * 5000}),
+    ],
+)
+async def test_an_opening_of_blocks_that_there_are_not_is_refused(field: str, change: dict[str, Any]) -> None:
+    request = pb.OpenRequest(**{"handoff": "h", "num_tokens": 20, "max_tokens": 20, "block_ids": [3, 1, 8]} | change)
+    async with _rank() as rank:
+        assert await rank.refuses("Open", request, field)
+        with pytest.raises(HandoffExpired):
+            rank.receiver.find("h")
+        await rank.stub.Open(_OPEN, timeout=10)
+        assert rank.receiver.find("h")
+
+
+def test_no_slot_is_made_of_a_block_that_is_not_in_the_pool() -> None:
+    """The one place before the kernels, those of engine/cpu/wire.h and those of a GPU, whatever was checked before."""
+    pool = _config().pool
+    assert slots_of(pool, [3, 1, 8], 4, 8).tolist() == [28, 29, 30, 31, 8, 9, 10, 11]
+    for blocks in ([3, _NUM_BLOCKS], [3, -1], [3, 1 << 60], [3]):
+        with pytest.raises(TransferError, match="do not lie in the pool"):
+            slots_of(pool, blocks, 0, 16)
+    opening = Opening(handoff="h", num_tokens=16, max_tokens=16, block_ids=(3, 999_999_999))
+    receiver = Receiver(_config(), meeting=RankServicer().meeting, on_landed=lambda landing: None)
+    with pytest.raises(TransferError):
+        receiver.open(opening)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        _segment(num_layers=3, num_bytes=12 * _ROW_BYTES),
+        _segment(first_layer=2),
+        _segment(first_layer=2**32 - 1),
+        _segment(num_layers=0, num_bytes=0),
+        _segment(num_tokens=0, num_bytes=0),
+        _segment(num_tokens=2**32 - 1, num_bytes=(2**32 - 1) * _ROW_BYTES),
+        _segment(first_token=_NUM_BLOCKS * 8),
+        _segment(num_bytes=1 << 40),
+        _segment(num_bytes=0),
+        _segment(handoff=""),
+        _segment(handoff="x" * 5000),
+        pb.SenderFrame(commit=pb.Commit(handoff="h", epoch=1, num_tokens=_NUM_BLOCKS * 8 + 1)),
+        pb.SenderFrame(commit=pb.Commit(handoff="h", epoch=1, next_tokens=[1] * 5000)),
+        pb.SenderFrame(hello=_HELLO),
+        pb.SenderFrame(),
+    ],
+    ids=lambda frame: str(frame).replace("\n", " ")[:60],
+)
+async def test_an_announcement_that_cannot_be_meant_ends_its_own_link(frame: pb.SenderFrame) -> None:
+    async with _rank() as rank:
+        await rank.stub.Open(_OPEN, timeout=10)
+        assert await rank.hears(pb.SenderFrame(hello=_HELLO), frame) == ["welcome"]
+        assert not any(codes.any() for codes in rank.receiver.config.pool.codes)
+
+
+async def test_payloads_that_are_announced_and_never_come_do_not_pile_up() -> None:
+    async with _rank() as rank:
+        await rank.stub.Open(_OPEN, timeout=10)
+        frames = [_segment(number=number) for number in range(5000)]
+        assert set(await rank.hears(pb.SenderFrame(hello=_HELLO), *frames)) <= {"welcome"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sender_ranks": 3},
+        {"sender_ranks": 0},
+        {"sender_ranks": 2**32 - 1},
+        {"sender_rank": 1},
+        {"sender_rank": 2**32 - 1},
+        {"sender": ""},
+        {"sender": "x" * 5000},
+        {"layout": "y" * 5000},
+        {"wire_version": 2**32 - 1},
+        {"backend": "../../etc"},
+    ],
+    ids=str,
+)
+async def test_a_greeting_that_fits_nothing_here_is_refused_and_learns_nothing(changes: dict[str, Any]) -> None:
+    hello = pb.Hello.FromString(_HELLO.SerializeToString())
+    for name, value in changes.items():
+        setattr(hello, name, value)
+    async with _rank() as rank:
+        answers = [answer async for answer in rank.stub.Connect(iter([pb.SenderFrame(hello=hello)]), timeout=10)]
+        assert [answer.WhichOneof("frame") for answer in answers] == ["refused"]
+        assert _LAYOUT.fingerprint not in answers[0].refused.reason and len(answers[0].refused.reason) < 2000
+
+
+async def test_what_no_hello_begins_ends() -> None:
+    async with _rank() as rank:
+        assert [answer async for answer in rank.stub.Connect(iter([]), timeout=10)] == []
+        assert [a.WhichOneof("frame") async for a in rank.stub.Connect(iter([_segment()]), timeout=10)] == ["refused"]
+
+
+async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() -> None:
+    async with _rank() as rank:
+        sender, shipments = _sender()
+        for number in range(5):
+            await rank.stub.Open(pb.OpenRequest(**_fields(_OPEN) | {"handoff": f"h{number}"}), timeout=10)
+            passage = sender.begin(_handoff(rank.address, id=f"h{number}"), [0, 1, 2])
+            assert passage
+            passage.layer_ready(0, 0, _NUM_TOKENS)
+            assert await rank.hears(pb.SenderFrame(hello=_HELLO), _segment(num_layers=9)) == ["welcome"]
+            assert await rank.refuses("Open", pb.OpenRequest(handoff="x", block_ids=[1 << 30]), "block_ids")
+            passage.layer_ready(1, 0, _NUM_TOKENS)
+            passage.commit(_NUM_TOKENS, [7])
+            assert (await asyncio.wait_for(rank.landings.get(), 10)).handoff == f"h{number}"
+            assert (await asyncio.wait_for(shipments.get(), 10)).error is None
+        await sender.close()
+        assert (rank.receiver.config.pool.codes[1][[3, 1]] == 1.5).all()
+
+
+class FakeDevice:
+    """Of which only is noted which threads have anything to do with it: any of them may have to wait for it."""
+
+    is_at_once = False
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def streams_of(self, device: torch.device) -> FakeDevice:
+        return self
+
+    def mark(self) -> FakeDevice:
+        self.threads.add(threading.get_ident())
+        return self
+
+    lane = mark
+
+    def __getattr__(self, name: str) -> Any:
+        self.threads.add(threading.get_ident())
+        return getattr(streams.AtOnce(), name)
+
+
+async def test_the_event_loop_leaves_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may be many steps behind, and every other call of the rank would wait for it as well."""
+    async with _rank() as rank:
+        sender, _ = _sender()
+        device = FakeDevice()
+        monkeypatch.setattr(streams, "streams_of", device.streams_of)
+
+        def ship() -> None:  # as a replica's thread of steps does
+            passage = sender.begin(_handoff(rank.address), [0, 1, 2])
+            assert passage
+            for layer in range(2):
+                passage.layer_ready(layer, 0, _NUM_TOKENS)
+            passage.commit(_NUM_TOKENS, [7])
+
+        await rank.stub.Open(_OPEN, timeout=10)
+        assert device.threads, "slots were not brought to it"
+        await asyncio.to_thread(ship)
+        await asyncio.wait_for(rank.landings.get(), 10)
+        await rank.stub.Close(pb.CloseRequest(handoff="h"), timeout=10)
+        await sender.close()
+    assert threading.get_ident() not in device.threads
+
+
+async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
+    """Also where another one has learnt its id, and knows what it is for."""
+    async with _rank() as rank:
+        sender, shipments = _sender()
+
+        async def ship(id: str) -> TransferError | None:
+            passage = sender.begin(_handoff(rank.address, id=id), [0, 1, 2])
+            assert passage
+            for layer in range(2):
+                passage.layer_ready(layer, 0, _NUM_TOKENS)
+            passage.commit(_NUM_TOKENS, [7])
+            return (await asyncio.wait_for(shipments.get(), 10)).error
+
+        own = str(named("decode-0")).partition("/")[0]
+        for id, by in (("theirs", "prefill-3"), ("ours", own)):
+            blocks = [3, 1, 8] if by == own else [2, 4, 5]
+            opening = _fields(_OPEN) | {"handoff": id, "sender": by, "block_ids": blocks}
+            await rank.stub.Open(pb.OpenRequest(**opening), timeout=10)
+        error = await ship("theirs")
+        assert error and "comes from another replica than decode-0" in str(error)
+        assert await ship("ours") is None
+        assert (await asyncio.wait_for(rank.landings.get(), 10)).handoff == "ours"
+        await sender.close()
+        pool = rank.receiver.config.pool
+        assert all((codes[[3, 1]] == 1.5).all() and not codes[[2, 4, 5]].any() for codes in pool.codes)
+
+
+def _sender() -> tuple[Sender, asyncio.Queue[Shipment]]:
+    """Of a pool full of 1.5, and what becomes of what it ships. Whoever asks for it closes it."""
+    shipments: asyncio.Queue[Shipment] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    sender = Sender(
+        _config(),
+        loop=loop,
+        on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
+    )
+    for codes in sender.pool.codes:
+        codes.fill_(1.5)
+    return sender, shipments
+
+
+def _fields(request: pb.OpenRequest) -> dict[str, Any]:
+    return {field.name: getattr(request, field.name) for field, _ in request.ListFields()}
+
+
+def _handoff(*ranks: str, id: str = "h") -> Handoff:
+    return Handoff(
+        id=id,
+        epoch=1,
+        replica="decode-0",
+        ranks=ranks,
+        layout=_LAYOUT.fingerprint,
+        num_tokens=_NUM_TOKENS,
+        max_tokens=_NUM_TOKENS,
+        first_token=0,
+        ttl_s=10.0,
+    )
+
+
+# Words, and reports of the ranks of one replica.
+
+
+async def test_words_that_are_asked_for_and_never_told_are_not_kept() -> None:
+    async with _rank() as rank:
+        for number in range(20):
+            with pytest.raises(aio.AioRpcError):
+                await rank.stub.Ask(pb.AskRequest(key=f"nobody/{number}"), timeout=0.01)
+        await rank.stub.Tell(pb.TellRequest(key="gang/come/1", value=b"here"), timeout=10)
+        assert (await rank.stub.Ask(pb.AskRequest(key="gang/come/1"), timeout=10)).value == b"here"
+        await becomes(lambda: len(rank.servicer.meeting) == 1)  # a call that was given up ends a moment later here
+        assert await rank.refuses("Tell", pb.TellRequest(key="k" * 5000), "key")
+        assert await rank.refuses("Tell", pb.TellRequest(key="k", value=bytes(1 << 20)), "value")
+        assert await rank.refuses("Ask", pb.AskRequest(), "key")
+        assert await rank.refuses("Close", pb.CloseRequest(), "handoff")
+
+
+_GOOD = pb.ShippedPart(handoff="h", epoch=1, wire_bytes=5, seconds=0.1, link_s=0.05)
+
+
+def _shipped(**changes: Any) -> pb.ShippedPart:
+    part = pb.ShippedPart.FromString(_GOOD.SerializeToString())
+    for name, value in changes.items():
+        setattr(part, name, value)
+    return part
+
+
+@pytest.mark.parametrize(
+    ("field", "report"),
+    [
+        ("rank", pb.ReportRequest(rank=0, shipped=_GOOD)),
+        ("rank", pb.ReportRequest(rank=2, shipped=_GOOD)),
+        ("rank", pb.ReportRequest(rank=2**32 - 1, landed=pb.LandedPart(handoff="h", epoch=1))),
+        ("part", pb.ReportRequest(rank=1)),
+        ("seconds", pb.ReportRequest(rank=1, shipped=_shipped(seconds=float("nan")))),
+        ("seconds", pb.ReportRequest(rank=1, shipped=_shipped(link_s=-1.0))),
+        ("handoff", pb.ReportRequest(rank=1, landed=pb.LandedPart(epoch=1))),
+        ("num_tokens", pb.ReportRequest(rank=1, landed=pb.LandedPart(handoff="h", num_tokens=2**32 - 1))),
+        ("num_bytes", pb.ReportRequest(rank=1, loaded=pb.LoadedPart(id=1, num_bytes={9: 1}))),
+        ("seconds", pb.ReportRequest(rank=1, loaded=pb.LoadedPart(id=1, seconds={1: 1.0}))),
+        ("seconds", pb.ReportRequest(rank=1, loaded=pb.LoadedPart(num_bytes={1: 1}, seconds={1: float("inf")}))),
+    ],
+    ids=lambda value: str(value).replace("\n", " ")[:50],
+)
+async def test_a_report_that_no_rank_of_ours_would_make_is_refused(field: str, report: pb.ReportRequest) -> None:
+    posted: list[Callable[[], None]] = []
+    setup: Any = SimpleNamespace(addresses=["127.0.0.1:1", "127.0.0.1:2"])
+    inbox, worker = Inbox(setup, SimpleNamespace()), SimpleNamespace()  # type: ignore[arg-type]
+    inbox.open(worker, posted.append)  # type: ignore[arg-type]
+    async with _rank() as rank:
+        rank.servicer.on_report = inbox.reported
+        assert await rank.refuses("Report", report, field)
+        assert posted == []
+        await rank.stub.Report(pb.ReportRequest(rank=1, shipped=_GOOD), timeout=10)
+        assert len(posted) == 1
+
+
+# What others ask a holder for.
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("handoff.ranks", {"ranks": ()}),
+        ("handoff.ranks", {"ranks": ("127.0.0.1:1",) * 3}),
+        ("handoff.ranks", {"ranks": ("127.0.0.1:1",) * 65}),
+        ("handoff.ranks", {"ranks": ("unix:1",)}),
+        ("handoff.first_token", {"first_token": 5}),
+        ("handoff.num_tokens", {"first_token": 24}),
+        ("handoff.epoch", {"epoch": 0}),
+        ("handoff.ttl_s", {"ttl_s": float("nan")}),
+        ("handoff.id", {"id": ""}),
+        ("hashes", {}),
+    ],
+    ids=str,
+)
+async def test_a_prefix_is_not_shipped_along_a_ticket_that_cannot_be(field: str, changes: dict[str, Any]) -> None:
+    posted: list[Callable[[], None]] = []
+    servicer, server = PullServicer(), aio.server()
+    servicer.granting = Granting(SimpleNamespace(), _LAYOUT, posted.append)  # type: ignore[arg-type]
+    worker_pb2_grpc.add_PrefixHolderServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    handoff = replace(_handoff("127.0.0.1:1"), max_tokens=24, **changes)
+    hashes = bytes(3 * 16 - (field == "hashes"))
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        request = worker_pb2.PullRequest(handoff=handoff_to_proto(handoff), hashes=hashes)
+        with pytest.raises(aio.AioRpcError) as raised:
+            await anext(aiter(worker_pb2_grpc.PrefixHolderStub(channel).Pull(request, timeout=10)))
+    await server.stop(None)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT and field in (raised.value.details() or "")
+    assert posted == []
+
+
+def test_a_meeting_holds_so_much_and_no_more() -> None:
+    meeting = Meeting(max_words=3)
+    for number in range(10):
+        meeting.tell(f"key/{number}", b"word")
+    assert len(meeting) == 3 and meeting.ask("key/9", timeout_s=1) == b"word"
+    with pytest.raises(TimeoutError):
+        meeting.ask("key/0", timeout_s=0)
+    meeting.tell("key/9", b"another")
+    assert meeting.ask("key/9", timeout_s=1) == b"another"
+    meeting.forget("key/")
+    assert len(meeting) == 0
+
+
+def test_check_refuses_with_the_fields_name() -> None:
+    with pytest.raises(RequestError) as refused:
+        Receiver(_config(), meeting=RankServicer().meeting, on_landed=lambda landing: None).checked(
+            Opening(handoff="h", num_tokens=8, max_tokens=8, block_ids=(99,))
+        )
+    assert refused.value.param == "block_ids"

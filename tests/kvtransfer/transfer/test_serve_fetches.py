@@ -1,0 +1,56 @@
+"""What the model test found once in five thousand: a call that is made twice, and a report that comes late."""
+
+from __future__ import annotations
+
+from core.types.errors import LinkClosed, TransferError
+from core.types.handoff import Handoff
+from engine.kv.block_manager import BlockManager
+from engine.tiers.tiers import Tiers
+from kvtransfer.protocol.rank_transfer import Shipment
+from kvtransfer.transfer.serve_fetches import Grants
+from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, layout
+from tests.kvtransfer.protocol.pull_world import hashes_of
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.errors: list[TransferError | None] = []
+
+    def granted(self, num_tokens: int) -> None:
+        pass
+
+    def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
+        self.errors.append(error)
+
+
+def test_a_prefix_is_not_shipped_twice_under_one_handoff() -> None:
+    """A late report of the first passage would end the second one, and free blocks that are still read."""
+    blocks = BlockManager(NUM_BLOCKS)
+    no_tiers: Tiers[object] = Tiers(blocks, None, layout(1), eviction="lru", timeout_s=1.0)
+    grants = Grants(blocks, layout(1), no_tiers)
+    held, _ = blocks.allocate([], 2) or ([], 0)
+    for block, prefix_hash in zip(held, hashes_of(0), strict=False):
+        blocks.seal(block, prefix_hash)
+    blocks.free(held)
+    handoff = Handoff(
+        id="h",
+        epoch=1,
+        replica="p",
+        ranks=("r",),
+        layout=layout(1).fingerprint,
+        num_tokens=2 * BLOCK_SIZE,
+        max_tokens=2 * BLOCK_SIZE,
+        first_token=0,
+        ttl_s=1.0,
+    )
+    failed = Shipment(handoff="h", epoch=1, wire_bytes=0, seconds=0.0, link_s=0.0, error=LinkClosed("gone"))
+
+    first, again = Listener(), Listener()
+    grants.give(handoff, hashes_of(0), first)
+    grants.shipped(0, failed)
+    grants.give(handoff, hashes_of(0), again)
+    grants.shipped(0, failed)
+    assert [str(error) for error in first.errors] == ["gone"]
+    assert [str(error) for error in again.errors] == ["handoff h is under way already, or was"]
+    assert len(grants.take_orders()) == 1 and not len(grants)
+    assert blocks.num_available == NUM_BLOCKS

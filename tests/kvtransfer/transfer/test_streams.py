@@ -1,0 +1,355 @@
+"""Links on a device whose streams are in no order but what marks say: nothing is read or written out of order, and the
+checker would see it if it were."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from grpc import aio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.rpc import transfer_pb2_grpc as rpc
+from core.types.handoff import Handoff
+from core.wire.channel import listen, make_server
+from engine.cpu import library
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.runner import streams
+from kvtransfer.links import device_stream
+from kvtransfer.links.backends import LINKS
+from kvtransfer.links.link import LinkGuard
+from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.rank_transfer import Shipment
+from kvtransfer.transfer import codec, incoming, outgoing_link, staging
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.rank_servicer import RankServicer
+from kvtransfer.transfer.receiver import Receiver
+from kvtransfer.transfer.sender import Sender
+from tests.kvtransfer.transfer.fake_stream_link import FakeWires
+from tests.support.fake_streams import FakeStreams
+from tests.support.identities import in_clear
+from tests.support.identities import rank as named
+
+CPU = torch.device("cpu")
+LAYOUT = KVLayout(model="m", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+NUM_BLOCKS = 8
+END_S = 10.0
+HERE, THERE = "prefill computes", "decode computes"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is shipped, one after the other, and what becomes of it."""
+
+    # Tokens, and how it ends: whole; or given up before the last chunk, while the others are on their way, or when they
+    # have been written.
+    handoffs: list[tuple[int, str]]
+    chunk: int = 8
+    ranks: int = 1  # of the receiver
+    sources: int = 1  # ranks of the sender
+    num_streams: int | None = None
+    num_buffers: int = 2
+
+
+class Side:
+    """A replica's ranks, its step thread, and what it has been told."""
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        self.receivers: list[Receiver] = []
+        self.senders: list[Sender] = []
+        self.addresses: list[str] = []
+        self.landings: asyncio.Queue[Landing] = asyncio.Queue()
+        self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
+
+    def compute(self, device: FakeStreams, layer: int, slots: list[int]) -> None:
+        """Write KV, as a step does."""
+        with device.watched(self.stream):
+            for sender in self.senders:
+                pool = sender.config.pool
+                numbers = torch.randn(2, len(slots), pool.layout.heads_per_rank, LAYOUT.head_dim)
+                pool.write(layer, torch.tensor(slots), *numbers)
+
+    def attend(self, device: FakeStreams, blocks: list[int]) -> None:
+        with device.watched(self.stream):
+            for sender in self.senders:
+                for layer in range(LAYOUT.num_layers):
+                    sender.config.pool.read(layer, torch.tensor(blocks), torch.float32)
+
+
+@asynccontextmanager
+async def replica(name: str, stream: str, ranks: int) -> AsyncIterator[Side]:
+    side, loop, servers = Side(stream), asyncio.get_running_loop(), list[aio.Server]()
+    for rank in range(ranks):
+        identity = in_clear(named(name, rank))
+        config = LinkConfig(
+            rank=rank,
+            identity=identity,
+            pool=KVPool(replace(LAYOUT, tensor_parallel=ranks), num_blocks=NUM_BLOCKS, device=CPU),
+            wire_dtype="raw",
+            backend="fake",
+            host="127.0.0.1",
+            timeout_s=END_S,
+            guard=LinkGuard(bytes(32), False),
+        )
+        servicer = RankServicer()
+        servicer.receiver = Receiver(
+            config,
+            meeting=servicer.meeting,
+            on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x),
+        )
+        side.receivers.append(servicer.receiver)
+        shipped: Any = lambda x: loop.call_soon_threadsafe(side.shipments.put_nowait, x)  # noqa: E731
+        side.senders.append(Sender(config, loop=loop, on_shipped=shipped, group_bytes=1))
+        server = make_server(identity)
+        rpc.add_RankServicer_to_server(servicer, server)
+        side.addresses.append(f"127.0.0.1:{listen(server, '127.0.0.1:0', identity)}")
+        await server.start()
+        servers.append(server)
+    try:
+        yield side
+    finally:
+        for sender in side.senders:
+            await sender.close()
+        for server in servers:
+            await server.stop(None)
+
+
+async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> None:
+    """Prompts are computed chunk by chunk and shipped layer by layer; where they land somebody attends to them. Blocks
+    are used again on both sides as soon as they may be."""
+    written: queue.SimpleQueue[None] = queue.SimpleQueue()
+    unpack = codec.Codec.unpack
+
+    def unpacked(self: codec.Codec, *arguments: Any) -> None:
+        unpack(self, *arguments)
+        written.put(None)
+
+    patch.setattr(codec.Codec, "unpack", unpacked)
+    async with replica("prefill-0", HERE, plan.sources) as here, replica("decode-0", THERE, plan.ranks) as there:
+        for number, (num_tokens, end_as) in enumerate(plan.handoffs):
+            is_given_up = end_as != "whole"
+            num_sent = written.qsize()
+            sources, targets = [0, 1, 2, 3], [4, 5, 6, 7]
+            handoff = Handoff(
+                id=f"h{number}",
+                epoch=1,
+                replica="decode-0",
+                ranks=tuple(there.addresses),
+                layout=LAYOUT.fingerprint,
+                num_tokens=num_tokens,
+                max_tokens=num_tokens,
+                first_token=0,
+                ttl_s=END_S,
+            )
+            with device.watched(THERE):  # somebody else had these blocks, until now
+                for layer in range(LAYOUT.num_layers):
+                    there.compute(device, layer, [block * 4 for block in targets])
+                opening = Opening.of(handoff, targets[: -(-num_tokens // 4)])
+                for receiver in there.receivers:
+                    receiver.open(opening)
+            with device.watched(HERE):
+                passages = [passage for sender in here.senders if (passage := sender.begin(handoff, sources))]
+                assert len(passages) == plan.sources
+            ends = [*range(plan.chunk, num_tokens, plan.chunk), num_tokens]
+            for start, end in zip([0, *ends], ends, strict=False):
+                if end == num_tokens and is_given_up:
+                    break
+                num_sent += LAYOUT.num_layers * max(plan.ranks, plan.sources)
+                for layer in range(LAYOUT.num_layers):
+                    here.compute(device, layer, list(range(start, end)))
+                    with device.watched(HERE):
+                        for passage in passages:
+                            passage.layer_ready(layer, start, end)
+            async with asyncio.timeout(END_S):
+                while end_as == "written" and num_sent > written.qsize():
+                    await asyncio.sleep(0)
+            if is_given_up:
+                with device.watched(HERE):
+                    for passage in passages:
+                        passage.abort()
+            else:
+                with device.watched(HERE):
+                    for passage in passages:
+                        passage.commit(num_tokens, [1])
+                for _ in there.receivers:
+                    await asyncio.wait_for(there.landings.get(), END_S)
+                there.attend(device, targets)
+            for _ in passages:
+                shipment = await asyncio.wait_for(here.shipments.get(), END_S)
+                assert is_given_up or shipment.error is None, shipment.error
+            for receiver in there.receivers:
+                await asyncio.to_thread(receiver.close, handoff.id)
+            for layer in range(LAYOUT.num_layers):
+                here.compute(device, layer, list(range(16)))
+                there.compute(device, layer, list(range(16, 32)))
+
+
+Mutate = Callable[[pytest.MonkeyPatch, FakeStreams], None]
+
+
+def races(plan: Plan, mutate: Mutate = lambda patch, device: None) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        device = FakeStreams(num_streams=plan.num_streams)
+        patch.setattr(streams, "streams_of", device.streams_of)
+        patch.setattr(library, "load_kernels", lambda: None)
+        wires = FakeWires(device, num_buffers=plan.num_buffers)
+        patch.setitem(LINKS, "fake", wires.open)
+        mutate(patch, device)
+        asyncio.run(ship(device, plan, patch))
+        wires.let_go()
+        return device.races
+
+
+plans = st.builds(
+    Plan,
+    handoffs=st.lists(
+        st.tuples(st.integers(1, 16), st.sampled_from(["whole", "on its way", "written"])), min_size=1, max_size=3
+    ),
+    chunk=st.sampled_from([3, 4, 8, 16]),
+    ranks=st.sampled_from([1, 2]),
+    sources=st.sampled_from([1, 2]),
+    num_streams=st.sampled_from([None, 1, 2, 3]),
+    num_buffers=st.sampled_from([1, 2]),
+)
+
+
+@settings(max_examples=8)
+@given(plan=plans)
+def test_nothing_that_a_link_touches_is_out_of_order(plan: Plan) -> None:
+    assert races(plan) == []
+
+
+# What would be wrong, and is to be found: each a function that makes it so.
+
+
+def pack_without_waiting_for_the_layer(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    class Mark(device_stream.Mark):
+        def hold_up(self) -> None:
+            pass
+
+    patch.setattr(outgoing_link, "Mark", Mark)
+
+
+def mark_the_layer_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    def mark(of: torch.device) -> device_stream.Mark:
+        with device.watched("another"):
+            return device_stream.Mark(of)
+
+    patch.setattr(outgoing_link, "Mark", mark)
+
+
+def unpack_without_waiting_for_who_had_the_blocks(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    class Mark(device_stream.Mark):
+        def hold_up(self) -> None:
+            pass
+
+    patch.setattr(incoming, "Mark", Mark)
+
+
+def mark_before_the_blocks_are_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    """What `close` waits for then is the write before."""
+    before = [device.mark()]
+    unpack = codec.Codec.unpack
+
+    def unpacked(self: codec.Codec, *arguments: Any) -> None:
+        before[0] = device.mark()
+        unpack(self, *arguments)
+
+    class Mark(device_stream.Mark):
+        def wait(self) -> None:
+            before[0].wait()
+
+    patch.setattr(codec.Codec, "unpack", unpacked)
+    patch.setattr(incoming, "Mark", Mark)
+
+
+def close_without_waiting_for_the_write(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    class Mark(device_stream.Mark):
+        def wait(self) -> None:
+            pass
+
+    patch.setattr(incoming, "Mark", Mark)
+
+
+def use_a_staging_buffer_that_is_on_the_wire(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    patch.setattr(staging.StagingRing, "make_room", lambda ring: None if ring.has_room else ring.release())
+
+
+def hand_out_one_staging_buffer_twice(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    start = staging.StagingRing.start
+
+    def started(ring: staging.StagingRing, operation: Any, **options: Any) -> None:
+        start(ring, operation, **options)
+        ring.put_back()
+
+    patch.setattr(staging.StagingRing, "start", started)
+
+
+def say_that_it_landed_before_it_is_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    patch.setattr(KVPool, "synchronize", lambda pool: None)
+
+
+def upload_slots_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    def slots_of(*place: Any) -> torch.Tensor:
+        with device.watched("another"):
+            return codec.slots_of(*place)
+
+    patch.setattr(incoming, "slots_of", slots_of)
+
+
+def open_before_who_had_the_blocks_is_through(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    """As on a rank that is behind: the mark is made, and then comes a step that writes to the blocks."""
+    opened = Receiver.open
+
+    def too_early(receiver: Receiver, opening: Opening) -> None:
+        opened(receiver, opening)
+        slots = torch.tensor([block * 4 for block in opening.block_ids])
+        numbers = torch.zeros(2, len(slots), receiver.config.pool.layout.heads_per_rank, LAYOUT.head_dim)
+        for layer in range(LAYOUT.num_layers):
+            receiver.config.pool.write(layer, slots, *numbers)
+
+    patch.setattr(Receiver, "open", too_early)
+
+
+def wait_for_one_of_two_ranks(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    """Each writes on a lane of its own."""
+    written = incoming.Incoming.write
+
+    def write(arriving: incoming.Incoming, *arguments: Any, **options: Any) -> None:
+        written(arriving, *arguments, **options)
+        with arriving._lock:
+            marks, source = arriving._written, options["source"]
+            arriving._written = {source: marks[source]} if source in marks else marks
+
+    patch.setattr(incoming.Incoming, "write", write)
+
+
+MUTATIONS: list[Mutate] = [
+    pack_without_waiting_for_the_layer,
+    mark_the_layer_on_another_stream,
+    unpack_without_waiting_for_who_had_the_blocks,
+    mark_before_the_blocks_are_written,
+    close_without_waiting_for_the_write,
+    use_a_staging_buffer_that_is_on_the_wire,
+    hand_out_one_staging_buffer_twice,
+    say_that_it_landed_before_it_is_written,
+    upload_slots_on_another_stream,
+    open_before_who_had_the_blocks_is_through,
+    wait_for_one_of_two_ranks,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_fault_is_found(mutate: Mutate) -> None:
+    sources = 2 if mutate is wait_for_one_of_two_ranks else 1
+    assert races(Plan([(13, "whole"), (16, "written")], chunk=4, sources=sources), mutate)

@@ -1,0 +1,82 @@
+"""The forecast of the load, and the requests by which it is replayed."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import pytest
+
+from core.trace.traffic import SeenRequest
+from planner.autoscaler.answer_lengths import answer_lengths
+from planner.autoscaler.forecast import begin_of_the_same, forecast_load, holt, upcoming
+
+
+def _requests(arrivals: list[float], *, num_tokens: int = 640, num_output: int | None = 50) -> list[SeenRequest]:
+    return [
+        SeenRequest(arrival_s=when, num_tokens=num_tokens, ids=tuple(range(10)), num_output=num_output)
+        for when in arrivals
+    ]
+
+
+def test_a_level_stays_and_a_trend_goes_on_more_slowly() -> None:
+    assert holt([5.0] * 12, steps=4) == (5.0, 0.0)
+    rising, _ = holt([float(i) for i in range(12)], steps=4)
+    assert 10.0 < rising < 15.0
+    assert holt([9.0, 6.0, 3.0, 0.0, 0.0, 0.0], steps=20)[0] >= 0.0
+
+
+def test_chance_is_no_trend() -> None:
+    draw = random.Random(7)
+    arrivals = sorted(draw.uniform(0, 180) for _ in range(400))
+    requests = _requests(arrivals)
+    found = forecast_load(requests, [50] * 400, begin_s=0.0, shape_s=0.0, now_s=180.0, ahead_s=60.0)
+    assert found.rate == pytest.approx(found.seen_rate, rel=0.12)
+    assert found.prompt == 640 and found.answer == 50
+
+
+def test_twice_the_rate_is_seen_within_a_minute_and_bounded() -> None:
+    slow, fast = [i * 1.0 for i in range(120)], [120 + i * 0.25 for i in range(240)]
+    requests = _requests(slow + fast)
+    found = forecast_load(requests, [50] * len(requests), begin_s=0.0, shape_s=0.0, now_s=180.0, ahead_s=60.0)
+    assert found.seen_rate == pytest.approx(2.0)
+    assert 2.8 < found.rate <= 4.0
+
+
+def test_answers_under_way_are_taken_for_as_long_as_those_to_like_prompts() -> None:
+    short = _requests([0.0] * 5, num_tokens=100, num_output=400)
+    long = _requests([1.0] * 5, num_tokens=9000, num_output=20)
+    last = [*_requests([2.0], num_tokens=110, num_output=None), *_requests([2.0], num_tokens=8500, num_output=None)]
+    assert answer_lengths([*short, *long, *last], now_s=100.0)[-2:] == [400, 20]
+    assert answer_lengths(_requests([0.0], num_output=None), now_s=1.0) == [1]
+
+
+def test_what_is_replayed_is_as_the_forecast_says_and_keeps_its_prefixes() -> None:
+    requests = _requests([i * 0.5 for i in range(200)] + [100 + i * 0.25 for i in range(320)])
+    answers = [50] * len(requests)
+    found = forecast_load(requests, answers, begin_s=0.0, shape_s=0.0, now_s=180.0, ahead_s=60.0)
+    trace = upcoming(requests, answers, found)
+    assert (len(trace) - 1) / trace[-1].arrival_s == pytest.approx(found.rate, rel=0.02)
+    assert fmean(request.num_tokens for request in trace) == pytest.approx(found.prompt, rel=0.01)
+    assert all(request.ids and request.ids[:10] == tuple(range(10))[: len(request.ids)] for request in trace)
+    assert all(len(request.ids or ()) * request.tokens_per_id >= request.num_tokens for request in trace)
+
+
+def test_what_is_replayed_goes_back_as_far_as_the_traffic_is_of_one_kind() -> None:
+    draw = random.Random(11)
+
+    def some(begin_s: float, end_s: float, rate: float, mean: int) -> list[SeenRequest]:
+        count = int(rate * (end_s - begin_s))
+        arrivals = sorted(draw.uniform(begin_s, end_s) for _ in range(count))
+        return [
+            SeenRequest(arrival_s=when, num_tokens=max(1, round(draw.expovariate(1 / mean))), ids=None)
+            for when in arrivals
+        ]
+
+    same = some(0, 180, 3.0, 800)
+    assert begin_of_the_same(same, now_s=180.0) == 0
+    turned = [*some(0, 150, 2.0, 8000), *some(150, 180, 4.0, 300)]
+    assert turned[begin_of_the_same(turned, now_s=180.0)].arrival_s >= 149.0
+    quicker = [*some(0, 150, 1.0, 800), *some(150, 180, 6.0, 800)]
+    assert quicker[begin_of_the_same(quicker, now_s=180.0)].arrival_s >= 149.0
+    assert begin_of_the_same(some(0, 180, 0.05, 800), now_s=180.0) == 0

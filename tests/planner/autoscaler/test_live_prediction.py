@@ -1,0 +1,76 @@
+"""What is predicted of a load, from what routers tell of their replicas."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from core.spec.schema import AutoscaleSpec, Spec
+from core.trace.trace import poisson
+from core.trace.traffic import ReplicaNews
+from core.types.errors import ClusterError
+from core.types.request import Role
+from core.types.step_timing import StepTiming
+from planner.autoscaler.live_fleets import saturation_of
+from planner.autoscaler.live_prediction import predict_load
+
+_LOAD = poisson(rate=2.0, num_requests=40, num_tokens=500, num_output=20, seed=1)
+_TIMING = StepTiming(base_s=0.02, token_s=0.001, pair_s=0.0, context_s=0.0)
+
+
+def _news(replica: str, role: Role) -> ReplicaNews:
+    return ReplicaNews(
+        replica=replica,
+        role=role,
+        timing=_TIMING,
+        link_bytes_per_s=1e9,
+        prefill_tokens_per_s=1000.0,
+        decode_step_s=0.02,
+        queued_tokens=0,
+        num_streams=0,
+        max_running=64,
+        max_batch_tokens=2048,
+        num_blocks=1000,
+        available_blocks=1000,
+        block_size=16,
+        bytes_per_token=1000,
+    )
+
+
+def _spec(num_prefill: int, num_decode: int) -> Spec:
+    return Spec.model_validate({"prefill": {"replicas": num_prefill}, "decode": {"replicas": num_decode}})
+
+
+_ONE_EACH = [_news("prefill-0", Role.PREFILL), _news("decode-0", Role.DECODE)]
+
+
+def test_it_is_the_same_load_at_the_replicas_own_rates() -> None:
+    found = predict_load(_spec(1, 1), _ONE_EACH, _LOAD, slo_ttft_s=None, slo_itl_s=None)
+    assert found["completed"] == 40 and found["output_tokens"] == 800
+    assert 520 <= found["ttft_ms"]["p50"] and 20 <= found["itl_ms"]["p50"] <= 80
+    twice = [replace(one, timing=replace(_TIMING, token_s=0.002)) for one in _ONE_EACH]
+    assert predict_load(_spec(1, 1), twice, _LOAD, slo_ttft_s=None, slo_itl_s=None)["ttft_ms"]["p50"] > 1000
+
+
+def test_decode_replicas_alone_are_simulated_as_such() -> None:
+    found = predict_load(_spec(0, 1), _ONE_EACH[1:], _LOAD, slo_ttft_s=None, slo_itl_s=None)
+    assert found["completed"] == 40 and found["transfer_bytes"] == 0
+
+
+@pytest.mark.parametrize("replicas", [[], [replace(one, timing=None) for one in _ONE_EACH]])
+def test_rates_that_nobody_knows_are_no_prediction(replicas: list[ReplicaNews]) -> None:
+    with pytest.raises(ClusterError, match="yet"):
+        predict_load(_spec(1, 1), replicas, _LOAD, slo_ttft_s=None, slo_itl_s=None)
+
+
+def test_news_of_a_replica_can_be_written_and_read() -> None:
+    for news in (_ONE_EACH[0], replace(_ONE_EACH[1], timing=None)):
+        assert ReplicaNews.of({**asdict(news), "from_a_newer_version": 1}) == news
+
+
+def test_a_replica_that_drafts_is_as_full_as_its_tokens_say() -> None:
+    rules = AutoscaleSpec(slo_itl_ms=40)
+    plain = saturation_of(_ONE_EACH, rules, num_waiting=0)
+    drafting = [replace(one, tokens_per_row=2.0) for one in _ONE_EACH]
+    assert (plain.decode, saturation_of(drafting, rules, num_waiting=0).decode) == (0.5, 0.25)

@@ -1,0 +1,79 @@
+"""The autoscaler on a simulated deployment, whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from core.spec.schema import AutoscaleSpec, PoolBounds
+from core.trace.trace import TraceRequest
+from planner.autoscaler.decide import Autoscaler
+from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
+from planner.autoscaler.replay import ReplayPrice, ScaledReplay
+from planner.autoscaler.simulated_outlook import Fleets
+from planner.simulator.fleet_setup import FleetSetup
+from planner.simulator.profile import load_profile
+from planner.simulator.run import simulate
+
+_PROFILE = load_profile("a100x8-llama-3.1-405b")
+_SETUP = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, pulls=True)
+_FLEETS = Fleets(setup=_SETUP, profile=_PROFILE, slo_ttft_s=10.0, slo_itl_s=0.045)
+
+
+def _requests(begin_s: float, end_s: float, *, every_s: float, num_tokens: int, num_output: int) -> list[TraceRequest]:
+    count = int((end_s - begin_s) / every_s)
+    return [
+        TraceRequest(number=0, arrival_s=begin_s + i * every_s, num_tokens=num_tokens, num_output=num_output, ids=None)
+        for i in range(count)
+    ]
+
+
+def _prompts(begin_s: float, end_s: float) -> list[TraceRequest]:
+    """About two prefill replicas' work, and hardly any for decode."""
+    return _requests(begin_s, end_s, every_s=2.0, num_tokens=6000, num_output=10)
+
+
+def _answers(begin_s: float, end_s: float) -> list[TraceRequest]:
+    """The other way round: 40 streams at a time, where one replica keeps its limit for 22."""
+    return _requests(begin_s, end_s, every_s=0.25, num_tokens=64, num_output=200)
+
+
+def _in_order(trace: list[TraceRequest]) -> list[TraceRequest]:
+    return [replace(request, number=number) for number, request in enumerate(trace)]
+
+
+def _replay(trace: list[TraceRequest], begin: PoolSizes, **more: Any) -> tuple[ScaledReplay, dict[str, Any]]:
+    spec = AutoscaleSpec(
+        slo_ttft_ms=10_000,
+        slo_itl_ms=45,
+        prefill=PoolBounds(max=3),
+        decode=PoolBounds(max=3),
+        max_devices=4,
+        interval_s=20,
+        **more,
+    )
+    autoscaler = Autoscaler(spec, ScaleLimits.of(spec, devices=PoolSizes(1, 1)))
+    replay = ScaledReplay(
+        _FLEETS, _in_order(trace), autoscaler, begin=begin, price=ReplayPrice(start_s=20.0, switch_s=2.0)
+    )
+    return replay, replay.run()
+
+
+def test_pools_follow_traffic_that_turns_and_every_request_ends() -> None:
+    trace = [*_prompts(0, 60), *_answers(60, 140)]
+    replay, found = _replay(trace, PoolSizes(3, 1))
+    assert found["completed"] == len(trace)
+    assert replay.decisions[0].after == PoolSizes(3, 1) and replay.decisions[-1].after.decode >= 2
+    assert any(decision.moves.to_decode for decision in replay.decisions)
+    fixed = simulate(replace(_SETUP, num_prefill=3), _PROFILE, _in_order(trace), slo_ttft_s=10.0, slo_itl_s=0.045)
+    assert found["good_share"] > 1.3 * fixed["good_share"]
+
+
+@pytest.mark.slow
+def test_a_load_that_stays_the_same_is_served_by_fewer_and_then_left_alone() -> None:
+    _, found = _replay(_prompts(0, 300), PoolSizes(3, 1), attainment=0.9)
+    sizes = [tuple(decision["after"]) for decision in found["decisions"]]
+    assert found["changes"] <= 1 and len(set(sizes[-6:])) == 1
+    assert found["mean_replicas"] <= 4 and found["good_share"] == pytest.approx(1.0, abs=0.1)

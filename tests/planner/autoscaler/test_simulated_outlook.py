@@ -1,0 +1,64 @@
+"""What the simulator is asked, and what it makes of a minute."""
+
+from __future__ import annotations
+
+from core.trace.traffic import SeenRequest
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.simulated_outlook import Fleets, SimulatedOutlook
+from planner.simulator.fleet_setup import FleetSetup
+from planner.simulator.profile import load_profile
+
+_SETUP = FleetSetup(
+    num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, pulls=True, waits_in_router=True
+)
+_FLEETS = Fleets(setup=_SETUP, profile=load_profile("a100x8-llama-3.1-405b"), slo_ttft_s=22.0, slo_itl_s=0.045)
+_NOW_S = 180.0
+
+
+def _outlook(*, num_tokens: int, every_s: float, num_waiting: int = 0) -> SimulatedOutlook:
+    """The last ones have no token yet."""
+    count = int(_NOW_S / every_s)
+    requests = [
+        SeenRequest(arrival_s=i * every_s, num_tokens=num_tokens, ids=None, num_output=5, ttft_s=4.0, itl_s=0.035)
+        for i in range(count)
+    ]
+    for request in requests[count - num_waiting :]:
+        request.num_output = request.ttft_s = request.itl_s = None
+    found = SimulatedOutlook.of(_FLEETS, requests, now_s=_NOW_S, window_s=180.0, ahead_s=60.0)
+    assert found
+    return found
+
+
+def test_a_queue_that_grows_slowly_is_seen_before_it_is_long() -> None:
+    """Prompts of 0.39 s, one every 0.31 s: after a minute the last waits for 14 s, after two for too long."""
+    outlook = _outlook(num_tokens=600, every_s=0.31)
+    now = outlook.predict(PoolSizes(1, 1))
+    assert now.good_share == 1.0 and now.expected_share < 0.9
+    assert outlook.predict(PoolSizes(2, 1)).expected_share == 1.0
+
+
+def test_a_few_long_prompts_are_no_queue_that_grows() -> None:
+    """3.6 s each, one every 3.35 s: so few may have come together by chance."""
+    now = _outlook(num_tokens=6000, every_s=3.35).predict(PoolSizes(1, 1))
+    assert now.good_share == now.expected_share == 1.0
+
+
+def test_a_queue_that_comes_to_its_end_is_worth_more_than_one_that_does_not() -> None:
+    """Thirty prompts that wait are nearly two minutes of one replica's work: in the first minute both are too late."""
+    outlook = _outlook(num_tokens=6000, every_s=3.35, num_waiting=30)
+    one, two = outlook.predict(PoolSizes(1, 1)), outlook.predict(PoolSizes(2, 1))
+    assert one.expected_share < 0.1 < 0.5 < two.expected_share
+
+
+def test_a_burst_that_is_over_does_not_go_on() -> None:
+    """Twelve prompts of 3.6 s in eleven seconds, and then nothing for a minute and a half: half of what one replica can
+    do, however crowded those seconds were."""
+    requests = [
+        SeenRequest(arrival_s=10.0 + i, num_tokens=6000, ids=None, num_output=5, ttft_s=4.0, itl_s=0.035)
+        for i in range(12)
+    ]
+    outlook = SimulatedOutlook.of(_FLEETS, requests, now_s=111.0, window_s=180.0, ahead_s=60.0)
+    assert outlook
+    now = outlook.predict(PoolSizes(1, 1))
+    assert now.num == 12 and now.expected_share == now.good_share > 0.5
+    assert outlook.predict(PoolSizes(1, 1), load=1.5).num == 12

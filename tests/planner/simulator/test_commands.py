@@ -1,0 +1,163 @@
+"""`cluster simulate` and `cluster plan` as commands, on small made-up traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from cluster.cli.app import run
+from core.model.kv_memory import KVArithmetic
+from core.model.shape import ModelConfig
+from core.spec.loader import load_spec
+from planner.simulator.profile import load_profile
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 100 * i, "input_length": 1500, "output_length": 10, "hash_ids": [0, 1 + i % 5, 100 + i]}
+        for i in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_simulate_prints_what_the_contract_names(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--topology", "2P2D", "--policy", "cost", "--kv-tokens-per-replica", "65536", "--block-size", "64"]
+    limits = ["--slo-ttft-ms", "1000", "--slo-itl-ms", "50", "--host-tokens", "65536", "--speedup", "2"]
+    assert run(["simulate", "--trace", trace, *options, *limits, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["completed"] == 40 and 0 < report["reuse_share"] < 1 and report["goodput_rps"] > 0
+    assert {"mean", "p50", "p90", "p99"} == set(report["ttft_ms"]) == set(report["itl_ms"])
+    assert {"p50", "p95"} == set(report["decision_us"]) and report["wall_s"] > 0
+    assert run(["simulate", "--trace", trace, "--colocated", "2"]) == 0
+    assert "reused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pools", [[], ["--topology", "1P1D", "--colocated", "2"], ["--topology", "1P0D"]])
+def test_simulate_needs_one_shape_with_a_decode_replica(trace: str, pools: list[str]) -> None:
+    assert run(["simulate", "--trace", trace, *pools]) == 2
+
+
+def test_a_missing_trace_or_profile_is_the_users_turn(trace: str) -> None:
+    assert run(["simulate", "--trace", "nowhere.jsonl", "--colocated", "1"]) == 2
+    assert run(["simulate", "--trace", trace, "--colocated", "1", "--profile", "nothing"]) == 2
+
+
+def test_a_plan_is_written_as_a_spec(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "plan.yaml"
+    assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "-o", str(spec), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert load_spec(str(spec)).topology == best["topology"]
+    assert "block_size" not in spec.read_text(), "the plan says what nobody asked for"
+    assert run(["plan", "--trace", trace, "--slo-ttft-ms", "0.001", "--max-replicas", "2"]) == 1
+
+
+def test_a_plan_says_whether_roles_apart_pay(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a profile of a processor whose replicas may have two threads."""
+    steps = {"base_s": 0.01, "token_s": 1e-4, "pair_s": 0.0, "context_s": 0.0}
+    wide = steps | {"token_s": 5e-5}
+    known = load_profile("h100-llama-3.1-8b").model_dump() | {
+        "steps": steps,
+        "slowdown": [1.0, 1.0],
+        "wider": [{"width": 2, "steps": wide, "decode_steps": wide}],
+    }
+    profile, spec = tmp_path / "here.json", tmp_path / "plan.yaml"
+    profile.write_text(json.dumps(known))
+    limits = ["--slo-ttft-ms", "100", "--slo-itl-ms", "1000", "--max-replicas", "2", "--profile", str(profile)]
+    asked = ["plan", "--trace", trace, *limits, "--speedup", "0.2", "--block-size", "32"]
+    assert run([*asked, "-o", str(spec), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["same_resources"]["better"] == plan["best"]["topology"] == "0P1D"
+    assert plan["same_resources"]["apart"]["good_share"] < plan["same_resources"]["colocated"]["good_share"]
+    written = load_spec(str(spec))
+    assert written.topology == "0P1D" and written.decode.resources.cpus == 2 and written.kv.block_size == 32
+    assert run(asked) == 0
+    said = capsys.readouterr().out
+    assert "of the same resources 0P1D (threads 2, chunks " in said and " against " in said
+    assert sum("1P1D" in line for line in said.splitlines()) >= 2, "the one that lost has no row"
+
+
+@pytest.mark.parametrize(("name", "begin"), [("frontier.png", b"\x89PNG"), ("frontier.svg", b"<?xml")])
+def test_a_plan_is_drawn(trace: str, tmp_path: Path, name: str, begin: bytes) -> None:
+    pytest.importorskip("matplotlib", reason="an optional dependency")
+    picture = tmp_path / name
+    assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(begin)
+    assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "--plot", str(tmp_path / "picture.txt")]) == 2
+
+
+def test_kv_arithmetic() -> None:
+    """Llama 3.1 8B: 32 layers, 8 KV heads of 128; a pool of 8 bits has a bf16 scale per token and head."""
+
+    def kv(dtype: str, ranks: int) -> KVArithmetic:
+        of_llama = SimpleNamespace(num_layers=32, num_kv_heads=8, kv_dim=128, kv_sides=2, kv_exact_dim=0)
+        config = cast(ModelConfig, of_llama)
+        return KVArithmetic(config=config, dtype=dtype, block_size=64, tensor_parallel=ranks, memory_bytes=2**30)
+
+    assert kv("bfloat16", 1).bytes_per_token == kv("bfloat16", 8).bytes_per_token == 131_072
+    assert kv("fp8_e4m3", 1).bytes_per_token == kv("int8", 1).bytes_per_token == 32 * 2 * 8 * 130
+    assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is held twice
+    assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
+
+
+def test_memory_is_told_by_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--memory", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    weights, pool = report["weight_bytes"], report["pools"]["decode"]
+    assert weights["bfloat16"] == 2 * report["parameters"] == 2 * weights["int8"] > 2 * weights["4 bits"]
+    by_dtype = pool["tokens_by_pool_dtype"]
+    assert by_dtype["bfloat16"] == pool["tokens_per_replica"] and 1.8 < by_dtype["int8"] / by_dtype["bfloat16"] < 2
+    assert run(["plan", "--memory"]) == 0
+    assert "by kv.pool_dtype" in capsys.readouterr().out
+
+
+def test_plan_memory_refuses_ranks_that_do_not_fit_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("decode: {tensor_parallel: 2}")
+    assert run(["plan", "--memory", "--spec", str(spec)]) == 2
+    assert "decode.tensor_parallel: 2 does not fit 9 query and 3 KV heads; choose one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--block-size", "0"], "--block-size"),
+        (["--kv-tokens-per-replica", "10"], "--kv-tokens-per-replica 10: less than a block, which has 64"),
+        (["--speedup", "nan"], "--speedup nan: must be above 0, and finite"),
+        (["--speedup", "inf"], "--speedup inf: must be above 0, and finite"),
+    ],
+)
+def test_a_mistake_is_one_line(trace: str, capsys: pytest.CaptureFixture[str], options: list[str], error: str) -> None:
+    assert run(["simulate", "--trace", trace, "--topology", "1P1D", *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and error in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--block-size", "0"], ["--block-size", "99999999"], ["--speedup", "nan"]])
+def test_so_it_is_of_a_plan(trace: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    assert run(["plan", "--trace", trace, *options]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_drafts_would_give(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--speculation", "--drafts", "0.8x4", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert lines[0]["rows"] == 1 and 1 < lines[-1]["speedup"] < lines[0]["speedup"] < 1 + 0.8 + 0.64 + 0.512 + 0.4096
+    assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drafts"]["tokens_per_row"] > 2
+    assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8"]) == 0
+    assert "tokens a step and answer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--drafts", "1.1"], ["--drafts", "0.5xa"], ["--draft-pass-ms", "1"]])
+def test_how_good_drafts_are_is_to_be_said(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--speculation", *options]) == 2
+    assert "--drafts" in capsys.readouterr().err

@@ -1,0 +1,228 @@
+"""What becomes of a client's `traceparent` at both doors, and which spans there are of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from core.process.ports import free_port
+from core.rpc import inference_pb2 as pb
+from core.rpc.inference_pb2_grpc import InferenceStub
+from core.spec.schema import TracingSpec
+from core.types.errors import CapacityError, SpecError
+from core.types.request import SequenceRequest
+from core.types.timeline import LifeState
+from frontend.access.access import Access
+from frontend.grpc.api import open_grpc_api
+from frontend.http.app import create_app
+from router.serving.grpc_worker import GrpcWorker
+from router.telemetry.tracing import Tracing
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.identities import in_clear
+from tests.support.tiny_service import MakeCompletions
+
+_TRACE = "0af7651916cd43dd8448eb211c80319c"
+_SAMPLED, _NOT_SAMPLED = (f"00-{_TRACE}-b7ad6b7169203331-0{flag}" for flag in (1, 0))
+
+
+def _is_sampled(traceparent: str) -> bool:
+    return bool(int(traceparent.rpartition("-")[2], 16) & 1)
+
+
+class _Traced:
+    """Both doors of a service that is traced, and what has been exported."""
+
+    def __init__(self, make: MakeCompletions, *, ratio: float, **fake: Any) -> None:
+        self._exporter = InMemorySpanExporter()
+        tracing = Tracing(SimpleSpanProcessor(self._exporter), ratio=ratio, deployment="d", router="router-1")
+        self.fake = FakeTokenService(**fake)
+        self.completions = make(self.fake, tracing=tracing)
+
+    @property
+    def spans(self) -> list[ReadableSpan]:
+        return list(self._exporter.get_finished_spans())
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        app = create_app(self.completions, access=Access.anybody(), is_healthy=lambda: True)
+        async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            yield client
+
+
+@pytest.fixture(params=["http", "grpc"])
+def door(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+async def _ask(traced: _Traced, door: str, traceparent: str | None) -> str | None:
+    """The `traceparent` that the client hears of."""
+    headers = {"traceparent": traceparent, "tracestate": "v=1"} if traceparent else {}
+    if door == "http":
+        async with traced.http() as client:
+            body = {"prompt": "hello", "max_tokens": 4, "stream": True}
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+            assert answer.text.endswith("data: [DONE]\n\n")
+            return answer.headers.get("traceparent")
+    api = await open_grpc_api(traced.completions, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{api.port}") as channel:
+        asked = pb.GenerateRequest(prompt="hello", sampling=pb.SamplingParams(max_tokens=4))
+        call = InferenceStub(channel).Generate(asked, metadata=tuple(headers.items()))
+        async for _ in call:
+            pass
+        told = dict(await call.trailing_metadata()).get("traceparent")
+    await api.close(grace_s=5)
+    return str(told) if told else None
+
+
+async def test_the_clients_trace_goes_on(completions: MakeCompletions, door: str) -> None:
+    traced = _Traced(completions, ratio=0.0)
+    told = await _ask(traced, door, _SAMPLED)
+    own, states = traced.spans[-1], traced.spans[:-1]
+    assert told == f"00-{_TRACE}-{own.context.span_id:016x}-01", "its own span, in the client's trace"
+    assert own.parent and f"{own.parent.span_id:016x}" == "b7ad6b7169203331"
+    assert own.context.trace_state.get("v") == "1"
+    (sent,) = traced.fake.started
+    assert sent.traceparent == told, "as the replicas hear it"
+    assert [span.name for span in states] == ["prepare"], "a fake serving side passes no others"
+    assert all(span.parent and span.parent.span_id == own.context.span_id for span in states)
+    assert own.attributes and own.attributes["xpyd.outcome"] == "completed"
+    assert own.attributes["gen_ai.usage.output_tokens"] == 4
+    assert own.resource.attributes["service.name"] == "xpyd-router"
+    assert "hello" not in json.dumps([json.loads(span.to_json()) for span in traced.spans]), "no text of any request"
+
+
+async def test_a_client_that_samples_nothing_is_not_traced(completions: MakeCompletions, door: str) -> None:
+    traced = _Traced(completions, ratio=1.0)
+    told = await _ask(traced, door, _NOT_SAMPLED)
+    assert told and told.startswith(f"00-{_TRACE}-") and told.endswith("-00") and not traced.spans
+    assert traced.fake.started[0].traceparent == told
+
+
+async def test_without_one_the_ratio_decides(completions: MakeCompletions, door: str) -> None:
+    always, never = _Traced(completions, ratio=1.0), _Traced(completions, ratio=0.0)
+    told = await _ask(always, door, None)
+    assert told and _is_sampled(told) and _TRACE not in told and len(always.spans) == 2
+    assert await _ask(never, door, None) is None and not never.spans
+
+
+@pytest.mark.parametrize("sent", ["nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
+async def test_one_that_makes_no_sense_begins_a_trace_of_its_own(
+    completions: MakeCompletions, door: str, sent: str
+) -> None:
+    traced = _Traced(completions, ratio=0.0)
+    told = await _ask(traced, door, sent)
+    assert told and _TRACE not in told and traced.spans[-1].parent is None
+
+
+@pytest.mark.parametrize("state", ["\x1b[2Jsecret", ",".join(["secret"] * 31), "a=1,a=secret", "secret=1," * 1200])
+def test_no_word_of_a_tracestate_comes_into_the_log(caplog: pytest.LogCaptureFixture, state: str) -> None:
+    """The library has a line for each that makes no sense: of a client's bytes, as many as it likes."""
+    tracing = Tracing(SimpleSpanProcessor(InMemorySpanExporter()), ratio=0.0, deployment="d", router="router-1")
+    for sent in (_SAMPLED, "9" * 60_000):
+        trace = tracing.begin("POST /", {"traceparent": sent, "tracestate": state})
+        assert trace and len(trace.traceparent) == 55
+    assert not caplog.records
+
+
+async def test_where_nobody_collects_there_is_nothing_of_it(completions: MakeCompletions, door: str) -> None:
+    traced = _Traced(completions, ratio=1.0)
+    traced.completions.tracing = None
+    assert await _ask(traced, door, _SAMPLED) is None
+    assert traced.fake.started[0].traceparent == "" and not traced.spans
+
+
+async def test_a_request_that_fails_says_so(completions: MakeCompletions) -> None:
+    traced = _Traced(completions, ratio=1.0, refuse=CapacityError("full", retry_after_s=1.0))
+    async with traced.http() as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
+        bad = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": -4})
+    assert (answer.status_code, bad.status_code) == (429, 400) and "traceparent" in bad.headers
+    full, wrong = (span for span in traced.spans if span.parent is None)
+    assert full.attributes and full.attributes["xpyd.status"] == "429" and full.status.is_ok is not False
+    assert full.attributes["xpyd.outcome"] == "overloaded"
+    assert wrong.attributes and wrong.attributes["xpyd.status"] == "400"
+
+
+def test_what_passed_on_a_replica_is_told_under_its_name(completions: MakeCompletions) -> None:
+    from core.types.timeline import Life
+
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SimpleSpanProcessor(exporter), ratio=1.0, deployment="d", router="router-1")
+    trace, life = tracing.begin("POST /", {}), Life()
+    assert trace
+    life.add(LifeState.COMPUTE, "prefill-0", life.began + 1.0, life.began + 3.0)
+    life.add(LifeState.DECODE, "decode-12", life.began + 3.0, life.began + 4.0)
+    life.troubles.append("decode-3 is lost")
+    trace.tell({"xpyd.request": "r"}, life)
+    trace.end()
+    compute, decode, own = exporter.get_finished_spans()
+    who = [(span.resource.attributes["service.name"], span.resource.attributes["service.instance.id"])
+           for span in (compute, decode, own)]  # fmt: skip
+    assert who == [("xpyd-prefill", "prefill-0"), ("xpyd-decode", "decode-12"), ("xpyd-router", "router-1")]
+    assert {span.context.trace_id for span in (compute, decode, own)} == {own.context.trace_id}
+    assert compute.start_time and compute.end_time and decode.start_time
+    assert compute.end_time - compute.start_time == pytest.approx(2e9, abs=1e3)
+    assert decode.start_time == pytest.approx(compute.end_time, abs=1e3)
+    assert [event.attributes for event in own.events] == [{"reason": "decode-3 is lost"}]
+
+
+async def test_calls_to_replicas_carry_it() -> None:
+    heard: list[dict[str, Any]] = []
+
+    async def hear(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        heard.append(dict(context.invocation_metadata() or ()))
+        return
+        yield b""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            return grpc.unary_stream_rpc_method_handler(hear)
+
+    server = grpc.aio.server(handlers=[Handler()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    from core.identity.process_name import ProcessName
+
+    worker = GrpcWorker("decode-0", f"127.0.0.1:{port}", identity=in_clear(ProcessName.of_router("d", "router-0")))
+    traced = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1, traceparent=_SAMPLED)
+    for request in (traced, SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)):
+        for call in (worker.prefill(request), worker.generate(request)):
+            assert [event async for event in call] == []
+    await worker.close()
+    await server.stop(0)
+    assert [one.get("traceparent") for one in heard] == [_SAMPLED, _SAMPLED, None, None]
+
+
+async def test_a_collector_that_is_away_keeps_nobody_waiting(
+    completions: MakeCompletions, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "no exporter here: pip install opentelemetry-exporter-otlp-proto-http"
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason=reason)
+    spec = TracingSpec(otlp_endpoint=f"http://127.0.0.1:{free_port()}", ratio=1.0)
+    traced = _Traced(completions, ratio=1.0)
+    traced.completions.tracing = tracing = Tracing.of(spec, deployment="d", router="r")
+    assert tracing
+    for _ in range(2):
+        assert await _ask(traced, "http", None)
+        await asyncio.to_thread(tracing.flush)
+    await asyncio.to_thread(tracing.close)
+    said = [record for record in caplog.records if record.name.startswith("opentelemetry")]
+    assert len(said) == 1, "once a minute"
+
+
+def test_without_the_exporter_the_operator_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    assert Tracing.of(TracingSpec(), deployment="d", router="r") is None
+    with pytest.raises(SpecError, match="pip install opentelemetry-exporter-otlp-proto-http"):
+        Tracing.of(TracingSpec(otlp_endpoint="http://127.0.0.1:4318"), deployment="d", router="r")

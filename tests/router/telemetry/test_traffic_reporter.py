@@ -1,0 +1,70 @@
+"""What a router tells its controller of traffic: all of it to one that knows nothing, then what is new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from core.process.supervisor import Supervisor
+from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficNews
+from core.types.errors import DeployError
+from router.routing.chooser import Chooser
+from router.routing.cost_policy import CostPolicy
+from router.serving.dispatch import Dispatch
+from router.serving.replicas import Replicas
+from router.serving.worker import Worker
+from router.telemetry.metrics import Metrics
+from router.telemetry.traffic import TrafficRecord
+from router.telemetry.traffic_reporter import TrafficTeller
+from tests.router.serving.virtual_time import VirtualTimeLoop
+
+_LIVES = ["a", "a", "", "a", "b", "b"]  # of the controller that is told; empty: nobody answers
+
+
+def test_a_controller_of_another_life_is_told_everything_once() -> None:
+    told: list[int] = []
+    shown: list[Sequence[ShownDecision]] = []
+
+    async def run() -> None:
+        record = TrafficRecord(b"k" * 32, router="r")
+        over = asyncio.Event()
+
+        async def tell(news: TrafficNews) -> TrafficAnswer:
+            told.append(len(news.arrived))
+            life = _LIVES[len(told) - 1]
+            if len(told) == len(_LIVES):
+                over.set()
+            if not life:
+                raise DeployError("the controller starts")
+            decision = ShownDecision(at=0.0, text="1P1D -> 2P1D", reason="so it is")
+            return TrafficAnswer(life=life, scaling=(decision,))
+
+        for _ in range(3):
+            record.arrived([1, 2, 3], salt="", num_choices=1, ttft_s=lambda: 0.0)
+        teller = TrafficTeller(record, _dispatch(), answered=shown.append)
+        task = asyncio.create_task(teller.tell_forever(tell))
+        await over.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
+    #              all, nothing new, lost on the way, all again, a new life says so only now, all again
+    assert told == [3, 0, 0, 3, 0, 3]
+    assert [decisions[0].text for decisions in shown] == ["1P1D -> 2P1D"] * 5
+
+
+def _dispatch() -> Dispatch:
+    def connect(member: object) -> Worker:
+        raise AssertionError("there is no replica")
+
+    return Dispatch(
+        Replicas(connect, tasks=Supervisor()),
+        Chooser(CostPolicy(pulls=True), max_local_tokens=0),
+        model="model",
+        block_size=16,
+        vocab_size=100,
+        queue_s=1.0,
+        max_waiting=1,
+        metrics=Metrics(),
+    )

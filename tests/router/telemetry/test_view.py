@@ -1,0 +1,97 @@
+"""What one router tells of its replicas, as they come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from core.rpc.worker_pb2 import Status, Totals
+from core.types.request import Role
+from router.routing.decisions import Decisions
+from router.serving.flows import Flows
+from router.telemetry.metrics import Metrics
+from router.telemetry.view import RouterView
+from tests.support.members import make_member
+
+
+@dataclass
+class FakeSeenReplica:
+    """As much of router.serving.replica.Replica as is looked at."""
+
+    id: str
+    role: Role
+    is_alive: bool = True
+    status: Status = field(default_factory=Status)
+
+    @property
+    def member(self) -> Any:
+        return make_member(self.id)
+
+
+def _view(replicas: list[FakeSeenReplica], flows: Flows | None = None) -> RouterView:
+    seen: Any = replicas
+    return RouterView(
+        deployment="d",
+        router="router-0",
+        replicas=seen,
+        metrics=Metrics(),
+        decisions=Decisions(),
+        flows=flows or Flows(),
+    )
+
+
+def test_replicas_that_come_and_go_are_told_once() -> None:
+    old, new = FakeSeenReplica("decode-2", Role.DECODE), FakeSeenReplica("decode-10", Role.DECODE, is_alive=False)
+    replicas = [old]
+    view = _view(replicas)
+    view.take()
+    assert not view.now()["events"], "what was there before"
+    replicas.append(new)
+    view.take()
+    assert [one["state"] for one in view.now()["replicas"]] == ["joining", "ready"], "those of interest come first"
+    new.is_alive = True
+    view.take()
+    old.is_alive = False
+    assert [(one["id"], one["state"]) for one in view.now()["replicas"]] == [
+        ("decode-2", "lost"),
+        ("decode-10", "ready"),
+    ]
+    view.take()
+    new.status.draining = True
+    view.take()
+    replicas.clear()
+    view.take()
+    view.take()
+    told = [(one["replica"], one["text"]) for one in reversed(view.now()["events"])]
+    assert told == [
+        ("decode-10", "is joining"),
+        ("decode-10", "is ready"),
+        ("decode-2", "is lost"),
+        ("decode-10", "is draining"),
+        ("decode-2", "is gone"),
+        ("decode-10", "is gone"),
+    ]
+
+
+def test_reuse_is_told_where_it_is_known() -> None:
+    totals = Totals(prompt_tokens=100, prefix_hit_tokens=25)
+    prefill = FakeSeenReplica("prefill-0", Role.PREFILL, status=Status(totals=totals))
+    decode = FakeSeenReplica("decode-1", Role.DECODE, status=Status(totals=totals))
+    told = {one["id"]: one["reused"] for one in _view([prefill, decode]).now()["replicas"]}
+    assert told == {"prefill-0": 0.25, "decode-1": None}, "a decode replica receives prompts as well"
+
+
+def test_what_passes_between_two_replicas_is_added_up() -> None:
+    flows = Flows()
+    for num_bytes in (1000, 4000):
+        flows.add("handoff", "prefill-0", "decode-1", num_bytes)
+    flows.add("pull", "decode-1", "prefill-0", 10_000)
+    pull, handoff = _view([], flows).now()["flows"]
+    assert (pull["kind"], pull["source"], handoff["bytes_per_s"]) == ("pull", "decode-1", 1000.0)
+
+
+def test_of_many_replicas_the_page_has_some() -> None:
+    replicas = [FakeSeenReplica(f"decode-{number}", Role.DECODE) for number in range(300)]
+    replicas[299].is_alive = False
+    told = _view(replicas).now()
+    assert told["num_replicas"] == 300 and len(told["replicas"]) == 256 and told["replicas"][0]["id"] == "decode-299"

@@ -1,0 +1,24 @@
+"""The HTTP door's listener on a port of its own, in the test's own event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from frontend.http.connections import HTTP_DOOR, ConnectionLimits
+from frontend.http.http_listener import HttpListener
+
+
+@asynccontextmanager
+async def serve_http(
+    app: ASGIApp, *, host: str = "127.0.0.1", limits: ConnectionLimits = HTTP_DOOR, **options: Any
+) -> AsyncIterator[tuple[str, int]]:
+    """Gives (host, port). options: of HttpListener.open."""
+    listener = await HttpListener.open(app, host=host, port=0, limits=limits, **options)
+    try:
+        yield listener.address
+    finally:
+        await listener.close(grace_s=5)

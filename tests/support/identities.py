@@ -1,0 +1,31 @@
+"""Who a process is, for tests: with papers of an authority that the test has made, or in clear."""
+
+from __future__ import annotations
+
+from core.identity.authority import LIFE_S, Authority
+from core.identity.credentials import Identity, Papers
+from core.identity.key_pair import KeyPair
+from core.identity.process_name import ProcessName
+
+DEPLOYMENT = "cluster"
+
+
+def rank(replica: str, number: int = 0, *, deployment: str = DEPLOYMENT) -> ProcessName:
+    return ProcessName.of_rank(deployment, replica, number)
+
+
+def router(name: str = "router-0", *, deployment: str = DEPLOYMENT) -> ProcessName:
+    return ProcessName.of_router(deployment, name)
+
+
+def in_clear(name: ProcessName) -> Identity:
+    return Identity(name, None)
+
+
+def papers(authority: Authority, name: ProcessName, *, life_s: float = LIFE_S) -> Papers:
+    keys = KeyPair()
+    return keys.papers(authority.issue(name, keys.request, life_s=life_s))
+
+
+def proven(authority: Authority, name: ProcessName, *, life_s: float = LIFE_S) -> Identity:
+    return Identity(name, papers(authority, name, life_s=life_s))

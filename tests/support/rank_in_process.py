@@ -1,0 +1,202 @@
+"""A rank in a process of its own, without Ray, so that it can be killed or stopped: any time, or at a chosen event."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from core.identity.credentials import Identity
+from core.types.failpoint import Milestone
+from core.types.launch import Launch
+from core.types.request import Role
+from tests.support import hosts
+from tests.support.ceiling import Ceiling
+from tests.support.forks import forks
+
+_MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
+_ANSWER_S = 110.0  # on a GPU the first rank to load compiles kernels
+_END_S = 10.0
+# Where ranks write, unless a test says; RANKS_LOG=FILE for whoever looks for what goes wrong in them.
+RANKS_LOG = os.environ.get("RANKS_LOG", os.devnull)
+
+
+def shared_ceiling(num_tokens: int) -> Ceiling:
+    """One for ranks in processes, lifted in all of them at once."""
+    return Ceiling(num_tokens, lifted=forks.Event())
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The process sends itself `number` when it comes to a milestone for the `nth` time."""
+
+    milestone: Milestone
+    nth: int = 1
+    number: signal.Signals = signal.SIGKILL
+
+
+class FaultyProbe:
+    """Carries out faults."""
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self._faults = [(fault, itertools.count(1)) for fault in faults]
+
+    def __call__(self, milestone: Milestone, id: str) -> None:
+        for fault, times in self._faults:
+            if fault.milestone is milestone and next(times) == fault.nth:
+                os.kill(os.getpid(), fault.number)
+
+
+class RankInProcess:
+    """Implements core.types.rank_api.Rank, as far as tests ask. Belongs to one caller at a time."""
+
+    def __init__(
+        self,
+        role: Role,
+        launch: Launch,
+        *,
+        faults: tuple[Fault, ...] = (),
+        ceiling: Ceiling | None = None,
+        prepare: Callable[[], None] | None = None,
+        log: str = RANKS_LOG,
+        network: str = "",
+        **arguments: Any,
+    ) -> None:
+        """prepare: what the process does first. network: the name of a network namespace to live in."""
+        self._connection, theirs = forks.Pipe()
+        self._lock = threading.Lock()
+        before = [each for each in (ceiling and ceiling.arm, prepare) if each]
+        self.process = forks.Process(
+            target=_serve,
+            args=(theirs, role, launch, arguments, faults, before, log, network),
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid
+        return self.process.pid
+
+    @property
+    def state(self) -> str:
+        """As in /proc: R and S live, T stands still, Z and X are dead."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return "X"
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal. A process that is killed is gone when this returns."""
+        os.kill(self.pid, number)
+        if number is signal.SIGKILL:
+            self.process.join(_END_S)
+
+    def bind(self) -> Any:
+        return self._ask("bind")
+
+    def load(self, addresses: list[str]) -> Any:
+        return self._ask("load", addresses)
+
+    def status(self) -> Any:
+        return self._ask("status")
+
+    def drain(self) -> None:
+        self._ask("drain")
+
+    def become(self, role: Role, identity: Identity) -> Any:
+        """As of cluster.ray.rank_actor: the process has drained, and is a rank of another replica from now on."""
+        return self._ask("become", role, identity)
+
+    def stop(self) -> None:
+        """Leave in order; a process that has died or hangs is only buried."""
+        if self.process.is_alive():
+            try:
+                os.kill(self.pid, signal.SIGCONT)
+                self._ask("stop")
+            except (EOFError, OSError, TimeoutError):
+                self.process.kill()
+        self._connection.close()
+        self.process.join(_END_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(_END_S)
+        self.process.close()
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        with self._lock:
+            self._connection.send((method, args))
+            if not self._connection.poll(_ANSWER_S):
+                raise TimeoutError(f"pid {self.pid}: {method} takes more than {_ANSWER_S} s")
+            answer = self._connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(
+    connection: Connection,
+    role: Role,
+    launch: Launch,
+    arguments: dict[str, Any],
+    faults: tuple[Fault, ...],
+    before: Sequence[Callable[[], None]],
+    log: str,
+    network: str,
+) -> None:
+    """The process: do what is asked until told to stop, or until the other side is gone."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    logging.basicConfig(level=logging.INFO, force=True)
+    os.environ["NCCL_HOSTID"] = str(os.getpid())  # several ranks may share one GPU, which NCCL takes for a mistake
+    if network:
+        hosts.enter(network)
+    for prepare in before:
+        prepare()
+    rank = _Rank(partial(_make, launch, probe=FaultyProbe(faults), **arguments), role)
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            os._exit(1)
+        try:
+            answer = rank.do(method, *args)
+        except Exception as error:  # told to the one who asked
+            answer = RuntimeError(f"{type(error).__name__}: {error}")
+        connection.send(answer)
+        if method == "stop":
+            connection.close()
+            os._exit(0)
+
+
+class _Rank:
+    """What the process is: a rank of one role, later perhaps of the other."""
+
+    def __init__(self, make: Callable[..., Any], role: Role) -> None:
+        self._make = make
+        self._now = make(role)
+
+    def do(self, method: str, *args: Any) -> Any:
+        return self._become(*args) if method == "become" else getattr(self._now, method)(*args)
+
+    def _become(self, role: Role, identity: Identity) -> Any:
+        heir = self._make(role, identity=identity)
+        binding = heir.bind()
+        heir.succeed(self._now)
+        self._now = heir
+        return binding
+
+
+def _make(launch: Launch, role: Role, **arguments: Any) -> Any:
+    return importlib.import_module(_MODULES[role]).make_rank(launch, **arguments)

@@ -1,0 +1,58 @@
+"""The service that both doors are given, for a model such as "tiny", over a fake token service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from core.grammar.compiler import GrammarCompiler
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.text.audit_log import RequestTrail
+from frontend.text.completion import Completions
+from frontend.text.completion_request import MAX_CHOICES, ModelCard
+from frontend.text.tokenizer import Tokenizer
+from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import Tracing
+from tests.support.fake_token_service import FakeTokenService
+
+
+class MakeCompletions:
+    def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._model_dir = model_dir
+        self._template = find_chat_template(model_dir)
+
+    def __call__(
+        self,
+        token_service: FakeTokenService,
+        *,
+        name: str = "tiny",
+        max_context: int = 256,
+        max_request_s: float = 60,
+        max_unread_s: float = 60,
+        max_choices: int = MAX_CHOICES,
+        trail: Path | None = None,
+        chat_template: str | None = None,
+        has_grammars: bool = False,
+        tracing: Tracing | None = None,
+    ) -> Completions:
+        """chat_template None: the one of the model directory. has_grammars: requests may have some."""
+        tokenizer = self._tokenizer
+        template = ChatTemplate(chat_template or self._template, special_tokens=tokenizer.special_tokens)
+        return Completions(
+            token_service=token_service,
+            tokenizer=tokenizer,
+            chat_template=template,
+            model=ModelCard(
+                id=name,
+                max_context=max_context,
+                vocab_size=tokenizer.vocab_size,
+                dtype="float32",
+                max_choices=max_choices,
+            ),
+            metrics=Metrics(),
+            max_request_s=max_request_s,
+            max_unread_s=max_unread_s,
+            trail=RequestTrail(trail),
+            grammars=GrammarCompiler(self._model_dir, vocab_size=tokenizer.vocab_size) if has_grammars else None,
+            tracing=tracing,
+        )

@@ -1,0 +1,81 @@
+"""Packages import downward only, stay within their folders' size, and load without what they must not need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.support.import_graph import LEVELS, ROOT, cycles, imports, modules, named_in_strings
+
+_MAX_MODULES = 25  # per folder
+_MAX_FOLDERS = 2  # levels below a package
+
+# Modules that name another one in a string, because the controller must not load torch.
+_NAMED = {"cluster.control.desired_state": {"prefill_worker.actor", "decode_worker.actor"}}
+
+# Distributions that a package must not load: they are not installed on its machines, or take too long to import.
+_NEVER_LOADED = {
+    "core": "torch transformers ray",
+    "core.process core.model": "torch transformers ray redis fastapi cryptography",
+    "core.identity": "torch transformers ray redis grpc pydantic",
+    "core.rpc core.wire": "torch transformers ray redis pydantic cryptography",
+    "core.index": "torch transformers ray grpc pydantic",
+    "core.trace": "torch transformers ray redis pydantic",
+    "cluster.control cluster.launch": "torch transformers",
+    "cluster.cli": "torch transformers ray redis pydantic numpy rich httpx cryptography",
+    "router frontend planner": "torch transformers",
+    "router": "torch transformers ray",
+    "engine": "ray redis grpc pydantic msgspec transformers gguf cryptography",
+    "kvtransfer": "ray redis pydantic msgspec transformers gguf",
+}
+
+
+def test_imports_point_downward() -> None:
+    level = {package: number for number, packages in enumerate(LEVELS) for package in packages}
+    upward = [
+        f"{importer} imports {to}"
+        for importer, imported in imports().items()
+        for to in imported
+        if importer.partition(".")[0] != to.partition(".")[0]
+        and level[to.partition(".")[0]] >= level[importer.partition(".")[0]]
+    ]
+    assert not upward
+
+
+def test_modules_form_no_cycle() -> None:
+    assert cycles(imports()) == []
+
+
+def test_folders_stay_small_and_shallow() -> None:
+    sizes = Counter(
+        path.parent for path in modules().values() if path.name != "__init__.py" and "_pb2" not in path.name
+    )
+    assert not {str(folder.relative_to(ROOT)): size for folder, size in sizes.items() if size > _MAX_MODULES}
+    assert not [name for name in modules() if name.count(".") > _MAX_FOLDERS + 1]
+
+
+def test_modules_are_imported_by_name_only_where_listed() -> None:
+    assert named_in_strings() == _NAMED
+
+
+@pytest.mark.timeout(300)  # importing torch takes half a minute on a busy machine
+@pytest.mark.parametrize("packages", _NEVER_LOADED)
+def test_package_loads_without(packages: str) -> None:
+    prefixes = tuple(f"{package}." for package in packages.split())
+    names = [name for name, path in modules().items() if path.name != "__main__.py" and f"{name}.".startswith(prefixes)]
+    forbidden = set(_NEVER_LOADED[packages].split())
+    program = f"import sys; [__import__(name) for name in {names}]; print(*{forbidden} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split() == []
+
+
+def test_proto_holds_no_python() -> None:
+    """A Python package named `proto` would shadow proto-plus, which Ray's dependencies import."""
+    assert {path.suffix for path in (ROOT / "proto").iterdir()} == {".proto"}
+    import proto
+
+    assert hasattr(proto, "Message")

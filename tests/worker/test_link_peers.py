@@ -1,0 +1,28 @@
+"""For how many links a rank keeps memory of its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from core.spec.loader import parse_spec
+from worker.rank_body import num_link_peers
+
+_WIDE = {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 3, "replicas": 2}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "tensor_parallel", "peers"),
+    [
+        ({}, 1, 1),
+        ({"decode": {"replicas": 4}}, 1, 4),
+        ({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}, 1, 0),  # all of them are added later
+        (_WIDE, 2, 4),  # three ranks' heads are shared out to two: each has two of them to deal with
+        (_WIDE, 3, 2),
+        ({"autoscale": {"prefill": {"max": 3}, "decode": {"max": 5}}}, 1, 7),
+        ({"autoscale": {"prefill": {"max": 2}, "decode": {"max": 2}}, "decode": {"replicas": 2}}, 1, 3),
+    ],
+)
+def test_peers_that_the_spec_allows_for(spec: dict[str, Any], tensor_parallel: int, peers: int) -> None:
+    assert num_link_peers(parse_spec(spec), tensor_parallel) == peers

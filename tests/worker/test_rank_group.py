@@ -1,0 +1,110 @@
+"""What rank 0 asks of the other ranks beside the steps comes behind the steps that they were told of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from core.rpc import transfer_pb2_grpc as rpc
+from core.types.errors import TransferError
+from core.wire.channel import listen, make_server
+from engine.scheduler.step_commands import Orders
+from kvtransfer.protocol.frames import Opening
+from kvtransfer.transfer.rank_servicer import RankServicer
+from kvtransfer.transfer.step_count import StepCount
+from tests.support.identities import in_clear
+from tests.support.identities import rank as named
+from tests.worker.rank_of_one import FakeSender
+from worker.gang_runner import GangRunner
+from worker.rank_group import OtherRanks
+
+_OPENING = Opening(handoff="h", num_tokens=4, max_tokens=4, block_ids=(2,))
+
+
+class FakeRank:
+    """Stands for a rank's runner, its gang and its receiver: says what happened to its blocks, in order."""
+
+    size, has_scales, num_blocks, heads, max_drafted = 2, False, 12, None, 0
+
+    def __init__(self, broadcasts: deque[bytes]) -> None:
+        self.did: list[object] = []
+        self.parallel = self.pool = self
+        self.layout = SimpleNamespace(block_size=4, tensor_parallel=2)
+        self.config = SimpleNamespace(vocab_size=100, max_context=64)
+        self._broadcasts = broadcasts
+
+    def broadcast_bytes(self, data: bytes | None = None) -> bytes:
+        if data is None:
+            return self._broadcasts.popleft()
+        self._broadcasts.append(data)
+        return data
+
+    def settle(self) -> None:
+        pass
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.did.append((source, target))
+
+    def checked(self, opening: Opening) -> Opening:
+        return opening
+
+    def open(self, opening: Opening) -> None:
+        self.did.append(opening.handoff)
+
+
+class SeenWaiting(StepCount):
+    """A count on which somebody is seen to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def wait_for(self, number: int, *, timeout_s: float) -> None:
+        self._loop.call_soon_threadsafe(self.is_asked.set)
+        super().wait_for(number, timeout_s=timeout_s)
+
+
+def _gang_runner(rank: FakeRank, steps: StepCount) -> GangRunner:
+    stand_ins: Any = rank, FakeSender()
+    return GangRunner(*stand_ins, None, steps=steps)
+
+
+async def test_what_is_opened_on_a_rank_comes_behind_the_steps_that_rank_0_was_done_with() -> None:
+    """A fork copies a block, the fork ends at once, and its block is opened for a peer: on a rank that has yet to carry
+    out the copy, that must not come on top of what the peer writes."""
+    broadcasts: deque[bytes] = deque()
+    told, carried_out = StepCount(), SeenWaiting()
+    leading, following = FakeRank(broadcasts), FakeRank(broadcasts)
+    servicer, identity = RankServicer(carried_out), in_clear(named("decode-0", 1))
+    servicer.receiver = following  # type: ignore[assignment]
+    server = make_server(identity)
+    rpc.add_RankServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{listen(server, '127.0.0.1:0', identity)}"
+    await server.start()
+    others = OtherRanks(["", address], identity=in_clear(named("decode-0", 0)), steps=told, timeout_s=30.0)
+    try:
+        leader = _gang_runner(leading, told)
+        leader.execute(None, Orders(copies=[(1, 2)]))
+        opening, asked = asyncio.create_task(others.open(_OPENING)), asyncio.create_task(carried_out.is_asked.wait())
+        await asyncio.wait({opening, asked}, return_when=asyncio.FIRST_COMPLETED)
+        assert following.did == []
+        leader.execute(None, Orders(stop=True))
+        _gang_runner(following, carried_out).follow()
+        await opening
+        assert following.did == [(1, 2), "h"]
+    finally:
+        await others.disconnect()
+        await server.stop(None)
+
+
+def test_a_rank_that_does_not_keep_up_is_not_waited_for_forever() -> None:
+    steps = StepCount()
+    steps.add()
+    steps.wait_for(1, timeout_s=0.0)
+    with pytest.raises(TransferError, match="1 steps of 2"):
+        steps.wait_for(2, timeout_s=0.0)

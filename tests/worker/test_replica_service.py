@@ -1,0 +1,116 @@
+"""Rank 0's word for its replica's state, while the step thread is at work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from core.rpc import worker_pb2 as pb
+from core.types.errors import ReplicaLost
+from core.wire.frames import FrameHub, StreamToken
+from core.wire.rank_server import RankHost
+from tests.support.identities import in_clear, rank
+from tests.support.members import make_member
+from tests.support.waiting import WITHIN_S, until
+from worker.replica_service import ReplicaService
+
+
+class SlowWorker:
+    """Each step begins when the last one ends, and takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.replica: Any = SimpleNamespace(
+            take_changes=dict, heartbeat=lambda: None, stop=lambda: None, held=dict[bytes, Any]
+        )
+        self.hub: FrameHub
+        self.host: RankHost
+        self.num_requests = 0
+        self.num_steps = 0  # with something to do
+        self.num_statuses = 0
+        self.is_stepping = threading.Event()
+        self.may_end = threading.Event()
+
+    def landed(self, rank: int, landing: Any, /) -> None: ...
+
+    def shipped(self, rank: int, shipment: Any, /) -> None: ...
+
+    def step(self) -> bool:
+        if not self.num_requests:
+            return False
+        self.is_stepping.set()
+        assert self.may_end.wait(WITHIN_S)
+        self.num_steps += 1
+        return True
+
+    def status(self) -> pb.Status:
+        self.num_statuses += 1
+        return pb.Status(running=self.num_requests, totals=pb.Totals(generated_tokens=self.num_steps))
+
+    def take_tokens(self) -> Mapping[str, Sequence[StreamToken]]:
+        return {}
+
+
+@pytest.fixture
+def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
+    host, worker = RankHost("127.0.0.1", in_clear(rank("decode-0"))), SlowWorker()
+    worker.hub, worker.host = FrameHub(), host
+    service = ReplicaService(worker, host, worker.hub, replica="decode-0")
+    service.start(index_url=redis_url, name="c", key=bytes(32), member=make_member(), other_ranks=[])
+    try:
+        yield worker, service
+    finally:
+        worker.may_end.set()
+        service.stop()
+        host.stop()
+
+
+def test_what_was_let_in_before_a_drain_counts(served: tuple[SlowWorker, ReplicaService]) -> None:
+    """Though its first step is still under way: who calls the replica drained ends its processes."""
+    worker, service = served
+    service.check_takes_work()
+    service.post(lambda: setattr(worker, "num_requests", 1))
+    assert worker.is_stepping.wait(WITHIN_S)
+    service.drain()
+    assert service.status()["state"] == "draining"
+    with pytest.raises(ReplicaLost, match="takes no new work"):
+        service.check_takes_work()
+    service.post(lambda: setattr(worker, "num_requests", 0))
+    worker.may_end.set()
+    until(lambda: service.status()["state"] == "drained")
+
+
+def test_routers_hear_of_a_drain_before_the_step_under_way_is_over(served: tuple[SlowWorker, ReplicaService]) -> None:
+    """Who does not would be refused by it, as often as it asks."""
+    worker, service = served
+
+    async def drained() -> str:
+        async for frame in worker.hub.frames("router"):
+            if frame.status.draining:
+                return frame.status.replica
+        return ""
+
+    service.post(lambda: setattr(worker, "num_requests", 1))
+    assert worker.is_stepping.wait(WITHIN_S)
+    hearing = worker.host.spawn(drained())
+    service.drain()
+    assert hearing.result(WITHIN_S) == "decode-0"
+    assert not worker.may_end.is_set()
+
+
+def test_a_status_is_told_when_requests_come_and_go_and_not_with_each_step(
+    served: tuple[SlowWorker, ReplicaService],
+) -> None:
+    worker, service = served
+    worker.may_end.set()
+    for number in (1, 2):
+        service.post(lambda number=number: setattr(worker, "num_requests", number))  # type: ignore[misc]
+        until(lambda number=number: service.status()["running"] == number)  # type: ignore[misc]
+    before = worker.num_steps, worker.num_statuses
+    until(lambda: worker.num_steps >= before[0] + 5000)
+    assert worker.num_statuses - before[1] < 2500
+    service.post(lambda: setattr(worker, "num_requests", 0))
+    until(lambda: service.status()["running"] == 0)

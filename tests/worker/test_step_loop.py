@@ -1,0 +1,22 @@
+"""The thread that owns an engine."""
+
+from __future__ import annotations
+
+import threading
+
+from tests.support.waiting import WITHIN_S
+from worker.step_loop import StepLoop
+
+
+def test_an_idle_loop_gives_its_sign_of_life_however_many_commands_come() -> None:
+    idle = threading.Event()
+
+    def step() -> bool:
+        loop.post(lambda: None)  # the next one is there before the loop has waited for it
+        return False
+
+    loop = StepLoop(step=step, idle=idle.set, idle_s=0.01, ended=lambda: None)
+    loop.start()
+    assert idle.wait(WITHIN_S)
+    loop.stop(lambda: None, timeout_s=WITHIN_S)
+    loop.run()

@@ -1,0 +1,161 @@
+"""The gRPC face of a replica that answers requests, towards routers; the event loop's side of the step loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from grpc import aio
+
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.types.errors import ClusterError, ReplicaLost
+from core.types.handoff import Handoff, Holder
+from core.wire.call_errors import abort_with, refuses
+from core.wire.messages import handoff_to_proto, spent_to_proto
+from core.wire.prompt_logprob_messages import prompt_logprobs_to_proto
+from core.wire.thread_events import CallEvents
+from engine.scheduler.prompts import KVSource, Prompt
+from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.rank_transfer import Shipment
+from worker.answers import RequestListener
+from worker.migrations import MoveListener
+from worker.replica_service import RoleWorker
+from worker.request_validation import check_streams, holder_of
+from worker.role_parts import LiveReplica
+from worker.step_loop import Command
+
+_Context: TypeAlias = aio.ServicerContext[Any, Any]
+W = TypeVar("W", bound=RoleWorker)
+
+
+class AnsweringWorker(Protocol):
+    """Who has the answers of a replica. All of it runs on the step thread."""
+
+    def submit(
+        self, prompt: Prompt, router: str, listener: RequestListener, /, *, holder: Holder | None = None
+    ) -> None: ...
+
+    def cancel(self, prompt: Prompt, /) -> None:
+        """The lease has ended."""
+        ...
+
+    def stop_streams(self, router: str, streams: Iterable[int], /) -> None: ...
+
+    def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener, /) -> None: ...
+
+    def keep(self, router: str, stream: int, /) -> None:
+        """Nobody waits any more for this choice to be moved."""
+        ...
+
+
+class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
+    """One call per request: the lease of its blocks. Serves once `live` is there."""
+
+    def __init__(self, answering: Callable[[W], AnsweringWorker]) -> None:
+        """answering: of the role's worker, who has its answers."""
+        self.live: LiveReplica[W] | None = None
+        self._answering = answering
+
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
+        live = self.live
+        if live is None:
+            await abort_with(context, ReplicaLost("this replica takes no work yet"))
+        try:
+            check_streams(request.router, ())
+            sequence = await live.sequence_of(request.sequence)
+            holder = holder_of(request)
+            live.service.check_takes_work()  # last: a grammar's compiling takes its time
+        except ClusterError as error:
+            await abort_with(context, error)
+        answers, prompt = self._answering(live.worker), Prompt(sequence, source=_source(request))
+        call = _Call(prompt, live.service.post)
+        live.service.post(lambda: answers.submit(prompt, request.router, call, holder=holder))
+        try:
+            async for event in call.events:
+                if isinstance(event, Opening):
+                    await live.others.open(event)
+                else:
+                    yield event
+            yield pb.GenerateEvent(finished=pb.Finished(frames=live.service.num_frames(request.router)))
+        except ClusterError as error:
+            await abort_with(context, error)
+        finally:
+            live.service.post(lambda: answers.cancel(prompt))
+
+    @refuses
+    async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
+        live = self.live
+        if live is None:
+            raise ReplicaLost("this replica serves nothing yet")
+        check_streams(request.router, ())
+        answers, handoff, move = self._answering(live.worker), live.handoff_of(request.handoff), _Move()
+        live.service.post(lambda: answers.migrate(request.router, request.stream, handoff, move))
+        try:
+            return await move.reply
+        finally:
+            if not move.reply.done() or move.reply.cancelled():
+                live.service.post(lambda: answers.keep(request.router, request.stream))
+
+    @refuses
+    async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
+        check_streams(request.router, request.streams)
+        if live := self.live:
+            answers, streams = self._answering(live.worker), list(request.streams)
+            live.service.post(lambda: answers.stop_streams(request.router, streams))
+        return pb.StopReply()
+
+
+class _Call:
+    """Brings what happens to a request from the step thread to the call that holds its lease."""
+
+    def __init__(self, prompt: Prompt, post: Callable[[Command], None]) -> None:
+        """post: to the step thread."""
+        self._prompt = prompt
+        self.events: CallEvents[pb.GenerateEvent | Opening] = CallEvents()
+        self._post = post
+
+    def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
+        if opening:
+            self.events.put(opening)
+        reserved = handoff_to_proto(handoff) if handoff else None
+        waited_s = self._prompt.spent.waited_s if self._prompt.spent else 0.0
+        told = pb.Reserved(handoff=reserved, cached_tokens=num_cached, waited_s=waited_s)
+        self.events.put(pb.GenerateEvent(reserved=told))
+
+    def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
+        for part in prompt_logprobs_to_proto(self._prompt.take_scores()):
+            self.events.put(pb.GenerateEvent(prompt_logprobs=part))
+        spent = None if self._prompt.is_received or not self._prompt.spent else spent_to_proto(self._prompt.spent)
+        started = pb.Started(num_tokens=num_tokens, epoch=epoch, pulled_tokens=num_pulled, spent=spent)
+        self.events.put(pb.GenerateEvent(started=started))
+
+    def ended(self, error: ClusterError | None) -> None:
+        """After the step under way: what it has sampled is in the frames by then."""
+        self._post(lambda: self.events.end(error))
+
+
+class _Move:
+    """Brings what becomes of a move from the step thread to the call that asked for it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.reply: asyncio.Future[pb.MigrateReply] = self._loop.create_future()
+
+    def moved(self, num_tokens: int, shipment: Shipment, pause_s: float) -> None:
+        reply = pb.MigrateReply(moved=True, num_tokens=num_tokens, wire_bytes=shipment.wire_bytes, pause_s=pause_s)
+        self._loop.call_soon_threadsafe(self._answer, reply)
+
+    def stays(self, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._answer, pb.MigrateReply(reason=reason))
+
+    def _answer(self, reply: pb.MigrateReply) -> None:
+        if not self.reply.done():
+            self.reply.set_result(reply)
+
+
+def _source(request: pb.GenerateRequest) -> KVSource:
+    if request.prefill_here:
+        return KVSource.HERE
+    return KVSource.DECODE if request.continues else KVSource.PREFILL

@@ -1,0 +1,40 @@
+"""The masks of the requests that reach a replica: made off its event loop, and off its step thread."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from core.grammar.compiler import GrammarCompiler
+from core.grammar.mask import GrammarMask
+from core.grammar.thinking_mask import ThinkingMask
+from core.types.request import SequenceRequest
+
+
+class Grammars:
+    """Belongs to rank 0's event loop. A router has compiled each before, so that here none takes long; and one key's
+    are compiled there one after the other, where they take more than a moment."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammars")
+
+    async def mask_of(self, request: SequenceRequest) -> GrammarMask | ThinkingMask | None:
+        """As far as the request's tokens go. Raises RequestError."""
+        if request.grammar is None and request.thinking is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, request: SequenceRequest) -> GrammarMask | ThinkingMask | None:
+        mask = None
+        if request.grammar is not None:
+            mask = self._compiler.compile(request.grammar).mask(request.sampling.stop_token_ids)
+            mask.take(request.token_ids, request.num_prompt_tokens)
+        if request.thinking is None:
+            return mask
+        bounded = self._compiler.bounded(request.thinking, mask)
+        bounded.take(request.token_ids, request.num_prompt_tokens)
+        return bounded

@@ -1,0 +1,124 @@
+"""One rank's process, whatever its role: what core.types.rank_api asks, with what the role brings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from core.identity.credentials import Identity
+from core.process.background import BackgroundThread
+from core.process.stopwatch import Stopwatch
+from core.types.failpoint import Probe, unobserved
+from core.types.launch import Launch
+from core.types.rank_api import Binding, Progress, RankStatus
+from core.wire.rank_server import RankHost
+from worker.handover_state import Estate
+from worker.rank_body import RankBody
+from worker.rank_setup import RankSetup
+from worker.replica_service import RoleWorker
+from worker.role_parts import RoleParts
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 10.0
+_HAND_OVER_S = 10.0  # a step, and the last handoffs that are closed; milliseconds, as a rule
+
+W = TypeVar("W", bound=RoleWorker)
+
+
+class RankProcess(Generic[W]):
+    """Implements core.types.rank_api.Rank."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        role: RoleParts[W],
+        identity: Identity,
+        host: str | None = None,
+        probe: Probe = unobserved,
+    ) -> None:
+        """host: the address to listen on; otherwise the one by which Ray knows this node."""
+        self._launch = launch
+        self._body = RankBody(role, launch.spec)
+        self._setup = partial(RankSetup, launch=launch, role=role.role, on_progress=self._note_progress, probe=probe)
+        self._address = host
+        self._identity = identity
+        self._host: RankHost | None = None
+        self._binding: Binding | None = None
+        self._watch = Stopwatch()
+        self._progress: Progress = {"stage": "starting", "fraction": 0.0}
+        self._estate: Estate | None = None  # of the rank that this process has been, until it is loaded
+
+    def bind(self) -> Binding:
+        if self._binding is None:
+            self._host = RankHost(self._address or _address_of_node(), self._identity)
+            address = self._host.serve(self._body.register)
+            self._binding = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "address": address,
+                "device": str(self._body.device),
+            }
+        return self._binding
+
+    def load(self, addresses: list[str]) -> None:
+        assert self._host, "bind() comes first"
+        self._watch = Stopwatch()
+        self._body.load(self._setup(addresses=addresses, host=self._host), self._estate)
+        self._estate = None
+        self._note_progress("serving", 1.0)
+        logger.info("loaded: %s", self._watch)
+
+    def progress(self) -> Progress:
+        return self._progress
+
+    def run_forever(self) -> None:
+        self._body.run()
+
+    def status(self) -> RankStatus:
+        if self._body.service:
+            return self._body.service.status()
+        return {"state": "loading", "running": 0, "waiting": 0, "blocks": {"total": 0, "free": 0, "cached": 0}}
+
+    def drain(self) -> None:
+        if self._body.service:
+            self._body.service.drain()
+
+    def succeed(self, before: RankProcess[Any]) -> None:
+        estate = before.hand_over()
+        estate.check(self._launch.spec, self._body.role.role)
+        self._estate = estate
+
+    def hand_over(self) -> Estate:
+        """End, but for what the estate has. Raises ReplicaFailed.
+
+        It refuses whatever is asked of it when this returns; its connections are closed meanwhile, for peers may take
+        their time, and nothing on them works on blocks any more.
+        """
+        estate = self._body.hand_over(within_s=_HAND_OVER_S)
+        BackgroundThread(self._close, name="closing").start()
+        return estate
+
+    def stop(self) -> None:
+        if self._body.service:
+            self._body.service.stop()
+        self._close()
+
+    def _close(self) -> None:
+        if self._host:
+            self._host.call(self._body.close(), timeout_s=_CLOSE_S)
+            self._host.stop()
+
+    def _note_progress(self, stage: str, fraction: float) -> None:
+        self._watch.lap(self._progress["stage"])
+        self._progress = {"stage": stage, "fraction": fraction}
+
+
+def _address_of_node() -> str:
+    import ray  # here, so that ranks run where there is none
+
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"

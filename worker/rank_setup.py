@@ -1,0 +1,41 @@
+"""What one rank of a replica is put together with, whatever its role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from core.spec.schema import PoolSpec, Spec
+from core.types.failpoint import Probe, unobserved
+from core.types.launch import Launch
+from core.types.request import Role
+from core.wire.rank_server import RankHost
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """Its place in the deployment, and in its own process."""
+
+    launch: Launch
+    role: Role
+    addresses: list[str]  # of all ranks of this replica, in rank order
+    host: RankHost
+    on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
+    probe: Probe = unobserved
+
+    @property
+    def spec(self) -> Spec:
+        return self.launch.spec
+
+    @property
+    def replica(self) -> str:
+        return self.host.identity.name.replica
+
+    @property
+    def rank(self) -> int:
+        return self.host.identity.name.rank
+
+    @property
+    def pool(self) -> PoolSpec:
+        """The replicas of this role."""
+        return self.spec.pool(self.role)

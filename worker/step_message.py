@@ -1,0 +1,39 @@
+"""How a step's orders and rows travel from rank 0 to the other ranks of its replica. Ranks start together, from one
+code: the message has no version."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import numpy as np
+
+from core.types.errors import ReplicaFailed
+from engine.batch.rows import RowChanges
+from engine.scheduler.step_commands import Orders
+
+_HEADER = struct.Struct("<I")  # length of the orders; what follows them is padded so that the rows are aligned
+_ALIGNED = 8
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Orders)
+
+
+def encode_step(changes: RowChanges | None, orders: Orders) -> bytes:
+    """The header, the orders, and what is different about the rows, if there are any."""
+    packed = _encoder.encode(orders)
+    padding = bytes(-(_HEADER.size + len(packed)) % _ALIGNED)
+    return b"".join((_HEADER.pack(len(packed)), packed, padding, changes.encode().tobytes() if changes else b""))
+
+
+def decode_step(data: bytes) -> tuple[RowChanges | None, Orders]:
+    """The inverse of `encode_step`. Raises ReplicaFailed for what is no such message: who follows cannot leave a step
+    out. See check_step for the numbers in it."""
+    try:
+        (length,) = _HEADER.unpack_from(data)
+        end = _HEADER.size + length
+        orders = _decoder.decode(data[_HEADER.size : end])
+        end += -end % _ALIGNED
+        changes = RowChanges.decode(np.frombuffer(data, dtype=np.int64, offset=end).copy()) if len(data) > end else None
+    except (struct.error, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise ReplicaFailed(f"what rank 0 says is no step: {error}") from error
+    return changes, orders
