@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, HandoffExpired, TransferError
-from core.types.handoff import Handoff, Holder
+from core.types.handoff import Handoff, PrefixSource
 from core.types.step_timing import PromptSpent
 from core.wire.frames import StreamToken
 from decode_worker.ticket import ticket_for
@@ -18,7 +18,7 @@ from engine.scheduler.step_commands import Orders
 from engine.spec_decode.corpus import Corpus
 from engine.spec_decode.speculation import Speculation
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.incoming_transfers import Arrival, Arrivals, ReceivingEnd
+from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTransfers, ReceivingEnd
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
 from worker.answers import Answers, RequestListener
@@ -50,8 +50,8 @@ class DecodeWorker:
         self._layout = parts.gang.runner.layout.fingerprint
         self._vocab_size = parts.gang.runner.config.vocab_size
         self._handoff_s = handoff_s
-        self._awaited: dict[Prompt, Arrival[Prompt]] = {}  # whose KV comes from elsewhere
-        self._arrivals: Arrivals[Prompt] = Arrivals(
+        self._awaited: dict[Prompt, IncomingTransfer[Prompt]] = {}  # whose KV comes from elsewhere
+        self._incoming_transfers: IncomingTransfers[Prompt] = IncomingTransfers(
             receiver, parts.blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
         engine, rate = self.replica.engine, self.replica.link_rate
@@ -61,10 +61,13 @@ class DecodeWorker:
 
     # What the world asks for.
 
-    def submit(self, prompt: Prompt, router: str, listener: RequestListener, *, holder: Holder | None = None) -> None:
-        """Queue a request, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
+    def submit(
+        self, prompt: Prompt, router: str, listener: RequestListener, *, prefix_source: PrefixSource | None = None
+    ) -> None:
+        """Queue a request, of whose prompt `prefix_source` may hold more than is here. An error goes to the
+        listener."""
         try:
-            self.replica.add(prompt, holder)
+            self.replica.add(prompt, prefix_source)
         except ClusterError as error:
             listener.ended(error)
             return
@@ -81,10 +84,10 @@ class DecodeWorker:
     def landed(self, rank: int, landing: Landing) -> None:
         """The KV of a handoff, or of a prefix that we fetch, is whole on one rank."""
         self.replica.fetches.landed(rank, landing)
-        arrival = self._arrivals.landed(rank, landing)
-        if arrival is None:
+        incoming = self._incoming_transfers.landed(rank, landing)
+        if incoming is None:
             return
-        prompt, num_tokens, next_tokens = arrival.owner, arrival.num_tokens, arrival.next_tokens
+        prompt, num_tokens, next_tokens = incoming.owner, incoming.num_tokens, incoming.next_tokens
         del self._awaited[prompt]
         sequence, vocab_size = prompt.sequence, self._vocab_size
         if prompt.is_running_elsewhere:
@@ -94,10 +97,10 @@ class DecodeWorker:
             is_whole = len(next_tokens) == len(prompt.choices)
         is_whole &= all(0 <= token < vocab_size for token in next_tokens)
         if is_whole:
-            self.replica.note_arrival(sequence, prompt.num_cached, num_tokens, arrival.features)
+            self.replica.note_arrival(sequence, prompt.num_cached, num_tokens, incoming.features)
             prefilled = self.replica.engine.landed(prompt, num_tokens, next_tokens)
             self.replica.note_whole(prompt)
-            self._answers.start(prefilled, epoch=arrival.epoch)
+            self._answers.start(prefilled, epoch=incoming.epoch)
         else:
             self._fail(
                 prompt,
@@ -117,7 +120,7 @@ class DecodeWorker:
     def shipped(self, rank: int, shipment: Shipment) -> None:
         """One of our ranks has nothing more to send for a handoff."""
         moved = self._moves.shipped(rank, shipment)
-        granted = self.replica.grants.shipped(rank, shipment)
+        granted = self.replica.served_fetches.shipped(rank, shipment)
         self.replica.totals.migrations += moved is not None
         if whole := moved or granted:
             self.replica.count_shipment(whole)
@@ -126,7 +129,7 @@ class DecodeWorker:
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
-        self._expire_arrivals()
+        self._expire_incoming_transfers()
         result = self.replica.step()
         self._answers.take(result)
         return result.did_work
@@ -149,7 +152,7 @@ class DecodeWorker:
     @property
     def num_requests(self) -> int:
         """Requests that live here, what is still being sent of those that have left, and prefixes that others fetch."""
-        return len(self._answers) + len(self._moves) + len(self.replica.grants)
+        return len(self._answers) + len(self._moves) + len(self.replica.served_fetches)
 
     def take_tokens(self) -> dict[str, list[StreamToken]]:
         return self._answers.take_tokens()
@@ -177,7 +180,7 @@ class DecodeWorker:
         )
         opening = Opening.of(handoff, prompt.sequence.blocks[prompt.num_cached // prompt.sequence.block_size :])
         expires_at = time.monotonic() + self._handoff_s
-        self._awaited[prompt] = self._arrivals.open(opening, owner=prompt, expires_at=expires_at)
+        self._awaited[prompt] = self._incoming_transfers.open(opening, owner=prompt, expires_at=expires_at)
         listener.reserved(handoff, opening, prompt.num_cached)
 
     def _fail(self, prompt: Prompt, error: ClusterError) -> None:
@@ -187,13 +190,13 @@ class DecodeWorker:
 
     def _remove(self, prompt: Prompt) -> RequestListener | None:
         """Give back everything that a request holds; its listener, if it lives here."""
-        if arrival := self._awaited.pop(prompt, None):
+        if incoming := self._awaited.pop(prompt, None):
             sequence = prompt.sequence
             sequence.blocks = sequence.blocks[: prompt.num_cached // sequence.block_size]
-            self._arrivals.give_up(arrival)
+            self._incoming_transfers.give_up(incoming)
         return self._answers.remove(prompt)
 
-    def _expire_arrivals(self) -> None:
-        for arrival in self._arrivals.expired(time.monotonic()):
-            reason = arrival.problem or f"no KV came within {self._handoff_s} s"
-            self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: {reason}"))
+    def _expire_incoming_transfers(self) -> None:
+        for incoming in self._incoming_transfers.expired(time.monotonic()):
+            reason = incoming.problem or f"no KV came within {self._handoff_s} s"
+            self._fail(incoming.owner, HandoffExpired(f"handoff {incoming.id}: {reason}"))

@@ -12,10 +12,10 @@ from core.types.request import SampledToken
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import Chosen, Sampler
 from engine.scheduler.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
-from engine.scheduler.async_steps import expect, fed_tokens, may_be_followed
+from engine.scheduler.async_steps import device_tokens_of, expect, may_be_followed
 from engine.scheduler.decoding import Decoding
 from engine.scheduler.jump_forward import take_known
-from engine.scheduler.local_decode import Guests
+from engine.scheduler.local_decode import LocalDecodes
 from engine.scheduler.prompts import Prompt, PromptQueue, allocate
 from engine.scheduler.row_updates import LastRows
 from engine.scheduler.sequence import Sequence
@@ -39,8 +39,8 @@ class SchedulerConfig:
     max_running: int
     max_waiting: int
     decodes: bool = True  # False: a prompt that is no guest is over with the first token of each of its choices
-    max_guests: int = 0  # where it does not decode: choices of guests, of max_running
-    max_guest_blocks: int = 0  # and how many blocks these have, as long as there are several
+    max_local_decodes: int = 0  # where it does not decode: choices of guests, of max_running
+    max_local_decode_blocks: int = 0  # and how many blocks these have, as long as there are several
 
 
 class Engine(Generic[Logits]):
@@ -64,7 +64,7 @@ class Engine(Generic[Logits]):
         pace: Pace | None = None,
         speculation: Speculation | None = None,
         prices: Prices | None = None,
-        runs_ahead: bool = False,
+        is_async: bool = False,
     ) -> None:
         """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
         anything is written to a block that was allocated since the last call. adapters: of the model, by name. pace:
@@ -73,14 +73,18 @@ class Engine(Generic[Logits]):
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
-        self.decoding = Decoding(blocks, max_blocks=None if config.decodes else config.max_guest_blocks)
-        self.guests = Guests(
-            blocks, self.prompts, self.decoding, max_choices=config.max_guests, max_blocks=config.max_guest_blocks
+        self.decoding = Decoding(blocks, max_blocks=None if config.decodes else config.max_local_decode_blocks)
+        self.local_decodes = LocalDecodes(
+            blocks,
+            self.prompts,
+            self.decoding,
+            max_choices=config.max_local_decodes,
+            max_blocks=config.max_local_decode_blocks,
         )
         self._admission: Admission = (
             AdmitWithRoomToGrow(blocks, self.prompts, self.decoding, max_running=config.max_running)
             if config.decodes
-            else AdmitInTime(blocks, self.prompts, self.guests, max_running=config.max_running)
+            else AdmitInTime(blocks, self.prompts, self.local_decodes, max_running=config.max_running)
         )
         self._runner = runner
         self._config = config
@@ -97,7 +101,7 @@ class Engine(Generic[Logits]):
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
         )
-        self._runs_ahead = runs_ahead
+        self._is_async = is_async
         self._under_way: ScheduledStep | None = None  # launched, not completed
 
     # The step.
@@ -114,14 +118,14 @@ class Engine(Generic[Logits]):
 
     def _is_to_be_followed(self, step: ScheduledStep) -> bool:
         running = self.decoding.running
-        return self._runs_ahead and may_be_followed(step, running) and not self._drafting.awaits(running)
+        return self._is_async and may_be_followed(step, running) and not self._drafting.awaits(running)
 
     def launch(self, behind: ScheduledStep | None = None) -> ScheduledStep:
         """Choose the rows of a step, have the runner execute it and the sampler choose from it.
 
         behind: a step that is not completed yet, and `may_be_followed`."""
         self._connector.begin_step(self._admission.ahead())
-        coming = expect(behind, self.decoding.running) if behind else []
+        in_flight = expect(behind, self.decoding.running) if behind else []
         step = self._schedule(may_draft=behind is None)
         step.orders = self._connector.orders(step)
         step.orders.tiers += self._tier_orders()
@@ -129,7 +133,7 @@ class Engine(Generic[Logits]):
         if step.has_rows:
             if self._pace:
                 self._pace.begin()
-            step.fed = fed_tokens(step, behind) if behind else None
+            step.device_tokens = device_tokens_of(step, behind) if behind else None
             logits = self._runner.execute(step, step.orders)
             rows, positions = step.sampling_rows()
             if rows:
@@ -144,8 +148,8 @@ class Engine(Generic[Logits]):
                 self._pace.rest()
             if step.orders:
                 self._runner.execute(None, step.orders)
-        for sequence in coming:
-            sequence.sampling_row.num_coming = 0
+        for sequence in in_flight:
+            sequence.sampling_row.num_in_flight = 0
         return step
 
     def complete(self, step: ScheduledStep) -> StepResult:
@@ -184,8 +188,8 @@ class Engine(Generic[Logits]):
             if sequence not in running:
                 continue
             sequence.num_computed += num_tokens
-            if sequence.num_computed >= sequence.seals_at:
-                sequence.seal(self.blocks)
+            if sequence.num_computed >= sequence.fills_block_at:
+                sequence.fill_block(self.blocks)
             if choice is None:
                 self._fail(sequence, result)
                 continue
@@ -292,7 +296,7 @@ class Engine(Generic[Logits]):
         if prompt.is_received:
             prompt.sequence.is_scored = False  # whoever computes it tells
         num_tokens, limit = len(prompt.sequence.tokens), prompt.sequence.max_context
-        if (self._config.decodes or prompt.is_guest) and num_tokens >= limit:
+        if (self._config.decodes or prompt.is_local_decode) and num_tokens >= limit:
             raise ContextLengthExceeded(f"{num_tokens} tokens leave no room in {limit}", param="prompt")
         self.prompts.add(prompt)
 
@@ -342,7 +346,7 @@ class Engine(Generic[Logits]):
             self.prompts.remove(prompt)
             self.decoding.start(sequence)
             result.sampled.append((sequence, self._append(sequence, chosen[0])))
-        elif self._config.decodes or prompt.is_guest:
+        elif self._config.decodes or prompt.is_local_decode:
             result.prefilled.append(self._start(prompt, chosen))
         else:
             result.prefilled.append(Prefilled(prompt, [sequence.peek(*first) for first in chosen]))
@@ -358,7 +362,7 @@ class Engine(Generic[Logits]):
         self.end(sequence)
         if not sequence.is_contradicted:
             for prefix_hash in sequence.hashes():
-                self.blocks.unseal(prefix_hash)
+                self.blocks.unfill(prefix_hash)
         result.failed.append(sequence)
 
     def _start(self, prompt: Prompt, firsts: list[Chosen]) -> Prefilled:

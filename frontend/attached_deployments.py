@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from core.identity.credentials import Identity
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
-from core.trace.traffic import TrafficAnswer, TrafficNews
+from core.trace.traffic import TrafficAnswer, TrafficReport
 from core.types.errors import ClusterError
 from core.types.revisions import RevisionTable
 from frontend.served_model import ServedModel
@@ -36,23 +36,23 @@ _OPENING = "it is just being taken up"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class AttachedIdentity:
     """By what a router is one of a borrower's."""
 
     identity: Identity  # of this router, as one of the borrower's deployment
-    trail: Path | None = None
+    audit_log: Path | None = None
     revisions: RevisionTable | None = None
-    tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]] | None = None  # its controller
+    tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]] | None = None  # its controller
     leave: Callable[[], None] = lambda: None  # the identity is not needed any more; may block
 
 
 @dataclass(frozen=True, kw_only=True)
-class Borrower:
+class AttachedDeployment:
     """A deployment that names these doors for its own."""
 
     spec: Spec
-    credentials: Credentials
-    enter: Callable[[], Awaitable[Pass]]  # raises ClusterError
+    credentials: DeploymentSecrets
+    enter: Callable[[], Awaitable[AttachedIdentity]]  # raises ClusterError
 
     @property
     def life(self) -> bytes:
@@ -60,27 +60,27 @@ class Borrower:
         return self.credentials.secret
 
 
-FindBorrowers: TypeAlias = Callable[[], Awaitable[Sequence[Borrower]]]  # raises ClusterError
+FindAttached: TypeAlias = Callable[[], Awaitable[Sequence[AttachedDeployment]]]  # raises ClusterError
 
 
 @dataclass(eq=False)
 class _Kept:
     """A borrower that is known here."""
 
-    borrower: Borrower
+    attached: AttachedDeployment
     opening: asyncio.Task[None] | None = None
     was_tried: asyncio.Event = field(default_factory=asyncio.Event)
     served: ServedModel | None = None
     leave: Callable[[], None] = field(default=lambda: None)
 
 
-class Borrowers:
+class AttachedDeployments:
     """Lives on its router's event loop. Owns the models that it has opened."""
 
     def __init__(
         self,
         models: Models,
-        find: FindBorrowers | None,
+        find: FindAttached | None,
         *,
         node: str,
         has_many_tenants: Callable[[], bool],
@@ -93,7 +93,7 @@ class Borrowers:
         self._has_many_tenants = has_many_tenants
         self._tracing = tracing
         self._kept: dict[str, _Kept] = {}  # by the deployment's name
-        self._refused: set[str] = set()  # while another's model is called as theirs is
+        self._rejected: set[str] = set()  # while another's model is called as theirs is
         self._is_closing = False
         self._changing = asyncio.Lock()  # while some are opened or closed: who closes all waits for that
         self._is_missing = False  # who they are could not be asked, the last time
@@ -130,7 +130,7 @@ class Borrowers:
         if self._find is None:
             return
         try:
-            found = {borrower.spec.name: borrower for borrower in await self._find()}
+            found = {attached.spec.name: attached for attached in await self._find()}
         except ClusterError as error:  # those that are here stay
             if not self._is_missing:
                 logger.warning("which deployments are served at these doors, too, cannot be asked: %s", error)
@@ -140,29 +140,29 @@ class Borrowers:
         async with self._changing:
             for name, kept in list(self._kept.items()):
                 is_failing, now = kept.served is not None and kept.served.is_failing, found.get(name)
-                if now is None or now.life != kept.borrower.life or is_failing:
+                if now is None or now.life != kept.attached.life or is_failing:
                     await self._end(name, successor=now)
-            self._refused &= found.keys()
-            for name, borrower in sorted(found.items()):
+            self._rejected &= found.keys()
+            for name, attached in sorted(found.items()):
                 if not self._is_closing and name not in self._kept:
-                    self._begin(borrower)
+                    self._begin(attached)
 
-    def _begin(self, borrower: Borrower) -> None:
-        name, model = borrower.spec.name, borrower.spec.model.name
-        taken = [self._models.default.model.id, *(kept.borrower.spec.model.name for kept in self._kept.values())]
+    def _begin(self, attached: AttachedDeployment) -> None:
+        name, model = attached.spec.name, attached.spec.model.name
+        taken = [self._models.default.model.id, *(kept.attached.spec.model.name for kept in self._kept.values())]
         if model in taken:
-            if name not in self._refused:
+            if name not in self._rejected:
                 text = "borrower %s: its model is called %s, as another is: `model.served_name` says another"
                 logger.error(text, name, model)
-            self._refused.add(name)
+            self._rejected.add(name)
             return
-        self._refused.discard(name)
-        kept = self._kept[name] = _Kept(borrower)
-        self._models.say_away(model, _OPENING)
+        self._rejected.discard(name)
+        kept = self._kept[name] = _Kept(attached)
+        self._models.report_unavailable(model, _OPENING)
         kept.opening = asyncio.create_task(self._open(kept), name=f"borrower {name}")
 
     async def _open(self, kept: _Kept) -> None:
-        spec, said = kept.borrower.spec, ""
+        spec, said = kept.attached.spec, ""
         while True:
             try:
                 await self._try_to_open(kept)
@@ -170,7 +170,9 @@ class Borrowers:
                 if said != (said := str(error)):
                     is_ours = isinstance(error, ClusterError)
                     logger.error("borrower %s: not opened: %s", spec.name, error, exc_info=None if is_ours else error)
-                self._models.say_away(spec.model.name, "its deployment cannot be reached, or its model not read")
+                self._models.report_unavailable(
+                    spec.model.name, "its deployment cannot be reached, or its model not read"
+                )
                 kept.was_tried.set()
                 await asyncio.sleep(_AGAIN_S)
             else:
@@ -179,17 +181,17 @@ class Borrowers:
                 return
 
     async def _try_to_open(self, kept: _Kept) -> None:
-        borrower, metrics = kept.borrower, Metrics()
-        entered = await _entered(borrower)
+        attached, metrics = kept.attached, Metrics()
+        entered = await _entered(attached)
         try:
             served = await ServedModel.open(
-                borrower.spec,
-                credentials=borrower.credentials,
+                attached.spec,
+                credentials=attached.credentials,
                 identity=entered.identity,
                 metrics=metrics,
                 tasks=Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc()),
                 node=self._node,
-                trail=entered.trail,
+                audit_log=entered.audit_log,
                 revisions=entered.revisions,
                 has_many_tenants=self._has_many_tenants,
                 tracing=self._tracing,
@@ -199,21 +201,21 @@ class Borrowers:
             raise
         kept.served, kept.leave = served, entered.leave
         if entered.tell:
-            served.tell_traffic(entered.tell)
+            served.report_traffic(entered.tell)
         self._models.add(served.completions)
 
-    async def _end(self, name: str, *, successor: Borrower | None = None) -> None:
+    async def _end(self, name: str, *, successor: AttachedDeployment | None = None) -> None:
         """Nobody is sent there any more; what runs there is cut off. successor: who is opened next."""
         if (kept := self._kept.pop(name, None)) is None:
             return
         if kept.opening:
             kept.opening.cancel()
             await asyncio.gather(kept.opening, return_exceptions=True)
-        self._models.forget_away(kept.borrower.spec.model.name)
+        self._models.forget_unavailable(kept.attached.spec.model.name)
         if kept.served:
             self._models.remove(kept.served.completions)
         if successor:
-            self._models.say_away(successor.spec.model.name, _OPENING)
+            self._models.report_unavailable(successor.spec.model.name, _OPENING)
         try:
             if kept.served:
                 async with asyncio.timeout(_CLOSE_S):
@@ -225,9 +227,9 @@ class Borrowers:
         logger.info("borrower %s: gone", name)
 
 
-async def _entered(borrower: Borrower) -> Pass:
+async def _entered(attached: AttachedDeployment) -> AttachedIdentity:
     """Whoever is cancelled meanwhile leaves again as soon as it is in: a thread goes on to its end."""
-    entering = asyncio.ensure_future(borrower.enter())
+    entering = asyncio.ensure_future(attached.enter())
     try:
         return await asyncio.shield(entering)
     except asyncio.CancelledError:
@@ -235,6 +237,6 @@ async def _entered(borrower: Borrower) -> Pass:
         raise
 
 
-def _leave(entered: asyncio.Future[Pass]) -> None:
+def _leave(entered: asyncio.Future[AttachedIdentity]) -> None:
     if not entered.cancelled() and not entered.exception():
         asyncio.get_running_loop().run_in_executor(None, entered.result().leave)

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
 from core.identity.credentials import Identity
-from core.identity.deployment_secrets import Credentials, Purpose
+from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.index.redis_client import connect_redis
 from core.model import config as model_config
 from core.model import source as model_source
 from core.process.supervisor import Supervisor
 from core.rpc import worker_pb2
 from core.spec.schema import Spec
-from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficNews
+from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.request import Role
 from core.types.revisions import RevisionTable
-from frontend.admin.admin_server import AdminDoor
+from frontend.admin.admin_server import AdminServer
 from frontend.chat.chat_template import ChatTemplate, find_chat_template
-from frontend.chat.output_format import Dialect
-from frontend.text.audit_log import RequestTrail
+from frontend.chat.output_format import OutputFormat
+from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, ModelCard
 from frontend.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ from router.serving.revision_watch import RevisionWatch
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from router.telemetry.traffic import TrafficRecord
-from router.telemetry.traffic_reporter import TrafficTeller
+from router.telemetry.traffic_reporter import TrafficReporter
 
 logger = logging.getLogger(__name__)
 
@@ -67,19 +67,19 @@ class ServedModel:
         self._discovery = discovery
         self._revisions = revisions
         self._tasks = tasks
-        self._admin: AdminDoor | None = None
+        self._admin: AdminServer | None = None
 
     @classmethod
     async def open(
         cls,
         spec: Spec,
         *,
-        credentials: Credentials,
+        credentials: DeploymentSecrets,
         identity: Identity,
         metrics: Metrics,
         tasks: Supervisor,
         node: str,
-        trail: Path | None = None,
+        audit_log: Path | None = None,
         revisions: RevisionTable | None = None,
         has_many_tenants: Callable[[], bool] = lambda: False,
         tracing: Tracing | None = None,
@@ -102,11 +102,13 @@ class ServedModel:
             name=spec.name,
             key=credentials.key(Purpose.MEMBERS),
             tasks=tasks,
-            count_refused=lambda why: metrics.members_refused.labels(why).inc(),
+            count_rejected=lambda why: metrics.members_rejected.labels(why).inc(),
         )
         dispatch = Dispatch(
             replicas,
-            Chooser(make_policy(spec.router.policy, pulls=True), max_local_tokens=spec.router.max_local_prefill),
+            Chooser(
+                make_policy(spec.router.policy, prefix_fetches=True), max_local_tokens=spec.router.max_local_prefill
+            ),
             name=spec.model.name,
             model=model_config.fingerprint(model_dir),
             block_size=spec.kv.block_size,
@@ -132,7 +134,7 @@ class ServedModel:
             token_service=core,
             tokenizer=tokenizer,
             chat_template=template,
-            dialect=Dialect.of(
+            output_format=OutputFormat.of(
                 template.source, tool_parser=spec.model.tool_parser, reasoning_parser=spec.model.reasoning_parser
             ),
             model=ModelCard(
@@ -145,7 +147,7 @@ class ServedModel:
             metrics=metrics,
             max_request_s=spec.timeouts.request_s,
             max_unread_s=spec.timeouts.unread_s,
-            trail=RequestTrail(trail),
+            audit_log=RequestAuditLog(audit_log),
             traffic=TrafficRecord(credentials.key(Purpose.TRAFFIC), router=identity.name.router),
             grammars=grammars,
             tracing=tracing,
@@ -186,17 +188,17 @@ class ServedModel:
         """Wait until something is heard of any replica. Raises TimeoutError."""
         await self._replicas.changed(timeout_s=timeout_s)
 
-    def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
+    def report_traffic(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
         """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, and decides by
         it. Raises ClusterError."""
         record = self.completions.traffic
         assert record
-        teller = TrafficTeller(record, self._dispatch, answered=self._show_scaling)
-        self._tasks.start("traffic", lambda: teller.tell_forever(tell))
+        reporter = TrafficReporter(record, self._dispatch, answered=self._show_scaling)
+        self._tasks.start("traffic", lambda: reporter.report_forever(tell))
 
     async def close(self) -> None:
         """What runs is cut off: whoever waits for it does so before."""
-        self._dispatch.absence.end()
+        self._dispatch.availability.end()
         if self._admin:
             await self._admin.close()
         await self._discovery.close()
@@ -206,9 +208,9 @@ class ServedModel:
         await self._replicas.close()
         self.completions.close()
 
-    async def _start(self, spec: Spec, credentials: Credentials, *, router: str, node: str) -> None:
+    async def _start(self, spec: Spec, credentials: DeploymentSecrets, *, router: str, node: str) -> None:
         """What runs for as long as it is served."""
-        self._admin = await AdminDoor.open(
+        self._admin = await AdminServer.open(
             spec,
             credentials,
             router=router,
@@ -237,5 +239,5 @@ class ServedModel:
     async def _watch(self) -> None:
         """So that it is known since when there has been no replica, whether anybody asks or not."""
         while True:
-            self._dispatch.absence.look()
+            self._dispatch.availability.look()
             await asyncio.sleep(_WATCH_S)

@@ -12,20 +12,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from core.identity.credentials import Identity
-from core.identity.deployment_secrets import Credentials, Purpose
+from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
-from core.trace.traffic import TrafficAnswer, TrafficNews
-from core.types.api_key import KeyBook
+from core.trace.traffic import TrafficAnswer, TrafficReport
+from core.types.api_key import KeyRegistry
 from core.types.network import is_loopback
 from core.types.revisions import RevisionTable
 from frontend.access.access import Access
 from frontend.admin.health_api import HealthProbes
-from frontend.attached_deployments import Borrowers, FindBorrowers
+from frontend.attached_deployments import AttachedDeployments, FindAttached
 from frontend.grpc.api import GrpcApi, open_grpc_api
 from frontend.http.app import create_app
 from frontend.http.certificates import Certificates
-from frontend.http.connections import HTTP_DOOR
+from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.http_listener import HttpListener
 from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
@@ -48,7 +48,7 @@ class RouterService:
     def __init__(
         self,
         own: ServedModel,
-        borrowers: Borrowers,
+        attached_deployments: AttachedDeployments,
         models: Models,
         access: Access,
         stored: StoredResponses,
@@ -59,7 +59,7 @@ class RouterService:
         drain_s: float,
     ) -> None:
         self._own = own
-        self._borrowers = borrowers
+        self._attached_deployments = attached_deployments
         self._models = models
         self._access = access
         self._stored = stored
@@ -76,14 +76,14 @@ class RouterService:
         cls,
         spec: Spec,
         *,
-        credentials: Credentials,
+        credentials: DeploymentSecrets,
         identity: Identity,
         host: str = "127.0.0.1",
         node: str | None = None,
-        trail: Path | None = None,
-        keys: KeyBook | None = None,
+        audit_log: Path | None = None,
+        keys: KeyRegistry | None = None,
         revisions: RevisionTable | None = None,
-        find_borrowers: FindBorrowers | None = None,
+        find_attached: FindAttached | None = None,
     ) -> RouterService:
         """Load the models' text sides, find the replicas, open both doors. Raises SpecError, DeployError.
 
@@ -97,7 +97,7 @@ class RouterService:
         access = await Access.follow(
             credentials.index_url,
             name=spec.name,
-            seal_key=credentials.key(Purpose.API_KEYS),
+            signing_key=credentials.key(Purpose.API_KEYS),
             salt_key=credentials.key(Purpose.SALTS),
             is_required=spec.router.needs_keys(host),
             is_cache_told=is_loopback(host),
@@ -114,16 +114,16 @@ class RouterService:
             metrics=metrics,
             tasks=tasks,
             node=node or host,
-            trail=trail,
+            audit_log=audit_log,
             revisions=revisions,
             has_many_tenants=lambda: access.has_many_tenants,
             tracing=tracing,
         )
         models = Models(own.completions)
-        borrowers = Borrowers(
-            models, find_borrowers, node=node or host, has_many_tenants=lambda: access.has_many_tenants, tracing=tracing
+        attached_deployments = AttachedDeployments(
+            models, find_attached, node=node or host, has_many_tenants=lambda: access.has_many_tenants, tracing=tracing
         )
-        await borrowers.settle()  # so that a router that takes another's place knows what that knew
+        await attached_deployments.settle()  # so that a router that takes another's place knows what that knew
         stored = StoredResponses.in_redis(
             credentials.index_url,
             name=spec.name,
@@ -141,8 +141,10 @@ class RouterService:
             at_a_time=min(_MAX_LINES, max(1, spec.decode.max_running // 2)),
         )
         drain_s = spec.timeouts.drain_s
-        service = cls(own, borrowers, models, access, stored, batches, tracing=tracing, tasks=tasks, drain_s=drain_s)
-        await service._open_doors(spec, host=host)
+        service = cls(
+            own, attached_deployments, models, access, stored, batches, tracing=tracing, tasks=tasks, drain_s=drain_s
+        )
+        await service._open_endpoints(spec, host=host)
         service._start()
         logger.info(
             "router open router=%s grpc=%s:%d http=%s:%d admin=%s:%d",
@@ -189,27 +191,27 @@ class RouterService:
         """Whether requests should come here: for one model at least."""
         return not self._is_closing and self._is_healthy()
 
-    def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
+    def report_traffic(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
         """Of its own deployment, as ServedModel does."""
-        self._own.tell_traffic(tell)
+        self._own.report_traffic(tell)
 
     async def close(self) -> None:
         """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
         self._is_closing = True
         if self._batches:
             await self._batches.leave()
-        doors = [door for door in (self._grpc, self._http) if door]
-        await asyncio.gather(*(door.close(grace_s=self._drain_s) for door in doors))
+        endpoints = [endpoint for endpoint in (self._grpc, self._http) if endpoint]
+        await asyncio.gather(*(endpoint.close(grace_s=self._drain_s) for endpoint in endpoints))
         await self._access.close()
         await self._stored.close()
         if self._batches:
             await self._batches.close()
-        await self._borrowers.close()
+        await self._attached_deployments.close()
         await self._own.close()  # and with it all tasks of the router
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
 
-    async def _open_doors(self, spec: Spec, *, host: str) -> None:
+    async def _open_endpoints(self, spec: Spec, *, host: str) -> None:
         """Routers of one machine share both ports."""
         router, is_port_shared = spec.router, spec.router.replicas > 1
         self._grpc = await open_grpc_api(
@@ -225,7 +227,7 @@ class RouterService:
             access=self._access,
             is_healthy=self._is_healthy,
             probes=self.probes,
-            refuses_unknown_fields=router.unknown_fields == "refuse",
+            rejects_unknown_fields=router.unknown_fields == "refuse",
             stored=self._stored,
             batches=self._batches,
             max_resume_s=spec.timeouts.resume_s,
@@ -237,20 +239,20 @@ class RouterService:
             port=router.http_port,
             is_port_shared=is_port_shared,
             certificates=Certificates.of(router.tls_cert, router.tls_key),
-            limits=HTTP_DOOR,
+            limits=HTTP_ENDPOINT,
             max_unread_s=spec.timeouts.unread_s,
         )
 
     def _start(self) -> None:
         """What runs for as long as the router does."""
         self._tasks.start("health", self._watch)
-        if self._borrowers.may_come:
-            self._tasks.start("borrowers", self._borrowers.follow_forever)
+        if self._attached_deployments.may_come:
+            self._tasks.start("borrowers", self._attached_deployments.follow_forever)
         if self._batches:
             self._batches.start(self._tasks)
 
     def _is_healthy(self) -> bool:
-        return self._own.is_ready() or self._borrowers.is_any_ready()
+        return self._own.is_ready() or self._attached_deployments.is_any_ready()
 
     async def _watch(self) -> None:
         """Keep the gRPC health service in step with the replicas."""

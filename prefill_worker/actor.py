@@ -30,7 +30,7 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
     """Its guests decode; and it may become a decode replica, which should not have to record its steps first."""
-    rows = int(spec.prefill.guest_share * spec.prefill.max_running)
+    rows = int(spec.prefill.local_decode_share * spec.prefill.max_running)
     if not hindrance(spec):
         rows = max(rows, spec.decode.max_running)
     return replace(config, recorded_rows=rows if spec.engine.cuda_graphs == "auto" else 0)

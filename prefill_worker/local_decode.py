@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import CapacityError, ClusterError
-from core.types.handoff import Handoff, HandoffKey, Holder
+from core.types.handoff import Handoff, HandoffKey, PrefixSource
 from core.types.step_timing import PromptSpent
 from core.wire.frames import StreamToken
 from engine.scheduler.prompts import Prompt
@@ -24,7 +24,7 @@ from worker.migrations import MoveListener, Moves
 from worker.replica_engine import EngineParts, ReplicaEngine
 
 
-class GuestAnswers:
+class LocalDecoding:
     """Implements worker.answer_server.AnsweringWorker. Everything but the constructor runs on the step
     thread."""
 
@@ -43,13 +43,16 @@ class GuestAnswers:
 
     # What the world asks for.
 
-    def submit(self, prompt: Prompt, router: str, listener: RequestListener, *, holder: Holder | None = None) -> None:
-        """Queue a request, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
-        prompt.is_guest = True
+    def submit(
+        self, prompt: Prompt, router: str, listener: RequestListener, *, prefix_source: PrefixSource | None = None
+    ) -> None:
+        """Queue a request, of whose prompt `prefix_source` may hold more than is here. An error goes to the
+        listener."""
+        prompt.is_local_decode = True
         try:
-            if prompt.is_received or not self._replica.engine.guests.may_ever_fit(prompt):
+            if prompt.is_received or not self._replica.engine.local_decodes.may_ever_fit(prompt):
                 raise CapacityError(f"{prompt.id}: this prefill replica has no room for an answer like that")
-            self._replica.add(prompt, holder)
+            self._replica.add(prompt, prefix_source)
         except ClusterError as error:
             listener.ended(error)
             return
@@ -102,8 +105,8 @@ class GuestAnswers:
 
     def take(self, result: StepResult) -> None:
         """Hand on what came of a step."""
-        guests = [prefilled for prefilled in result.prefilled if prefilled.prompt.is_guest]
-        self._answers.take(replace(result, prefilled=guests))
+        local_decodes = [prefilled for prefilled in result.prefilled if prefilled.prompt.is_local_decode]
+        self._answers.take(replace(result, prefilled=local_decodes))
 
     # What the world is told.
 
@@ -113,11 +116,11 @@ class GuestAnswers:
     def add_to(self, status: pb.Status) -> None:
         """What routers need to know before they send another one."""
         engine = self._replica.engine
-        running = engine.guests.num_choices + self._moves.num_paused
+        running = engine.local_decodes.num_choices + self._moves.num_paused
         status.running += self._moves.num_paused
-        if running or engine.guests.num_waiting:
-            status.guests.running = running
-            status.guests.waiting = engine.guests.num_waiting
-            status.guests.blocks = engine.guests.num_blocks
+        if running or engine.local_decodes.num_waiting:
+            status.local_decodes.running = running
+            status.local_decodes.waiting = engine.local_decodes.num_waiting
+            status.local_decodes.blocks = engine.local_decodes.num_blocks
             status.context_tokens = sum(len(sequence.tokens) for sequence in engine.decoding.running)
             status.decode_step_s = self._replica.pace.decode_step_s

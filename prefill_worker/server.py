@@ -20,7 +20,7 @@ from engine.scheduler.prompts import Prompt
 from kvtransfer.protocol.rank_transfer import Shipment
 from prefill_worker.worker import PrefillWorker
 from worker.answer_server import AnswerServicer
-from worker.request_validation import holder_of
+from worker.request_validation import prefix_source_of
 from worker.role_parts import LiveReplica
 
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
@@ -29,22 +29,22 @@ _Context: TypeAlias = aio.ServicerContext[Any, Any]
 def add_prefill_servicers(servicer: PrefillServicer, server: aio.Server) -> None:
     """Both of its services."""
     rpc.add_PrefillWorkerServicer_to_server(servicer, server)
-    rpc.add_DecodeWorkerServicer_to_server(servicer.guests, server)
+    rpc.add_DecodeWorkerServicer_to_server(servicer.local_decodes, server)
 
 
 class PrefillServicer(rpc.PrefillWorkerServicer):
     """One call per prompt. Serves once `live` is there; as do its guests, by the calls of decode replicas."""
 
     def __init__(self) -> None:
-        self.guests: AnswerServicer[PrefillWorker] = AnswerServicer(lambda worker: worker.guests)
+        self.local_decodes: AnswerServicer[PrefillWorker] = AnswerServicer(lambda worker: worker.local_decodes)
 
     @property
     def live(self) -> LiveReplica[PrefillWorker] | None:
-        return self.guests.live
+        return self.local_decodes.live
 
     @live.setter
     def live(self, live: LiveReplica[PrefillWorker] | None) -> None:
-        self.guests.live = live
+        self.local_decodes.live = live
 
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
         live = self.live
@@ -53,13 +53,13 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
         try:
             sequence = await live.sequence_of(request.sequence)
             handoff = live.handoff_of(request.handoff) if request.HasField("handoff") else None
-            holder = holder_of(request)
+            prefix_source = prefix_source_of(request)
             live.service.check_takes_work()  # last: a grammar's compiling takes its time
         except ClusterError as error:
             await abort_with(context, error)
         prompt = Prompt(sequence, fetch_only=request.fetch_only)
         call = _Call(prompt, handoff)
-        live.service.post(lambda: live.worker.submit(prompt, handoff, call, holder=holder))
+        live.service.post(lambda: live.worker.submit(prompt, handoff, call, prefix_source=prefix_source))
         try:
             async for event in call.events:
                 yield event
@@ -84,7 +84,7 @@ class _Call:
         first_tokens = pb.FirstTokens(
             tokens=tokens_to_proto(tokens),
             cached_tokens=prompt.num_found,
-            pulled_tokens=prompt.num_pulled,
+            fetched_tokens=prompt.num_from_peers,
             spent=spent_to_proto(prompt.spent) if prompt.spent else None,
         )
         self.events.put(pb.PrefillEvent(first_tokens=first_tokens))

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, HandoffExpired, TransferError
-from core.types.handoff import Handoff, HandoffKey, Holder
+from core.types.handoff import Handoff, HandoffKey, PrefixSource
 from core.types.request import SampledToken
 from core.types.validation import check
 from core.wire.frames import StreamToken
@@ -18,10 +18,10 @@ from engine.scheduler.prompts import Prompt
 from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import BeginOrder, Orders
 from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.outgoing_transfers import Departure, Departures
+from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
 from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
-from prefill_worker.local_decode import GuestAnswers
+from prefill_worker.local_decode import LocalDecoding
 from worker.replica_engine import EngineParts, ReplicaEngine
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Job:
 
     listener: PromptListener
     handoff: Handoff | None  # None: only the first tokens are wanted
-    departure: Departure[Prompt] | None = None  # from its first step on
+    outgoing: OutgoingTransfer[Prompt] | None = None  # from its first step on
 
 
 class PrefillWorker:
@@ -57,23 +57,28 @@ class PrefillWorker:
         self.replica = ReplicaEngine(parts, self)
         self._gang = parts.gang
         self._jobs: dict[Prompt, _Job] = {}
-        self._departures: Departures[Prompt] = Departures(parts.blocks)
-        self.guests = GuestAnswers(self.replica, parts, is_taken=self._ships)
+        self._outgoing_transfers: OutgoingTransfers[Prompt] = OutgoingTransfers(parts.blocks)
+        self.local_decodes = LocalDecoding(self.replica, parts, is_taken=self._ships)
         self._orders = Orders()  # of the next step
 
     # What the world asks for.
 
     def submit(
-        self, prompt: Prompt, handoff: Handoff | None, listener: PromptListener, *, holder: Holder | None = None
+        self,
+        prompt: Prompt,
+        handoff: Handoff | None,
+        listener: PromptListener,
+        *,
+        prefix_source: PrefixSource | None = None,
     ) -> None:
-        """Queue a prompt, of which `holder` may hold more than is here. An error goes to the listener."""
+        """Queue a prompt, of which `prefix_source` may hold more than is here. An error goes to the listener."""
         try:
             if handoff:  # else it would be known at the link, which others share
                 fits = handoff.num_tokens <= len(prompt.sequence.tokens) <= handoff.max_tokens
                 check(fits, "handoff.num_tokens", f"must be those of a prompt of {len(prompt.sequence.tokens)}")
-            if handoff and (self._ships(handoff.key) or self.guests.knows(handoff.key)):
+            if handoff and (self._ships(handoff.key) or self.local_decodes.knows(handoff.key)):
                 raise HandoffExpired(f"{prompt.id}: its handoff is under way already, or was")
-            self.replica.add(prompt, holder)
+            self.replica.add(prompt, prefix_source)
         except ClusterError as error:
             listener.ended(None, error)
             return
@@ -91,21 +96,21 @@ class PrefillWorker:
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
         """One of our ranks has nothing more to send for a handoff."""
-        if granted := self.replica.grants.shipped(rank, shipment):
+        if granted := self.replica.served_fetches.shipped(rank, shipment):
             self._count(granted)
-        if moved := self.guests.shipped(rank, shipment):
+        if moved := self.local_decodes.shipped(rank, shipment):
             self.replica.count_shipment(moved)
-        departure = self._departures.ended(rank, shipment)
-        if departure is None:
+        outgoing = self._outgoing_transfers.ended(rank, shipment)
+        if outgoing is None:
             return
-        prompt = departure.owner
+        prompt = outgoing.owner
         job = self._jobs.get(prompt)
-        if departure.error and job:
+        if outgoing.error and job:
             self.replica.totals.transfer_failures += 1
-            self._stop(prompt, job, departure.error)
-            self._end(prompt, None, departure.error)
-        elif departure.is_over and not departure.error:
-            self._arrived(prompt, departure.shipment)
+            self._stop(prompt, job, outgoing.error)
+            self._end(prompt, None, outgoing.error)
+        elif outgoing.is_over and not outgoing.error:
+            self._arrived(prompt, outgoing.shipment)
 
     # The step.
 
@@ -115,9 +120,9 @@ class PrefillWorker:
         for prompt in result.fetched:
             self._end(prompt, None, None)
         for prefilled in result.prefilled:
-            if not prefilled.prompt.is_guest:
+            if not prefilled.prompt.is_local_decode:
                 self._finish(prefilled)
-        self.guests.take(result)
+        self.local_decodes.take(result)
         for prompt, job in list(self._jobs.items()) if result.failed else ():
             if prompt.sequence in result.failed:
                 error = prompt.sequence.failure
@@ -129,24 +134,24 @@ class PrefillWorker:
         """Implements KVConnector, as does `orders`. Here only those are admitted ahead whose prefixes are fetched."""
         fetches = self.replica.fetches
         for prompt in admitted:
-            if fetches.is_pull(prompt):
+            if fetches.is_fetch(prompt):
                 self.replica.save_evicted()
             self.replica.clock.fetching(prompt)
             fetches.begin(prompt)
         self._orders = self.replica.orders()
-        self.guests.begin_step(admitted, self._orders)
+        self.local_decodes.begin_step(admitted, self._orders)
 
     def orders(self, step: ScheduledStep) -> Orders:
         orders = self._orders
         self.replica.clock.computing(prompt for prompt, _ in step.prompts)
-        self.guests.computing(prompt for prompt, _ in step.prompts)
+        self.local_decodes.computing(prompt for prompt, _ in step.prompts)
         jobs = [(prompt, self._jobs.get(prompt)) for prompt, _ in step.prompts]  # None: of a guest
         orders.begins += [
-            self._begin(prompt, job) for prompt, job in jobs if job and job.handoff and job.departure is None
+            self._begin(prompt, job) for prompt, job in jobs if job and job.handoff and job.outgoing is None
         ]
         keys = [job.handoff.key if job and job.handoff else None for _, job in jobs]
         orders.rows = [*([None] * len(step.decoding)), *keys]
-        orders.aborts += self._departures.take_aborts()
+        orders.aborts += self._outgoing_transfers.take_aborts()
         return orders
 
     # What the world is told.
@@ -154,15 +159,17 @@ class PrefillWorker:
     @property
     def num_requests(self) -> int:
         """Prompts that wait, compute or ship, guests, and prefixes that others fetch."""
-        return len(self._jobs) + len(self._departures) + len(self.guests) + len(self.replica.grants)
+        return (
+            len(self._jobs) + len(self._outgoing_transfers) + len(self.local_decodes) + len(self.replica.served_fetches)
+        )
 
     def take_tokens(self) -> dict[str, list[StreamToken]]:
-        return self.guests.take_tokens()  # the first tokens of what is shipped travel in each prompt's own call
+        return self.local_decodes.take_tokens()  # the first tokens of what is shipped travel in each prompt's own call
 
     def status(self) -> pb.Status:
         status = self.replica.status()
-        status.running += len(self._departures)
-        self.guests.add_to(status)
+        status.running += len(self._outgoing_transfers)
+        self.local_decodes.add_to(status)
         return status
 
     # Below: one prompt from its first step to its end.
@@ -170,13 +177,13 @@ class PrefillWorker:
     def _ships(self, key: HandoffKey) -> bool:
         """Whether a handoff serves a prompt, or has served one."""
         waiting = (job.handoff.key for job in self._jobs.values() if job.handoff)
-        return key in waiting or self._departures.knows(key)
+        return key in waiting or self._outgoing_transfers.knows(key)
 
     def _begin(self, prompt: Prompt, job: _Job) -> BeginOrder:
         assert job.handoff
         ranks = sending_ranks(self._gang.runner.layout, num_receivers=len(job.handoff.ranks))
         sequence = prompt.sequence
-        job.departure = self._departures.begin(job.handoff, sequence.blocks, ranks=ranks, owner=prompt)
+        job.outgoing = self._outgoing_transfers.begin(job.handoff, sequence.blocks, ranks=ranks, owner=prompt)
         return BeginOrder(job.handoff, sequence.blocks, sequence.num_computed)
 
     def _finish(self, prefilled: Prefilled) -> None:
@@ -191,8 +198,8 @@ class PrefillWorker:
     def _stop(self, prompt: Prompt, job: _Job, error: TransferError) -> None:
         """Do no more for a prompt: its blocks come back when the ranks have stopped reading them."""
         self.replica.cancel(prompt)
-        if job.departure:
-            self._departures.abort(job.departure, error)
+        if job.outgoing:
+            self._outgoing_transfers.abort(job.outgoing, error)
 
     def _arrived(self, prompt: Prompt, shipment: Shipment) -> None:
         """Every rank of the decode replica has all of it."""

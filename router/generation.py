@@ -8,7 +8,7 @@ from typing import Protocol
 
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import DraftTally, SampledToken, SequenceRequest
-from core.types.timeline import Life
+from core.types.timeline import Timeline
 
 
 @dataclass(kw_only=True)
@@ -18,7 +18,7 @@ class RequestRoute:
     prefill_replica: str = ""  # empty: the decode replica computed the prompt itself
     decode_replica: str = ""  # empty: the first token was the last
     cached_tokens: int = 0  # prompt tokens whose KV the replica that computed the prompt held already
-    pulled_tokens: int = 0  # prompt tokens after these whose KV it fetched from another one
+    fetched_tokens: int = 0  # prompt tokens after these whose KV it fetched from another one
     blocks_shipped: int = 0
     wire_bytes: int = 0
     attempts: int = 0
@@ -34,7 +34,7 @@ class Generation(Protocol):
     """One request under way. Leaving the `async with` block ends it everywhere and frees what it holds."""
 
     route: RequestRoute
-    life: Life  # where its time went; whoever was there before it writes in it, too
+    life: Timeline  # where its time went; whoever was there before it writes in it, too
 
     async def __aenter__(self) -> Generation: ...
     async def __aexit__(self, *exc: object) -> None: ...

@@ -11,8 +11,8 @@ from grpc import aio
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ClusterError, ReplicaLost
-from core.types.handoff import Handoff, Holder
-from core.wire.call_errors import abort_with, refuses
+from core.types.handoff import Handoff, PrefixSource
+from core.wire.call_errors import abort_with, rejects
 from core.wire.messages import handoff_to_proto, spent_to_proto
 from core.wire.prompt_logprob_messages import prompt_logprobs_to_proto
 from core.wire.thread_events import CallEvents
@@ -22,7 +22,7 @@ from kvtransfer.protocol.rank_transfer import Shipment
 from worker.answers import RequestListener
 from worker.migrations import MoveListener
 from worker.replica_service import RoleWorker
-from worker.request_validation import check_streams, holder_of
+from worker.request_validation import check_streams, prefix_source_of
 from worker.role_parts import LiveReplica
 from worker.step_loop import Command
 
@@ -34,7 +34,7 @@ class AnsweringWorker(Protocol):
     """Who has the answers of a replica. All of it runs on the step thread."""
 
     def submit(
-        self, prompt: Prompt, router: str, listener: RequestListener, /, *, holder: Holder | None = None
+        self, prompt: Prompt, router: str, listener: RequestListener, /, *, prefix_source: PrefixSource | None = None
     ) -> None: ...
 
     def cancel(self, prompt: Prompt, /) -> None:
@@ -65,13 +65,13 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
         try:
             check_streams(request.router, ())
             sequence = await live.sequence_of(request.sequence)
-            holder = holder_of(request)
+            prefix_source = prefix_source_of(request)
             live.service.check_takes_work()  # last: a grammar's compiling takes its time
         except ClusterError as error:
             await abort_with(context, error)
         answers, prompt = self._answering(live.worker), Prompt(sequence, source=_source(request))
         call = _Call(prompt, live.service.post)
-        live.service.post(lambda: answers.submit(prompt, request.router, call, holder=holder))
+        live.service.post(lambda: answers.submit(prompt, request.router, call, prefix_source=prefix_source))
         try:
             async for event in call.events:
                 if isinstance(event, Opening):
@@ -84,7 +84,7 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
         finally:
             live.service.post(lambda: answers.cancel(prompt))
 
-    @refuses
+    @rejects
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
         live = self.live
         if live is None:
@@ -98,7 +98,7 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
             if not move.reply.done() or move.reply.cancelled():
                 live.service.post(lambda: answers.keep(request.router, request.stream))
 
-    @refuses
+    @rejects
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
         check_streams(request.router, request.streams)
         if live := self.live:
@@ -124,11 +124,11 @@ class _Call:
         told = pb.Reserved(handoff=reserved, cached_tokens=num_cached, waited_s=waited_s)
         self.events.put(pb.GenerateEvent(reserved=told))
 
-    def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
+    def started(self, num_tokens: int, *, epoch: int, num_from_peers: int) -> None:
         for part in prompt_logprobs_to_proto(self._prompt.take_scores()):
             self.events.put(pb.GenerateEvent(prompt_logprobs=part))
         spent = None if self._prompt.is_received or not self._prompt.spent else spent_to_proto(self._prompt.spent)
-        started = pb.Started(num_tokens=num_tokens, epoch=epoch, pulled_tokens=num_pulled, spent=spent)
+        started = pb.Started(num_tokens=num_tokens, epoch=epoch, fetched_tokens=num_from_peers, spent=spent)
         self.events.put(pb.GenerateEvent(started=started))
 
     def ended(self, error: ClusterError | None) -> None:

@@ -26,7 +26,7 @@ class RequestListener(Protocol):
         again without a handoff, where a prefix did not come, and what was cached is looked up anew."""
         ...
 
-    def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
+    def started(self, num_tokens: int, *, epoch: int, num_from_peers: int) -> None:
         """Decoding has begun; the first token that is sent from here has position num_tokens."""
         ...
 
@@ -109,7 +109,7 @@ class Answers:
         self._stream_of |= {sequence: (request, stream) for stream, sequence in request.choices.items()}
         is_new = not prompt.is_received
         num_tokens = len(prompt.sequence.tokens) - is_new
-        request.listener.started(num_tokens, epoch=epoch, num_pulled=prompt.num_pulled)
+        request.listener.started(num_tokens, epoch=epoch, num_from_peers=prompt.num_from_peers)
         if is_new:
             for sequence, token in zip(prefilled.sequences, prefilled.tokens, strict=True):
                 self._emit(sequence, token)

@@ -15,19 +15,19 @@ from core.identity.credentials import Identity
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ClusterError, ReplicaLost
-from core.types.handoff import Holder
+from core.types.handoff import PrefixSource
 from core.wire.call_errors import error_of
 from core.wire.channel import open_lasting_channel
 from core.wire.messages import handoff_to_proto
 from core.wire.renewing_channel import LastingChannel
-from kvtransfer.protocol.fetches import Pull
+from kvtransfer.protocol.fetches import Fetch
 from worker.rank_group import OtherRanks
 
 _MAX_CHANNELS = 64  # that nobody uses at the moment
 _IDLE_S = 60.0  # a holder that has left is asked no more
 
 
-class HolderChannels:
+class PrefixSourceChannels:
     """A channel to each holder that was asked of late: who is asked again is there already. Lives on the event loop.
 
     One that is not used for a minute is closed, and so is one whose holder was lost.
@@ -44,30 +44,32 @@ class HolderChannels:
         """How many connections are open."""
         return len(self._lines)
 
-    async def ask(self, pull: Pull[Any], others: OtherRanks, missed: Callable[[str], None]) -> None:
+    async def ask(self, fetch: Fetch[Any], others: OtherRanks, missed: Callable[[str], None]) -> None:
         """Open a pull on our other ranks, and keep the call to its holder as long as that ships.
 
         `missed` is called with the reason, if nothing comes of it. Cancelling this ends the call.
         """
-        holder, first_token = pull.holder, pull.opening.first_token
-        request = pb.PullRequest(handoff=handoff_to_proto(pull.handoff), hashes=b"".join(pull.hashes))
+        prefix_source, first_token = fetch.prefix_source, fetch.opening.first_token
+        request = pb.FetchRequest(handoff=handoff_to_proto(fetch.handoff), hashes=b"".join(fetch.hashes))
         try:
-            await others.open(pull.opening)
-            async with self.to(holder) as channel:
-                async for event in _events(channel, request, holder, timeout_s=pull.timeout_s):
+            await others.open(fetch.opening)
+            async with self.to(prefix_source) as channel:
+                async for event in _events(channel, request, prefix_source, timeout_s=fetch.timeout_s):
                     if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:
-                        missed(f"{holder.replica} does not hold it any more")
+                        missed(f"{prefix_source.replica} does not hold it any more")
         except ClusterError as error:  # the holder's, or one of our own ranks did not open it
             missed(str(error))
 
     @asynccontextmanager
-    async def to(self, holder: Holder) -> AsyncIterator[LastingChannel]:
+    async def to(self, prefix_source: PrefixSource) -> AsyncIterator[LastingChannel]:
         """For one call. Where ReplicaLost leaves the block, the next call has a channel of its own."""
-        place = holder.replica, holder.address
+        place = prefix_source.replica, prefix_source.address
         line = self._lines.get(place)
         if line is None:
-            peer = self._identity.rank(holder.replica, 0)
-            line = self._lines[place] = _Line(open_lasting_channel(holder.address, peer=peer, identity=self._identity))
+            peer = self._identity.rank(prefix_source.replica, 0)
+            line = self._lines[place] = _Line(
+                open_lasting_channel(prefix_source.address, peer=peer, identity=self._identity)
+            )
         line.begin()
         try:
             yield line.channel
@@ -121,11 +123,11 @@ class _Line:
 
 
 async def _events(
-    channel: LastingChannel, request: pb.PullRequest, holder: Holder, *, timeout_s: float
-) -> AsyncIterator[pb.PullEvent]:
+    channel: LastingChannel, request: pb.FetchRequest, prefix_source: PrefixSource, *, timeout_s: float
+) -> AsyncIterator[pb.FetchEvent]:
     """Raises ClusterError."""
     try:
-        async for event in rpc.PrefixHolderStub(channel).Pull(request, timeout=timeout_s):
+        async for event in rpc.PrefixFetchStub(channel).Fetch(request, timeout=timeout_s):
             yield event
     except aio.AioRpcError as error:
-        raise error_of(error, peer=holder.replica) from error
+        raise error_of(error, peer=prefix_source.replica) from error

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from core.types.errors import ReplicaFailed
-from core.types.failpoint import Milestone, Probe, unobserved
+from core.types.failpoint import Failpoint, FailpointStage, unobserved
 from core.types.handoff import HandoffKey
-from engine.batch.batch import Batch, FedTokens, KeptRows
+from engine.batch.batch import Batch, DeviceTokens, KeptRows
 from engine.batch.rows import RowChanges
 from engine.runner.runner import ModelRunner
 from engine.sampling.prompt_scorer import Scorer
 from engine.scheduler.step import ScheduledStep
-from engine.scheduler.step_commands import ArrivalOrder, BeginOrder, DraftOrder, FedOrder, Orders
+from engine.scheduler.step_commands import BeginOrder, DeviceTokenOrder, DraftOrder, IncomingTransferOrder, Orders
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.tiers.rank_tiers import RankTiers
-from kvtransfer.protocol.rank_transfer import Passage
+from kvtransfer.protocol.rank_transfer import RankTransfer
 from kvtransfer.transfer.sender import Sender
 from kvtransfer.transfer.step_count import StepCount
 from worker.step_check import StepLimits, check_step
@@ -37,15 +37,15 @@ class GangRunner:
         tiers: RankTiers | None,
         *,
         steps: StepCount | None = None,
-        probe: Probe = unobserved,
+        failpoint: Failpoint = unobserved,
     ) -> None:
         """steps: counts those that the others are told of, or on another rank those that it has carried out."""
         self.runner = runner
         self.sender = sender
-        self.probe = probe
+        self.failpoint = failpoint
         self.tiers = tiers
         self._steps = steps or StepCount()
-        self._arrivals: list[ArrivalOrder] = []  # of which the others are not told yet
+        self._incoming_transfers: list[IncomingTransferOrder] = []  # of which the others are not told yet
 
     @property
     def has_others(self) -> bool:
@@ -53,7 +53,7 @@ class GangRunner:
         return self.runner.parallel.size > 1
 
     @property
-    def runs_ahead(self) -> bool:
+    def is_async(self) -> bool:
         """A step is still computed when it has been launched. Where experts are spread, a launch waits for the device
         in every layer: with the next one behind it, tokens would only be told later."""
         return self.runner.device.type == "cuda" and not self.runner.spreads_experts
@@ -72,14 +72,16 @@ class GangRunner:
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.scheduler.step.Runner, on rank 0: do a step together with the other ranks."""
-        fed = step.fed if step and self.has_others else None
-        if fed:
-            orders.fed = FedOrder(len(fed.token_ids), fed.sources.tolist(), fed.places.tolist())
+        device_tokens = step.device_tokens if step and self.has_others else None
+        if device_tokens:
+            orders.device_tokens = DeviceTokenOrder(
+                len(device_tokens.token_ids), device_tokens.sources.tolist(), device_tokens.places.tolist()
+            )
         self._tell(step.changes if step else None, orders)
         batch = step.batch if step else None
         self._carry_out(orders)
-        if fed:
-            self.runner.parallel.broadcast_on_device(torch.as_tensor(fed.token_ids).to(torch.int32))
+        if device_tokens:
+            self.runner.parallel.broadcast_on_device(torch.as_tensor(device_tokens.token_ids).to(torch.int32))
         scorer = Scorer.of(step)
         return self._compute(batch, self._shipped(batch, orders), scorer.add if scorer else None) if batch else None
 
@@ -91,29 +93,29 @@ class GangRunner:
             check_step(changes, orders, limits, last_rows)
             if orders.stop:
                 return
-            for arrival in orders.arrivals:
-                self._arrived(arrival)
+            for incoming in orders.incoming_transfers:
+                self._arrived(incoming)
             self._carry_out(orders)
             if draft := orders.draft:
                 self.runner.draft([HeadRow(*row) for row in draft.rows], draft.max_tokens, self._hear_choice)
             if changes is not None:
-                fed = self._receive(orders.fed) if orders.fed else None
-                self._follow(last_rows.apply(changes, fed), orders)
+                device_tokens = self._receive(orders.device_tokens) if orders.device_tokens else None
+                self._follow(last_rows.apply(changes, device_tokens), orders)
             self._steps.add()
 
     def _follow(self, batch: Batch, orders: Orders) -> None:
         shipped = self._shipped(batch, orders)
         self._compute(batch, shipped)
-        for passage, _, end in shipped or ():
-            if end == passage.handoff.num_tokens:
-                passage.commit(end)
+        for transfer, _, end in shipped or ():
+            if end == transfer.handoff.num_tokens:
+                transfer.commit(end)
 
     def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, features: bytes) -> None:
         """On rank 0: KV of these positions has come from elsewhere, and what was known of the last of them there."""
-        arrival = ArrivalOrder(list(blocks), first_token, end_token, features)
-        self._arrived(arrival)
+        incoming = IncomingTransferOrder(list(blocks), first_token, end_token, features)
+        self._arrived(incoming)
         if self._shares_heads:
-            self._arrivals.append(arrival)
+            self._incoming_transfers.append(incoming)
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         """Implements AskedHeads, on rank 0: with the other ranks where each has a share of the heads."""
@@ -134,8 +136,8 @@ class GangRunner:
     def commit(self, key: HandoffKey, first_tokens: list[int]) -> None:
         """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other
         ranks see by themselves that it is whole."""
-        if passage := self.sender.find(key):
-            self._commit(passage, passage.handoff.num_tokens, first_tokens)
+        if transfer := self.sender.find(key):
+            self._commit(transfer, transfer.handoff.num_tokens, first_tokens)
 
     @property
     def _shares_heads(self) -> bool:
@@ -144,16 +146,16 @@ class GangRunner:
     def _tell(self, changes: RowChanges | None, orders: Orders) -> None:
         """The other ranks, of a step, and of what has come since the last one."""
         if self.has_others:
-            orders.arrivals, self._arrivals = self._arrivals, []
+            orders.incoming_transfers, self._incoming_transfers = self._incoming_transfers, []
             self.runner.parallel.broadcast_bytes(encode_step(changes, orders))
             self._steps.add()
 
-    def _receive(self, order: FedOrder) -> FedTokens:
+    def _receive(self, order: DeviceTokenOrder) -> DeviceTokens:
         """The host never sees these ids, and cannot check them: here none of them leads behind the vocabulary."""
         token_ids = torch.empty(order.num_chosen, dtype=torch.int32, device=self.runner.device)
         self.runner.parallel.broadcast_on_device(token_ids)
         token_ids.clamp_(max=self.runner.config.vocab_size - 1)
-        return FedTokens(token_ids=token_ids, sources=np.array(order.sources), places=np.array(order.places))
+        return DeviceTokens(token_ids=token_ids, sources=np.array(order.sources), places=np.array(order.places))
 
     def _hear_choice(self, logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
         chosen: list[int] = self.runner.parallel.broadcast().tolist()
@@ -161,25 +163,25 @@ class GangRunner:
             raise ReplicaFailed(f"rank 0 has chosen {len(chosen)} tokens for {len(known)} rows, or such as are none")
         return chosen
 
-    def _arrived(self, arrival: ArrivalOrder) -> None:
+    def _arrived(self, incoming: IncomingTransferOrder) -> None:
         if heads := self.runner.heads:
-            heads.features.arrived(arrival.blocks, arrival.start, arrival.end, arrival.features)
+            heads.features.arrived(incoming.blocks, incoming.start, incoming.end, incoming.features)
 
     def _compute(
         self,
         batch: Batch,
-        shipped: list[tuple[Passage, int, int]] | None,
+        shipped: list[tuple[RankTransfer, int, int]] | None,
         on_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """How a step is computed, recorded or layer by layer, follows from its orders: as on the other ranks, with whom
         this one adds up sums of as many rows, whatever has become of its own passages."""
-        self.probe(Milestone.COMPUTING, "")
+        self.failpoint(FailpointStage.COMPUTING, "")
         if shipped is None:
             return self.runner.forward(batch, on_logits=on_logits)
 
         def on_layer(layer: int) -> None:
-            for passage, start, end in shipped:
-                passage.layer_ready(layer, start, end)
+            for transfer, start, end in shipped:
+                transfer.layer_ready(layer, start, end)
 
         return self.runner.forward(batch, on_layer, on_logits)
 
@@ -191,34 +193,34 @@ class GangRunner:
             self.tiers.carry_out(order)
         for source, target in orders.copies:
             self.runner.copy_block(source, target)
-        for grant in orders.grants:
-            self._grant(grant)
+        for served_fetch in orders.served_fetches:
+            self._served_fetch(served_fetch)
         for begin in orders.begins:
-            if passage := self.sender.begin(begin.handoff, begin.blocks):
-                passage.all_layers_ready(0, begin.num_tokens)
+            if transfer := self.sender.begin(begin.handoff, begin.blocks):
+                transfer.all_layers_ready(0, begin.num_tokens)
         for ship in orders.ships:
-            if passage := self.sender.find(ship.key):
-                passage.blocks = tuple(ship.blocks)
-                passage.all_layers_ready(ship.start, ship.end)
+            if transfer := self.sender.find(ship.key):
+                transfer.blocks = tuple(ship.blocks)
+                transfer.all_layers_ready(ship.start, ship.end)
         for commit in orders.commits:
-            if passage := self.sender.find(commit.key):
-                self._commit(passage, commit.num_tokens, commit.next_tokens)
+            if transfer := self.sender.find(commit.key):
+                self._commit(transfer, commit.num_tokens, commit.next_tokens)
         for key in orders.aborts:
-            if passage := self.sender.find(key):
-                passage.abort()
+            if transfer := self.sender.find(key):
+                transfer.abort()
 
-    def _grant(self, grant: BeginOrder) -> None:
-        if passage := self.sender.begin(grant.handoff, grant.blocks):
-            passage.all_layers_ready(0, grant.num_tokens)
-            self._commit(passage, grant.num_tokens)
+    def _served_fetch(self, served_fetch: BeginOrder) -> None:
+        if transfer := self.sender.begin(served_fetch.handoff, served_fetch.blocks):
+            transfer.all_layers_ready(0, served_fetch.num_tokens)
+            self._commit(transfer, served_fetch.num_tokens)
 
-    def _commit(self, passage: Passage, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
+    def _commit(self, transfer: RankTransfer, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
         self.runner.settle()
         heads = self.runner.heads
-        features = heads.features.of(passage.blocks, num_tokens) if heads else b""
-        passage.commit(num_tokens, next_tokens, features=features)
+        features = heads.features.of(transfer.blocks, num_tokens) if heads else b""
+        transfer.commit(num_tokens, next_tokens, features=features)
 
-    def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[Passage, int, int]] | None:
+    def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[RankTransfer, int, int]] | None:
         """The rows of the batch that are shipped: passage, and the positions [start, end) that the row computes; those
         of them that this rank has a part of, and that has not failed. None: no row is to be shipped."""
         if not any(orders.rows):
@@ -227,4 +229,4 @@ class GangRunner:
         starts = (batch.context_lens - batch.query_lens).tolist()
         spans = zip(orders.rows, starts, ends, strict=True)
         found = ((self.sender.find(key), start, end) for key, start, end in spans if key)
-        return [(passage, start, end) for passage, start, end in found if passage]
+        return [(transfer, start, end) for transfer, start, end in found if transfer]

@@ -17,7 +17,7 @@ from worker.grammars import Grammars
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaderEstate:
+class LeaderHandoverState:
     """Of rank 0. Every block is free or cached."""
 
     blocks: BlockManager
@@ -26,14 +26,14 @@ class LeaderEstate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estate:
+class HandoverState:
     """Nothing computes, and no link of the rank that was there before reads or writes a block."""
 
     spec: Spec  # with which it was loaded
     role: Role  # and as what
     runner: ModelRunner
     tiers: RankTiers | None
-    leader: LeaderEstate | None
+    leader: LeaderHandoverState | None
 
     def check(self, wanted: Spec, role: Role) -> None:
         """Raises SpecError where a rank that is loaded as `role` with this spec would be another."""

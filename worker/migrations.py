@@ -25,7 +25,7 @@ from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step_commands import BeginOrder, CommitOrder, Orders, ShipOrder
 from engine.timing.rate import Rate
-from kvtransfer.protocol.outgoing_transfers import Departure, Departures
+from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
 from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
 from worker.gang_runner import GangRunner
@@ -55,7 +55,7 @@ class Move:
     handoff: Handoff
     listener: MoveListener
     state: MoveState = MoveState.COPYING
-    departure: Departure[Move] | None = None  # from its first step on
+    outgoing: OutgoingTransfer[Move] | None = None  # from its first step on
     num_shipped: int = 0  # positions handed over
     paused_at: float = 0.0
 
@@ -81,14 +81,14 @@ class Moves:
         self._gang = gang
         self._layout = gang.runner.layout
         self._bytes_per_token = self._layout.bytes_per_token() * self._layout.tensor_parallel
-        self._departures: Departures[Move] = Departures(blocks)
+        self._outgoing_transfers: OutgoingTransfers[Move] = OutgoingTransfers(blocks)
         self._engine = engine
         self._leave = leave
         self._under_way: dict[Sequence, Move] = {}
 
     def __len__(self) -> int:
         """Moves under way, and what is still being sent of those that were given up."""
-        return len(self._departures)
+        return len(self._outgoing_transfers)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._under_way
@@ -99,7 +99,7 @@ class Moves:
 
     def knows(self, key: HandoffKey) -> bool:
         """Whether a handoff serves a move, or has served one."""
-        return self._departures.knows(key) or any(move.handoff.key == key for move in self._under_way.values())
+        return self._outgoing_transfers.knows(key) or any(move.handoff.key == key for move in self._under_way.values())
 
     def begin(self, sequence: Sequence, handoff: Handoff, listener: MoveListener, *, step_s: float) -> None:
         """Begin to ship a choice that decodes here, a token every `step_s`; unless it is gone sooner by itself."""
@@ -128,16 +128,16 @@ class Moves:
 
     def shipped(self, rank: int, shipment: Shipment) -> Shipment | None:
         """One of our ranks has nothing more to send. The shipment of all ranks, once the choice has moved."""
-        departure = self._departures.ended(rank, shipment)
-        if departure is None:
+        outgoing = self._outgoing_transfers.ended(rank, shipment)
+        if outgoing is None:
             return None
-        move = departure.owner
-        if departure.error:
-            self._fail(move, departure.error)
-        elif departure.is_over and move.sequence in self._under_way:
+        move = outgoing.owner
+        if outgoing.error:
+            self._fail(move, outgoing.error)
+        elif outgoing.is_over and move.sequence in self._under_way:
             del self._under_way[move.sequence]
             num_tokens = len(move.sequence.tokens)
-            shipment = departure.shipment
+            shipment = outgoing.shipment
             self._link_rate.add(shipment.wire_bytes, shipment.link_s)
             self._leave(move.sequence)
             move.listener.moved(num_tokens, shipment, time.monotonic() - move.paused_at)
@@ -149,58 +149,58 @@ class Moves:
         for move in list(self._under_way.values()):
             if self._was_preempted(move):
                 self._fail(move, HandoffExpired("it was preempted"))
-            elif move.departure is None:
+            elif move.outgoing is None:
                 self._start(move, orders)
             elif move.state is MoveState.COPYING:
                 has_room = move.sequence.num_computed < move.handoff.max_tokens
-                if not has_room or self._is_sent(move.departure.key):
+                if not has_room or self._is_sent(move.outgoing.key):
                     self._stop_and_commit(move, orders)
-        orders.aborts += self._departures.take_aborts()
+        orders.aborts += self._outgoing_transfers.take_aborts()
 
     def _was_preempted(self, move: Move) -> bool:
         """It may have blocks again, but others."""
-        if move.departure is None:
+        if move.outgoing is None:
             return move.sequence not in self._engine.decoding.running
-        return move.sequence.blocks[: len(move.departure.blocks)] != move.departure.blocks
+        return move.sequence.blocks[: len(move.outgoing.blocks)] != move.outgoing.blocks
 
     def _start(self, move: Move, orders: Orders) -> None:
         sequence = move.sequence
         ranks = sending_ranks(self._layout, num_receivers=len(move.handoff.ranks))
-        move.departure = self._departures.begin(move.handoff, sequence.blocks, ranks=ranks, owner=move)
+        move.outgoing = self._outgoing_transfers.begin(move.handoff, sequence.blocks, ranks=ranks, owner=move)
         orders.begins.append(BeginOrder(move.handoff, sequence.blocks, sequence.num_computed))
         move.num_shipped = sequence.num_computed
 
     def _ship(self, move: Move, orders: Orders) -> None:
         """Hand over every position that has been computed since the last time."""
-        assert move.departure
+        assert move.outgoing
         sequence = move.sequence
-        self._departures.grow(move.departure, sequence.blocks)
-        ship = ShipOrder(move.departure.key, sequence.blocks, move.num_shipped, sequence.num_computed)
+        self._outgoing_transfers.grow(move.outgoing, sequence.blocks)
+        ship = ShipOrder(move.outgoing.key, sequence.blocks, move.num_shipped, sequence.num_computed)
         orders.ships.append(ship)
         move.num_shipped = sequence.num_computed
 
     def _stop_and_commit(self, move: Move, orders: Orders) -> None:
-        assert move.departure
+        assert move.outgoing
         sequence = move.sequence
         self._engine.pause(move.sequence)
         move.state, move.paused_at = MoveState.PAUSED, time.monotonic()
         self._ship(move, orders)
         # The other side knows all tokens up to the first whose KV it does not ask for.
         unknown = sequence.tokens[move.handoff.num_tokens + 1 :]
-        orders.commits.append(CommitOrder(move.departure.key, sequence.num_computed, unknown))
+        orders.commits.append(CommitOrder(move.outgoing.key, sequence.num_computed, unknown))
 
     def _is_sent(self, key: HandoffKey) -> bool:
         """On rank 0, which stands for the others: they send as much."""
-        passage = self._gang.sender.find(key)
-        return passage is not None and passage.is_idle
+        transfer = self._gang.sender.find(key)
+        return transfer is not None and transfer.is_idle
 
     def _fail(self, move: Move, error: TransferError) -> None:
         if self._under_way.pop(move.sequence, None) is None:
             return
         move.sequence.most_tokens = move.sequence.max_context
         move.sequence.keeps_blocks = False
-        if move.departure:
-            self._departures.abort(move.departure, error)
+        if move.outgoing:
+            self._outgoing_transfers.abort(move.outgoing, error)
         if move.state is MoveState.PAUSED:
             self._engine.resume(move.sequence)
         move.listener.stays(str(error))

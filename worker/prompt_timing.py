@@ -56,7 +56,7 @@ class PromptClock:
             return PromptSpent()
         fetched = times.fetched or times.turn
         return PromptSpent(
-            waited_s=times.turn - times.queued, pulled_s=fetched - times.turn, computed_s=monotonic() - fetched
+            waited_s=times.turn - times.queued, fetched_s=fetched - times.turn, computed_s=monotonic() - fetched
         )
 
     def forget(self, prompt: Prompt) -> None:

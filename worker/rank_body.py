@@ -36,17 +36,17 @@ from engine.tiers.tiers import Tiers
 from kvtransfer.links.backends import backend_for, device_bytes
 from kvtransfer.links.interface import guide_nccl
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.transfer.fetch_servicer import Granting, PullServicer
+from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.sender import Sender
-from kvtransfer.transfer.serve_fetches import Grants
+from kvtransfer.transfer.serve_fetches import ServedFetches
 from kvtransfer.transfer.step_count import StepCount
 from kvtransfer.transfer.wire_messages import Part, part_to_report
 from worker.gang_runner import GangRunner
 from worker.grammars import Grammars
-from worker.handover_state import Estate, LeaderEstate
+from worker.handover_state import HandoverState, LeaderHandoverState
 from worker.rank_group import OtherRanks, open_gang
 from worker.rank_setup import RankSetup
 from worker.replica_engine import EngineParts
@@ -63,8 +63,8 @@ class RankBody(Generic[W]):
     """Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads.
 
     Its servicers answer from `register` on, before there is anything behind them. So what `load` makes is put into
-    slots that are empty until then: `live` of the role's servicer, `granting`, `receiver`, `on_report`, `service`, and
-    what `Inbox.open` takes.
+    slots that are empty until then: `live` of the role's servicer, `fetch_serving`, `receiver`, `on_report`, `service`,
+    and what `Inbox.open` takes.
     """
 
     def __init__(self, role: RoleParts[W], spec: Spec) -> None:
@@ -74,7 +74,7 @@ class RankBody(Generic[W]):
         self._hub = FrameHub()
         self._steps = StepCount()
         self._ranks = RankServicer(self._steps)
-        self._prefixes = PullServicer()
+        self._prefixes = FetchServicer()
         self._following: BackgroundThread | None = None
         self._others: OtherRanks | None = None
         self._sender: Sender | None = None
@@ -88,34 +88,34 @@ class RankBody(Generic[W]):
         """Add the servicers, before anything is loaded."""
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._hub), server)
-        worker_pb2_grpc.add_PrefixHolderServicer_to_server(self._prefixes, server)
+        worker_pb2_grpc.add_PrefixFetchServicer_to_server(self._prefixes, server)
         self.role.add_servicer(self.role.servicer, server)
 
-    def load(self, setup: RankSetup, estate: Estate | None = None) -> None:
+    def load(self, setup: RankSetup, handover_state: HandoverState | None = None) -> None:
         """Form the gang, load the weights, begin to serve; with an estate, weights and blocks are there already, and
         the gang is formed. Raises ClusterError."""
-        if estate:
-            self._others, runner = self._reconnect(setup), estate.runner
+        if handover_state:
+            self._others, runner = self._reconnect(setup), handover_state.runner
         else:
             self._others, parallel = self._meet(setup)
             runner = self._load_model(setup, parallel)
         self._loaded = setup, runner
         if setup.rank == 0:
-            self._lead(setup, runner, self._others, estate)
+            self._lead(setup, runner, self._others, handover_state)
         else:
-            self._follow(setup, runner, self._others, estate)
+            self._follow(setup, runner, self._others, handover_state)
 
-    def hand_over(self, *, within_s: float) -> Estate:
+    def hand_over(self, *, within_s: float) -> HandoverState:
         """Leave the world, and all but the connections to a rank that goes on in this process: they are to be closed.
         Before that the replica has drained. Blocks for so long; raises ReplicaFailed where it does not come to that."""
         assert self._loaded, "load() comes first"
-        self._prefixes.granting = None  # who asks now for a prefix would wait for a rank that is no more
+        self._prefixes.fetch_serving = None  # who asks now for a prefix would wait for a rank that is no more
         setup, runner = self._loaded
         leader = None
         if self.service:
             assert self._parts and self._grammars
             self.service.end_whole(within_s=within_s)
-            leader = LeaderEstate(blocks=self._parts.blocks, tiers=self._parts.tiers, grammars=self._grammars)
+            leader = LeaderHandoverState(blocks=self._parts.blocks, tiers=self._parts.tiers, grammars=self._grammars)
         elif self._following:
             self._following.join(within_s)  # rank 0 says when
             if self._following.is_running or self._following.failure:
@@ -124,9 +124,11 @@ class RankBody(Generic[W]):
         if receiver:
             receiver.close_all()
         runner.rest(None)  # nobody asks any more, and whoever will says so anew
-        estate = Estate(spec=setup.spec, role=setup.role, runner=runner, tiers=self._tiers, leader=leader)
+        handover_state = HandoverState(
+            spec=setup.spec, role=setup.role, runner=runner, tiers=self._tiers, leader=leader
+        )
         self._tiers = self._grammars = None  # no longer closed with this one
-        return estate
+        return handover_state
 
     def run(self) -> None:
         """Return when this rank has been told to stop; raise what ended it otherwise."""
@@ -217,21 +219,25 @@ class RankBody(Generic[W]):
         )
         return runner
 
-    def _follow(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, estate: Estate | None) -> None:
+    def _follow(
+        self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, handover_state: HandoverState | None
+    ) -> None:
         """Another rank than 0: do as rank 0 says, and tell it what comes and goes here."""
 
         def report(part: Part) -> None:
             setup.host.spawn(others.report(part_to_report(part, rank=setup.rank)))
 
-        _, gang = self._connect(setup, runner, report, estate)
+        _, gang = self._connect(setup, runner, report, handover_state)
         self._following = BackgroundThread(gang.follow, name="following")
         self._following.start()
 
-    def _lead(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, estate: Estate | None) -> None:
+    def _lead(
+        self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, handover_state: HandoverState | None
+    ) -> None:
         """Rank 0: begin to take requests."""
         inbox = self._inbox = Inbox(setup, others)
-        receiver, gang = self._connect(setup, runner, functools.partial(inbox.heard, 0), estate)
-        left = estate.leader if estate else None
+        receiver, gang = self._connect(setup, runner, functools.partial(inbox.heard, 0), handover_state)
+        left = handover_state.leader if handover_state else None
         parts = _leader_parts(setup, gang, receiver, inbox, left)
         self._parts = parts.engine
         worker = self.role.make_worker(parts)
@@ -248,7 +254,7 @@ class RankBody(Generic[W]):
             max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
         self.role.servicer.live = live
-        self._prefixes.granting = Granting(parts.engine.grants, runner.layout, self.service.post)
+        self._prefixes.fetch_serving = FetchServing(parts.engine.served_fetches, runner.layout, self.service.post)
         self._ranks.on_report = inbox.reported
         credentials = setup.launch.credentials
         self.service.start(
@@ -261,7 +267,7 @@ class RankBody(Generic[W]):
         )
 
     def _connect(
-        self, setup: RankSetup, runner: ModelRunner, heard: Callable[[Part], None], estate: Estate | None
+        self, setup: RankSetup, runner: ModelRunner, heard: Callable[[Part], None], handover_state: HandoverState | None
     ) -> tuple[Receiver, GangRunner]:
         """Serve senders elsewhere from now on, and be ready to send and to load. `heard` is told what comes of it."""
         backend = backend_for(runner.device, host_link=setup.spec.kv.host_link)
@@ -275,19 +281,19 @@ class RankBody(Generic[W]):
             host=setup.host.host,
             timeout_s=setup.spec.timeouts.transfer_s,
             guard=LinkGuard(setup.launch.credentials.key(Purpose.LINKS), is_encrypted=setup.spec.kv.encrypt),
-            probe=setup.probe,
+            failpoint=setup.failpoint,
         )
         config.codec.warm_up(runner.device)
-        receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)
+        receiver = self._ranks.receiver = Receiver(config, rendezvous=self._ranks.rendezvous, on_landed=heard)
         self._sender = Sender(config, loop=setup.host.loop, on_shipped=heard)
-        if estate:
-            self._tiers = estate.tiers
+        if handover_state:
+            self._tiers = handover_state.tiers
             if self._tiers:
                 self._tiers.on_loaded = heard
             runner.parallel.least(0)  # every rank has come to this
         else:
             self._tiers = open_tiers(setup, runner, heard)
-        return receiver, GangRunner(runner, self._sender, self._tiers, steps=self._steps, probe=setup.probe)
+        return receiver, GangRunner(runner, self._sender, self._tiers, steps=self._steps, failpoint=setup.failpoint)
 
 
 def _link_bytes(setup: RankSetup, device: torch.device) -> int:
@@ -322,7 +328,7 @@ def _shared_answers(setup: RankSetup, runner: ModelRunner) -> SharedAnswers:
 
 
 def _leader_parts(
-    setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, left: LeaderEstate | None
+    setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, left: LeaderHandoverState | None
 ) -> LeaderParts:
     spec, pool, layout = setup.spec, setup.pool, gang.runner.layout
     if left:
@@ -338,11 +344,11 @@ def _leader_parts(
             max_batch_tokens=pool.max_batch_tokens,
             max_running=pool.max_running,
             max_waiting=pool.max_waiting,
-            max_guests=int(pool.guest_share * pool.max_running),
-            max_guest_blocks=int(pool.guest_share * blocks.num_blocks),
+            max_local_decodes=int(pool.local_decode_share * pool.max_running),
+            max_local_decode_blocks=int(pool.local_decode_share * blocks.num_blocks),
         ),
-        pulls=inbox.make_pulls(layout, receiver, blocks),
-        grants=Grants(blocks, layout, tiers, probe=setup.probe),
+        prefix_fetches=inbox.make_fetches(layout, receiver, blocks),
+        served_fetches=ServedFetches(blocks, layout, tiers, failpoint=setup.failpoint),
         tiers=tiers,
     )
     return LeaderParts(setup=setup, receiver=receiver, inbox=inbox, engine=engine)
@@ -365,5 +371,5 @@ def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member
         keeps_token_rules=True,
         keeps_thinking_budgets=True,
         tells_prompt_logprobs=True,
-        guest_share=setup.pool.guest_share,
+        local_decode_share=setup.pool.local_decode_share,
     )

@@ -126,7 +126,7 @@ def open_gang(
     if size == 1:
         return others, TensorParallel()
     if rank == 0:
-        store = local_store(servicer.meeting, timeout_s=start_s)
+        store = local_store(servicer.rendezvous, timeout_s=start_s)
     else:
         store = others.store(host.loop, timeout_s=start_s)
     parallel = TensorParallel.join(

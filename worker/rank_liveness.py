@@ -35,9 +35,9 @@ async def _watch(address: str, peer: ProcessName, identity: Identity) -> None:
     """Keepalive finds a rank that stands still. A connection may break without that, but then another one is made, with
     the certificate of that time."""
     while True:
-        papers = identity.papers
+        tls_credentials = identity.tls_credentials
         async with open_channel(address, peer=peer, identity=identity) as channel:
-            while identity.papers is papers:
+            while identity.tls_credentials is tls_credentials:
                 try:
                     async with asyncio.timeout(_RECONNECT_S):
                         await channel.channel_ready()

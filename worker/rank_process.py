@@ -11,11 +11,11 @@ from typing import Any, Generic, TypeVar
 from core.identity.credentials import Identity
 from core.process.background import BackgroundThread
 from core.process.stopwatch import Stopwatch
-from core.types.failpoint import Probe, unobserved
+from core.types.failpoint import Failpoint, unobserved
 from core.types.launch import Launch
 from core.types.rank_api import Binding, Progress, RankStatus
 from core.wire.rank_server import RankHost
-from worker.handover_state import Estate
+from worker.handover_state import HandoverState
 from worker.rank_body import RankBody
 from worker.rank_setup import RankSetup
 from worker.replica_service import RoleWorker
@@ -39,19 +39,21 @@ class RankProcess(Generic[W]):
         role: RoleParts[W],
         identity: Identity,
         host: str | None = None,
-        probe: Probe = unobserved,
+        failpoint: Failpoint = unobserved,
     ) -> None:
         """host: the address to listen on; otherwise the one by which Ray knows this node."""
         self._launch = launch
         self._body = RankBody(role, launch.spec)
-        self._setup = partial(RankSetup, launch=launch, role=role.role, on_progress=self._note_progress, probe=probe)
+        self._setup = partial(
+            RankSetup, launch=launch, role=role.role, on_progress=self._note_progress, failpoint=failpoint
+        )
         self._address = host
         self._identity = identity
         self._host: RankHost | None = None
         self._binding: Binding | None = None
         self._watch = Stopwatch()
         self._progress: Progress = {"stage": "starting", "fraction": 0.0}
-        self._estate: Estate | None = None  # of the rank that this process has been, until it is loaded
+        self._handover_state: HandoverState | None = None  # of the rank that this process has been, until it is loaded
 
     def bind(self) -> Binding:
         if self._binding is None:
@@ -68,8 +70,8 @@ class RankProcess(Generic[W]):
     def load(self, addresses: list[str]) -> None:
         assert self._host, "bind() comes first"
         self._watch = Stopwatch()
-        self._body.load(self._setup(addresses=addresses, host=self._host), self._estate)
-        self._estate = None
+        self._body.load(self._setup(addresses=addresses, host=self._host), self._handover_state)
+        self._handover_state = None
         self._note_progress("serving", 1.0)
         logger.info("loaded: %s", self._watch)
 
@@ -89,19 +91,19 @@ class RankProcess(Generic[W]):
             self._body.service.drain()
 
     def succeed(self, before: RankProcess[Any]) -> None:
-        estate = before.hand_over()
-        estate.check(self._launch.spec, self._body.role.role)
-        self._estate = estate
+        handover_state = before.hand_over()
+        handover_state.check(self._launch.spec, self._body.role.role)
+        self._handover_state = handover_state
 
-    def hand_over(self) -> Estate:
+    def hand_over(self) -> HandoverState:
         """End, but for what the estate has. Raises ReplicaFailed.
 
         It refuses whatever is asked of it when this returns; its connections are closed meanwhile, for peers may take
         their time, and nothing on them works on blocks any more.
         """
-        estate = self._body.hand_over(within_s=_HAND_OVER_S)
+        handover_state = self._body.hand_over(within_s=_HAND_OVER_S)
         BackgroundThread(self._close, name="closing").start()
-        return estate
+        return handover_state
 
     def stop(self) -> None:
         if self._body.service:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.spec.schema import PoolSpec, Spec
-from core.types.failpoint import Probe, unobserved
+from core.types.failpoint import Failpoint, unobserved
 from core.types.launch import Launch
 from core.types.request import Role
 from core.wire.rank_server import RankHost
@@ -21,7 +21,7 @@ class RankSetup:
     addresses: list[str]  # of all ranks of this replica, in rank order
     host: RankHost
     on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
-    probe: Probe = unobserved
+    failpoint: Failpoint = unobserved
 
     @property
     def spec(self) -> Spec:

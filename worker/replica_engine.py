@@ -10,13 +10,13 @@ from torch import Tensor
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError
-from core.types.failpoint import Milestone
-from core.types.handoff import Holder
+from core.types.failpoint import FailpointStage
+from core.types.handoff import PrefixSource
 from core.types.tier import Tier
 from core.wire.messages import timing_to_proto
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.runner.device_event import DeviceMark
+from engine.runner.device_event import DeviceEvent
 from engine.sampling.sampler import sample
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
@@ -26,11 +26,11 @@ from engine.spec_decode.corpus import Answer, Corpus
 from engine.spec_decode.row_yield import RowYield
 from engine.spec_decode.speculation import Speculation
 from engine.tiers.tiers import Tiers
-from engine.timing.pace import HostMark, Pace
+from engine.timing.pace import HostEvent, Pace
 from engine.timing.rate import Rate
-from kvtransfer.protocol.fetches import Pulls
+from kvtransfer.protocol.fetches import PrefixFetches
 from kvtransfer.protocol.rank_transfer import Shipment
-from kvtransfer.transfer.serve_fetches import Grants
+from kvtransfer.transfer.serve_fetches import ServedFetches
 from worker.fetches import Fetches
 from worker.gang_runner import GangRunner
 from worker.prompt_timing import PromptClock
@@ -44,8 +44,8 @@ class EngineParts:
     gang: GangRunner
     blocks: BlockManager
     limits: SchedulerConfig
-    pulls: Pulls[Prompt]
-    grants: Grants
+    prefix_fetches: PrefixFetches[Prompt]
+    served_fetches: ServedFetches
     tiers: Tiers[Prompt]
 
     def save_evicted(self) -> None:
@@ -70,7 +70,7 @@ class ReplicaEngine:
         """speculation: None where nothing is drafted. corpus: what that drafts from; None: from no finished answers."""
         block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
-        self.pace = Pace(DeviceMark if parts.gang.runner.device.type == "cuda" else HostMark)
+        self.pace = Pace(DeviceEvent if parts.gang.runner.device.type == "cuda" else HostEvent)
         self.link_rate = Rate()  # bytes
         self._yield = RowYield()
         self.clock = PromptClock()
@@ -84,18 +84,18 @@ class ReplicaEngine:
             tier_orders=parts.tiers.table.take_orders,
             pace=self.pace,
             speculation=speculation,
-            runs_ahead=parts.gang.runs_ahead,
+            is_async=parts.gang.is_async,
         )
         self.fetches = Fetches(
             self.engine.prompts,
-            parts.pulls,
-            parts.grants,
+            parts.prefix_fetches,
+            parts.served_fetches,
             parts.tiers,
             self.totals,
             block_size=block_size,
-            on_arrival=self.note_arrival,
+            on_incoming=self.note_arrival,
         )
-        self.grants = parts.grants
+        self.served_fetches = parts.served_fetches
         self._parts = parts
         self._gang = parts.gang
         self._blocks = parts.blocks
@@ -103,12 +103,12 @@ class ReplicaEngine:
         self._speculation = speculation
         self._corpus = corpus
 
-    def add(self, prompt: Prompt, holder: Holder | None) -> None:
-        """Queue a prompt, of which `holder` may hold more than is here. Raises what Engine.add does."""
-        self._gang.probe(Milestone.QUEUED, prompt.id)
+    def add(self, prompt: Prompt, prefix_source: PrefixSource | None) -> None:
+        """Queue a prompt, of which `prefix_source` may hold more than is here. Raises what Engine.add does."""
+        self._gang.failpoint(FailpointStage.QUEUED, prompt.id)
         try:
             if not (prompt.is_received or prompt.sequence.is_scored):
-                self.fetches.offer(prompt, holder, tokens_per_s=self.pace.prompt_tokens_per_s)
+                self.fetches.offer(prompt, prefix_source, tokens_per_s=self.pace.prompt_tokens_per_s)
             self.engine.add(prompt)
         except ClusterError:
             self.fetches.forget(prompt)
@@ -128,7 +128,7 @@ class ReplicaEngine:
         self.fetches.expire()
         result = self.engine.step()
         if result.sampled or result.prefilled:
-            self._gang.probe(Milestone.SAMPLED, "")
+            self._gang.failpoint(FailpointStage.SAMPLED, "")
         self.totals.computed_tokens += result.num_computed
         self.totals.generated_tokens += result.num_generated
         self.totals.forced_tokens += result.num_known
@@ -161,7 +161,7 @@ class ReplicaEngine:
 
     def orders(self) -> Orders:
         """What the ranks do for those who fetch prefixes from here."""
-        return Orders(grants=self.grants.take_orders(), aborts=self.grants.take_aborts())
+        return Orders(served_fetches=self.served_fetches.take_orders(), aborts=self.served_fetches.take_aborts())
 
     def save_evicted(self) -> None:
         """Before a peer may write to a block: what is opened on the other ranks waits for this step."""
@@ -215,7 +215,7 @@ class ReplicaEngine:
             self._corpus.add(answer, is_ours=False)
         totals = self.totals
         totals.corpus_heard_tokens, totals.corpus_told_tokens = shared.heard_tokens, shared.told_tokens
-        totals.corpus_missed, totals.corpus_refused = shared.missed, shared.refused
+        totals.corpus_missed, totals.corpus_refused = shared.missed, shared.rejected
         return self._corpus.take_new()
 
     def status(self) -> pb.Status:
@@ -223,7 +223,7 @@ class ReplicaEngine:
         engine, blocks = self.engine, self._blocks
         self.totals.preemptions = engine.decoding.num_preemptions
         status = pb.Status(
-            running=engine.num_running + len(self.grants),
+            running=engine.num_running + len(self.served_fetches),
             waiting=engine.num_waiting,
             queued_tokens=engine.num_queued_tokens,
             blocks_total=blocks.num_blocks,

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ContextLengthExceeded
-from core.types.handoff import Holder
+from core.types.handoff import PrefixSource
 from core.types.prompt_logprobs import MAX_PROMPT_NUMBERS
 from core.types.request import Sampling, SequenceRequest
 from core.types.validation import check as _check
 from core.types.validation import check_address, check_name
-from core.wire.messages import holder_from_proto
+from core.wire.messages import prefix_source_from_proto
 
 _MAX_ID = 512  # a handoff's id is longer by the replica's, and checked, too
 _MAX_CHOICES = 1024
@@ -52,14 +52,14 @@ def check_request(request: SequenceRequest, *, vocab_size: int, max_tokens: int)
         request.thinking.check(vocab_size)
 
 
-def holder_of(message: pb.PrefillRequest | pb.GenerateRequest) -> Holder | None:
+def prefix_source_of(message: pb.PrefillRequest | pb.GenerateRequest) -> PrefixSource | None:
     """Who may have a prefix. Raises RequestError."""
-    if not message.HasField("holder"):
+    if not message.HasField("prefix_source"):
         return None
-    holder = holder_from_proto(message.holder)
-    check_name(holder.replica, "holder.replica")
-    check_address(holder.address, "holder.address")
-    return holder
+    prefix_source = prefix_source_from_proto(message.prefix_source)
+    check_name(prefix_source.replica, "holder.replica")
+    check_address(prefix_source.address, "holder.address")
+    return prefix_source
 
 
 def check_streams(router: str, streams: Sequence[int]) -> None:

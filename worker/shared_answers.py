@@ -35,7 +35,7 @@ class Shared:
     heard_tokens: int = 0
     told_tokens: int = 0
     missed: int = 0  # messages
-    refused: int = 0
+    rejected: int = 0
 
 
 Exchange = Callable[[Seq[Answer], Shared], Awaitable[Seq[Answer]]]
@@ -86,7 +86,7 @@ class SharedAnswers:
             heard_tokens=self._heard_tokens,
             told_tokens=self._told_tokens,
             missed=self._stream.num_missed,
-            refused=self._stream.num_refused,
+            rejected=self._stream.num_rejected,
         )
 
     async def _look(self, told: Seq[Answer]) -> None:
@@ -123,12 +123,12 @@ class SharedAnswers:
         try:
             message = pb.ToldAnswers.FromString(value)
         except DecodeError:
-            self._stream.refuse("cannot be read")
+            self._stream.reject("cannot be read")
             return
         if message.model != self._model:  # while a deployment is updated there are two
             return
         if any(not self._makes_sense(answer) for answer in message.answers):
-            self._stream.refuse("has no tokens of the model's")
+            self._stream.reject("has no tokens of the model's")
             return
         for told in message.answers:
             self._waiting.append(Answer(Scope(told.tenant, told.salt, told.adapter), tuple(told.tokens)))

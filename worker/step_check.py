@@ -18,7 +18,7 @@ from core.types.validation import check
 from engine.batch.batch import KeptRows
 from engine.batch.rows import Ints, RowChanges
 from engine.kv.layout import KVLayout
-from engine.scheduler.step_commands import BeginOrder, FedOrder, Orders
+from engine.scheduler.step_commands import BeginOrder, DeviceTokenOrder, Orders
 from engine.tiers.commands import TierOrders
 from kvtransfer.protocol.validation import check_blocks, check_handoff
 
@@ -47,9 +47,9 @@ def check_step(changes: RowChanges | None, orders: Orders, limits: StepLimits, l
             _check_tiers(tiers, limits)
         if changes:
             _check_rows(changes, limits, last_rows)
-        if changes and orders.fed:
-            _check_fed(orders.fed, changes, last_rows)
-        check(changes is not None or not orders.fed, "fed", "must be of a batch")
+        if changes and orders.device_tokens:
+            _check_device_tokens(orders.device_tokens, changes, last_rows)
+        check(changes is not None or not orders.device_tokens, "fed", "must be of a batch")
         check(changes is None or not orders.draft, "draft", "must be of no batch")
         num_rows = len(changes.kept) if changes else 0
         check(not any(orders.rows) or len(orders.rows) == num_rows, "rows", f"must be {num_rows}")
@@ -85,11 +85,15 @@ def _check_rows(changes: RowChanges, limits: StepLimits, last_rows: KeptRows) ->
     check(int(num_added.sum()) == len(changes.blocks), "blocks", f"must be {num_added.sum()}")
 
 
-def _check_fed(fed: FedOrder, changes: RowChanges, last_rows: KeptRows) -> None:
+def _check_device_tokens(device_tokens: DeviceTokenOrder, changes: RowChanges, last_rows: KeptRows) -> None:
     """As many tokens come as the step before has rows, or ranks would wait for each other on their devices; each is for
     the row that goes on from there."""
-    check(fed.num_chosen == len(last_rows), "fed", f"must be chosen by the {len(last_rows)} rows of the step before")
-    sources, places = np.array(fed.sources, dtype=np.int64), np.array(fed.places, dtype=np.int64)
+    check(
+        device_tokens.num_chosen == len(last_rows),
+        "fed",
+        f"must be chosen by the {len(last_rows)} rows of the step before",
+    )
+    sources, places = np.array(device_tokens.sources, dtype=np.int64), np.array(device_tokens.places, dtype=np.int64)
     check(len(sources) == len(places) > 0, "fed", "must name a place for each")
     _check_range(sources, len(last_rows), "fed")
     _check_range(places, len(changes.token_ids), "fed")
@@ -104,9 +108,9 @@ def _check_range(numbers: Ints, end: int, what: str) -> None:
 
 
 def _check_orders(orders: Orders, limits: StepLimits) -> None:
-    for arrival in orders.arrivals:
-        _check_table(arrival.blocks, arrival.end, limits)
-        check(0 <= arrival.start <= arrival.end, "arrivals", "must end where they start, or later")
+    for incoming in orders.incoming_transfers:
+        _check_table(incoming.blocks, incoming.end, limits)
+        check(0 <= incoming.start <= incoming.end, "arrivals", "must end where they start, or later")
     if draft := orders.draft:
         check(1 <= len(draft.rows) <= limits.max_drafted, "draft", f"must be 1 to {limits.max_drafted} rows")
         check(0 <= draft.max_tokens <= limits.layout.block_size, "draft", "must be a block of tokens, or less")
@@ -116,7 +120,7 @@ def _check_orders(orders: Orders, limits: StepLimits) -> None:
             _check_table(blocks, position, limits)  # beyond its table heads write behind the pool
     for pair in orders.copies:
         check_blocks(pair, num_blocks=limits.num_blocks)
-    for begin in (*orders.grants, *orders.begins):
+    for begin in (*orders.served_fetches, *orders.begins):
         _check_begin(begin, limits)
     for ship in orders.ships:
         _check_table(ship.blocks, ship.end, limits)

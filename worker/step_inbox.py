@@ -11,12 +11,12 @@ from core.types.validation import check
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.scheduler.prompts import Prompt
-from kvtransfer.protocol.fetches import Pull, Pulls
+from kvtransfer.protocol.fetches import Fetch, PrefixFetches
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.wire_messages import Part
-from worker.fetch_client import HolderChannels
+from worker.fetch_client import PrefixSourceChannels
 from worker.rank_group import OtherRanks
 from worker.rank_setup import RankSetup
 from worker.replica_service import RoleWorker
@@ -32,7 +32,7 @@ class Inbox:
         self._others = others
         self._worker: RoleWorker | None = None
         self._post: Callable[[Callable[[], None]], None] | None = None
-        self._holders: HolderChannels | None = None
+        self._prefix_sources: PrefixSourceChannels | None = None
 
     def open(self, worker: RoleWorker, post: Callable[[Callable[[], None]], None]) -> None:
         """From now on things reach `worker`; before that nothing may come. `post` runs a command on the step thread."""
@@ -52,9 +52,9 @@ class Inbox:
         check(0 < rank < len(self._setup.addresses), "rank", "is none of the other ranks of this replica")
         self.heard(rank, part)
 
-    def missed(self, pull: Pull[Prompt], reason: str) -> None:
+    def missed(self, fetch: Fetch[Prompt], reason: str) -> None:
         """Nothing comes of a pull."""
-        self._tell(lambda worker: worker.replica.fetches.missed(pull, reason))
+        self._tell(lambda worker: worker.replica.fetches.missed(fetch, reason))
 
     def close_handoff(self, handoff: str, then: Callable[[], None]) -> None:
         """Close a handoff on the other ranks, then run a command on the step thread."""
@@ -71,11 +71,11 @@ class Inbox:
 
         self._setup.host.spawn(close())
 
-    def make_pulls(self, layout: KVLayout, receiver: Receiver, blocks: BlockManager) -> Pulls[Prompt]:
+    def make_fetches(self, layout: KVLayout, receiver: Receiver, blocks: BlockManager) -> PrefixFetches[Prompt]:
         """The pulls of this replica, whose misfortunes come here."""
         setup, others = self._setup, self._others
-        holders = self._holders = HolderChannels(setup.host.identity)
-        return Pulls(
+        prefix_sources = self._prefix_sources = PrefixSourceChannels(setup.host.identity)
+        return PrefixFetches(
             receiver,
             blocks,
             replica=setup.replica,
@@ -83,13 +83,15 @@ class Inbox:
             layout=layout,
             timeout_s=setup.spec.timeouts.transfer_s,
             close_elsewhere=self.close_handoff,
-            call=lambda pull: setup.host.spawn(holders.ask(pull, others, functools.partial(self.missed, pull))),
+            call=lambda fetch: setup.host.spawn(
+                prefix_sources.ask(fetch, others, functools.partial(self.missed, fetch))
+            ),
         )
 
     async def close(self) -> None:
         """Ask no holder any more. On the event loop."""
-        if self._holders:
-            await self._holders.close()
+        if self._prefix_sources:
+            await self._prefix_sources.close()
 
     def _tell(self, command: Callable[[RoleWorker], None]) -> None:
         worker, post = self._worker, self._post

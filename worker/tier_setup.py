@@ -13,7 +13,7 @@ from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.tiers.block_file import Stamp
 from engine.tiers.commands import LoadResult
-from engine.tiers.directory_lock import Claim, choose_claim, open_key, take_claim
+from engine.tiers.directory_lock import DirectoryLock, choose_lock, open_key, take_lock
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.rank_tiers import RankTiers
@@ -32,9 +32,9 @@ def open_tiers(setup: RankSetup, runner: ModelRunner, on_loaded: Callable[[LoadR
         host = HostStore(num_places=num_host, block_bytes=layout.block_bytes, device=runner.pool.device)
     if num_disk:
         root = _root(pool) / setup.spec.name / setup.role.value
-        claim = _claim(setup, runner.parallel, root=root)
+        lock = _claim(setup, runner.parallel, root=root)
         stamp = Stamp(layout, setup.rank, _key(root))
-        disk = DiskStore(claim.directory, stamp, num_places=num_disk, ended=claim.release)
+        disk = DiskStore(lock.directory, stamp, num_places=num_disk, ended=lock.release)
     return RankTiers(runner.pool, host=host, disk=disk, on_loaded=on_loaded) if host or disk else None
 
 
@@ -49,16 +49,16 @@ def _key(root: Path) -> bytes:
         raise SpecError(f"kv_disk_path: {error}") from error
 
 
-def _claim(setup: RankSetup, parallel: TensorParallel, *, root: Path) -> Claim:
+def _claim(setup: RankSetup, parallel: TensorParallel, *, root: Path) -> DirectoryLock:
     """Rank 0 chooses; the others take theirs under the same name."""
     try:
         if parallel.is_leader:
-            claim = choose_claim(root, replica=setup.replica)
-            parallel.broadcast_bytes(claim.name.encode())
-            return claim
+            lock = choose_lock(root, replica=setup.replica)
+            parallel.broadcast_bytes(lock.name.encode())
+            return lock
         name = parallel.broadcast_bytes().decode()
         # Elsewhere another replica may use that name: then this rank begins with nothing.
-        return take_claim(root, name=name, rank=parallel.rank) or choose_claim(
+        return take_lock(root, name=name, rank=parallel.rank) or choose_lock(
             root, replica=setup.replica, rank=parallel.rank
         )
     except OSError as error:

@@ -16,7 +16,7 @@ from grpc import aio
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.errors import RequestFailed
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 
 # Of several doors, one that has fallen silent is given up, and the next one asked.
 _CONNECT_S = 1.0
@@ -37,7 +37,7 @@ class ReportedUsage:
     cached_tokens: int  # of these, those whose KV was not computed again
 
 
-class Door(Protocol):
+class Endpoint(Protocol):
     """One connection to a deployment; lives on one event loop."""
 
     def ask(
@@ -51,7 +51,7 @@ class Door(Protocol):
 
 
 @asynccontextmanager
-async def open_door(endpoint: str, access: DoorAccess) -> AsyncIterator[Door]:
+async def open_endpoint(endpoint: str, access: EndpointAccess) -> AsyncIterator[Endpoint]:
     """`endpoint` is HOST:PORT of a gRPC door, or http(s)://HOST:PORT of an OpenAI door; or several, with commas between
     them. Raises SpecError."""
     if endpoint.startswith(("http://", "https://")):

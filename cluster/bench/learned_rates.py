@@ -21,7 +21,7 @@ _STEPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learnt:
+class LearnedRates:
     """The mean over the replicas of a role."""
 
     steps: dict[Role, StepTiming]
@@ -31,7 +31,7 @@ class Learnt:
     num_row_steps: float  # steps, each as often as it had rows, about
 
 
-def parse_learnt(text: str) -> Learnt:
+def parse_learned(text: str) -> LearnedRates:
     """From a router's metrics. Raises ClusterError when its replicas have done nothing yet."""
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     places: defaultdict[str, dict[int, float]] = defaultdict(dict)
@@ -49,7 +49,7 @@ def parse_learnt(text: str) -> Learnt:
     rates = [rate for role in Role for rate in found["link_bytes_per_second", role.value] if rate]
     if len(steps) < len(Role) or not rates:
         raise ClusterError("the replicas have not learnt their rates yet: run a load, such as `cluster bench`, first")
-    return Learnt(
+    return LearnedRates(
         steps=steps,
         link_bytes_per_s=_mean(rates),
         drafted=_by_place(places["speculation_drafted_tokens_total"]),

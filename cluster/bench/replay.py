@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.bench.endpoints import Door, ReportedUsage
+from cluster.bench.endpoints import Endpoint, ReportedUsage
 from core.trace.prompts import TracePrompts
 from core.trace.trace import TraceRequest
 from core.types.errors import RequestFailed
@@ -55,7 +55,7 @@ class Answered:
 
 async def replay(
     trace: Sequence[TraceRequest],
-    door: Door,
+    endpoint: Endpoint,
     *,
     seed: int,
     timeout_s: float,
@@ -72,7 +72,7 @@ async def replay(
         request = answered.request
         await asyncio.sleep(request.arrival_s - (time.perf_counter() - begin))
         try:
-            async for item in door.ask(token_ids, max_tokens=request.num_output, timeout_s=timeout_s):
+            async for item in endpoint.ask(token_ids, max_tokens=request.num_output, timeout_s=timeout_s):
                 if isinstance(item, ReportedUsage):
                     answered.usage = item
                 else:

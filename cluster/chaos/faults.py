@@ -33,7 +33,7 @@ _STORM_SHARE = 0.7  # of the requests of a storm, those that are given up
 
 
 @dataclass(frozen=True)
-class Scene:
+class FaultContext:
     """What a fault works on."""
 
     site: Site
@@ -46,22 +46,22 @@ class Fault:
     """`strike` does it, undoes what it must undo, and returns what it struck; "" where there was nothing to strike."""
 
     explanation: str
-    strike: Callable[[Scene], Awaitable[str]]
+    strike: Callable[[FaultContext], Awaitable[str]]
 
 
-async def _kill(victim: Role | str, scene: Scene) -> str:
+async def _kill(victim: Role | str, scene: FaultContext) -> str:
     if target := await _choose(victim, scene):
         target.send(signal.SIGKILL)
     return target.name if target else ""
 
 
-async def _stop(victim: Role | str, scene: Scene) -> str:
+async def _stop(victim: Role | str, scene: FaultContext) -> str:
     if target := await _choose(victim, scene):
         await _pause(target, _STOPPED_S)
     return target.name if target else ""
 
 
-async def _slow(role: Role, scene: Scene) -> str:
+async def _slow(role: Role, scene: FaultContext) -> str:
     if not (target := await _choose(role, scene)):
         return ""
     end_at = time.monotonic() + _SLOW_S
@@ -71,7 +71,7 @@ async def _slow(role: Role, scene: Scene) -> str:
     return target.name
 
 
-async def _part(role: Role, scene: Scene) -> str:
+async def _part(role: Role, scene: FaultContext) -> str:
     if not (target := await _choose(role, scene)):
         return ""
     struck = target.replica
@@ -86,7 +86,7 @@ async def _part(role: Role, scene: Scene) -> str:
     return struck
 
 
-async def _rescale(role: Role, scene: Scene) -> str:
+async def _rescale(role: Role, scene: FaultContext) -> str:
     count = await scene.site.size(role)
     if count < 2:
         return ""
@@ -100,7 +100,7 @@ async def _rescale(role: Role, scene: Scene) -> str:
     return f"{count} to 1 to {count}"
 
 
-async def _update(scene: Scene) -> str:
+async def _update(scene: FaultContext) -> str:
     if not await scene.site.update():
         return ""
     async with asyncio.timeout(_UPDATE_S):
@@ -109,23 +109,23 @@ async def _update(scene: Scene) -> str:
     return "every replica"
 
 
-async def _switch(role: Role, scene: Scene) -> str:
+async def _switch(role: Role, scene: FaultContext) -> str:
     replicas = sorted({target.replica for target in await scene.site.ranks(role)})
     if len(replicas) < 2:
         return ""
     sizes = {pool: await scene.site.size(pool) for pool in Role}
     replica = scene.random.choice(replicas)
-    heir = await scene.site.switch(replica)
+    successor = await scene.site.switch(replica)
     try:
         async with asyncio.timeout(_DRAIN_S):
-            while heir not in {target.replica for target in await scene.site.ranks(other(role))}:
+            while successor not in {target.replica for target in await scene.site.ranks(other(role))}:
                 await asyncio.sleep(_POLL_S)
     finally:
         await scene.site.scale(sizes)
-    return f"{replica} to {heir} and back"
+    return f"{replica} to {successor} and back"
 
 
-async def _abort_storm(scene: Scene) -> str:
+async def _abort_storm(scene: FaultContext) -> str:
     scene.load.abort_share = _STORM_SHARE
     await asyncio.sleep(_STORM_S)
     scene.load.abort_share = 0.0
@@ -163,7 +163,7 @@ FAULTS: Mapping[str, Fault] = {
 PARTITIONS = frozenset(name for name in FAULTS if name.startswith("partition-"))  # they ask for rights and packages
 
 
-async def _choose(victim: Role | str, scene: Scene) -> Target | None:
+async def _choose(victim: Role | str, scene: FaultContext) -> Target | None:
     """One of the ranks of a pool, or of the other processes of that name; None where there is none."""
     if isinstance(victim, Role):
         targets = await scene.site.ranks(victim)

@@ -16,7 +16,7 @@ from cluster.chaos.tally import Tally
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.errors import DeployError
-from core.wire.client_access import DoorAccess, is_from_router
+from core.wire.client_access import EndpointAccess, is_from_router
 
 _ANSWER_S = 120.0
 _ASK_AGAIN_S = 0.2
@@ -34,7 +34,7 @@ class LoadGenerator:
         endpoint: str,
         questions: Sequence[Question],
         *,
-        access: DoorAccess,
+        access: EndpointAccess,
         rate: float,
         streams: int = 0,
         seed: int,
@@ -132,7 +132,7 @@ class LoadGenerator:
             except aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     self.tally.counts["refused"] += 1
-                    self.tally.worst_refusal_s = max(self.tally.worst_refusal_s, time.monotonic() - begin)
+                    self.tally.worst_rejection_s = max(self.tally.worst_rejection_s, time.monotonic() - begin)
                     return
                 if is_from_router(error) or time.monotonic() - begin > _ANSWER_S:
                     self.tally.failed(f"question {question.number}: {error.code().name}: {error.details()}")

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.chaos.faults import FAULTS, Scene
+from cluster.chaos.faults import FAULTS, FaultContext
 from cluster.chaos.load import LoadGenerator
 from cluster.chaos.question import questions
 from cluster.chaos.site import Site, leaked_blocks
-from cluster.chaos.tally import Stroke, Tally
+from cluster.chaos.tally import FaultWindow, Tally
 from cluster.control.report import Pools
 from core.types.errors import DeployError
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 
 _POLL_S = 0.5
 _RECOVER_S = 90.0  # a replica has to start and load
@@ -38,7 +38,7 @@ class Experiment:
 
 
 async def run(
-    experiment: Experiment, site: Site, endpoint: str, access: DoorAccess, *, say: Callable[[str], None]
+    experiment: Experiment, site: Site, endpoint: str, access: EndpointAccess, *, say: Callable[[str], None]
 ) -> Tally:
     """Raises DeployError when the deployment is not whole or does not answer before anything is disturbed."""
     if not await _is_whole(site):
@@ -59,13 +59,15 @@ async def run(
         say(f"{offered} for {experiment.seconds:.0f} s; faults: {', '.join(experiment.faults) or 'none'}")
         async with asyncio.TaskGroup() as group:
             group.create_task(load.run(experiment.seconds))
-            group.create_task(_strike(experiment, Scene(site, load, random.Random(experiment.seed)), tally, say=say))
+            group.create_task(
+                _strike(experiment, FaultContext(site, load, random.Random(experiment.seed)), tally, say=say)
+            )
             group.create_task(_weigh(experiment, site, tally))
     tally.blocks_leaked = await _await_blocks(site)
     return tally
 
 
-async def _strike(experiment: Experiment, scene: Scene, tally: Tally, *, say: Callable[[str], None]) -> None:
+async def _strike(experiment: Experiment, scene: FaultContext, tally: Tally, *, say: Callable[[str], None]) -> None:
     """One fault after another, each on a whole deployment, as long as there is time to see it through."""
     end_at = time.monotonic() + experiment.seconds
     number = 0
@@ -73,7 +75,7 @@ async def _strike(experiment: Experiment, scene: Scene, tally: Tally, *, say: Ca
     while experiment.faults and time.monotonic() + experiment.rest_s < end_at:
         name = experiment.faults[number % len(experiment.faults)]
         number += 1
-        stroke = Stroke(name, "", round(tally.elapsed_s, 1))
+        stroke = FaultWindow(name, "", round(tally.elapsed_s, 1))
         tally.strokes.append(stroke)
         began_at = time.monotonic()
         stroke.target = await FAULTS[name].strike(scene)

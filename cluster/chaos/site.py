@@ -83,8 +83,8 @@ class Site:
 
     async def switch(self, replica: str) -> str:
         """`cluster switch`: what the replica will be called. Raises ClusterError."""
-        heir: str = await asyncio.to_thread(driver.ask, self._controller, "switch", replica)
-        return heir
+        successor: str = await asyncio.to_thread(driver.ask, self._controller, "switch", replica)
+        return successor
 
     async def update(self) -> bool:
         """Begin `cluster update --restart`: all replicas are replaced by others of the same spec; False where there is

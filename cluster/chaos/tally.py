@@ -21,7 +21,7 @@ class Mismatch:
 
 
 @dataclass
-class Stroke:
+class FaultWindow:
     """One fault as it happened."""
 
     fault: str
@@ -38,10 +38,10 @@ class Tally:
     began_at: float = field(default_factory=time.monotonic)
     counts: Counter[str] = field(default_factory=Counter)
     worst_pause_s: float = 0.0
-    worst_refusal_s: float = 0.0  # how long a client waited to hear that there is no room
+    worst_rejection_s: float = 0.0  # how long a client waited to hear that there is no room
     failures: list[str] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
-    strokes: list[Stroke] = field(default_factory=list)
+    strokes: list[FaultWindow] = field(default_factory=list)
     blocks_leaked: dict[str, int] = field(default_factory=dict)  # replica -> blocks
     memory_growth_mib: dict[str, float] = field(default_factory=dict)  # process -> over the second half of the run
 
@@ -87,7 +87,7 @@ class Tally:
             "seconds": round(self.elapsed_s, 1),
             **{name: self.counts[name] for name in names},
             "worst_pause_s": round(self.worst_pause_s, 3),
-            "worst_refusal_s": round(self.worst_refusal_s, 3),
+            "worst_rejection_s": round(self.worst_rejection_s, 3),
             "blocks_leaked": self.blocks_leaked,
             "memory_growth_mib": {name: round(growth, 1) for name, growth in self.memory_growth_mib.items()},
             "strokes": [asdict(stroke) for stroke in self.strokes],

@@ -16,13 +16,13 @@ import typer
 from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
 from cluster.cli.endpoint_options import ApiKeyOption, access_to
-from core.types.errors import DoorAway, Interrupted, RequestFailed, SpecError
+from core.types.errors import EndpointUnavailable, Interrupted, RequestFailed, SpecError
 
 if TYPE_CHECKING:
-    from cluster.cli.batch_door import BatchDoor
+    from cluster.cli.batch_door import BatchClient
 
 _LOOK_S, _MAX_LOOK_S = 0.5, 5.0  # each look counts for the limits of the API key
-_AWAY_S = 120.0  # without a door that answers, before waiting is given up
+_UNAVAILABLE_S = 120.0  # without a door that answers, before waiting is given up
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _SAID = 3  # problems of a file that are shown
 _DEFAULT_ENDPOINT = "/v1/chat/completions"
@@ -51,28 +51,28 @@ def batch(
     """
     if [file, resume, cancel].count(None) != 2:
         raise SpecError("give one of them: a FILE to be answered, --resume ID or --cancel ID")
-    from cluster.cli.batch_door import BatchDoor
+    from cluster.cli.batch_door import BatchClient
 
     to = _output(output, file, resume)
     url = _checked(file) if file else ""
     state = None if endpoint else find_state(name)
-    with BatchDoor(endpoint or (state.http if state else ""), access_to(state, api_key)) as door:
+    with BatchClient(endpoint or (state.http if state else ""), access_to(state, api_key)) as target:
         if cancel:
-            print(f"{cancel} is {door.cancel(cancel)['status']}", file=sys.stderr)
+            print(f"{cancel} is {target.cancel(cancel)['status']}", file=sys.stderr)
             return
         if file:
-            sent = door.send(file)
+            sent = target.send(file)
             try:
-                begun = door.create(sent["id"], endpoint=url)
+                begun = target.create(sent["id"], endpoint=url)
             except RequestFailed:
-                door.delete_file(sent["id"])
+                target.delete_file(sent["id"])
                 raise
         else:
             assert resume
-            begun = door.batch(resume)
+            begun = target.batch(resume)
         _say_begun(begun)
-        ended = _waited_for(door, begun)
-        num_lost = _written(door, ended, to)
+        ended = _waited_for(target, begun)
+        num_lost = _written(target, ended, to)
     raise typer.Exit(1 if num_lost or ended["status"] != "completed" else 0)
 
 
@@ -108,7 +108,7 @@ def _say_begun(batch: dict[str, Any]) -> None:
     print(f"{batch['id']} is {batch['status']}", file=sys.stderr)
 
 
-def _waited_for(door: BatchDoor, batch: dict[str, Any]) -> dict[str, Any]:
+def _waited_for(target: BatchClient, batch: dict[str, Any]) -> dict[str, Any]:
     """As it is at its end. Raises RequestFailed, and Exit where the user stops waiting."""
     id, heard_at, look_s = batch["id"], time.monotonic(), _LOOK_S
     try:
@@ -118,9 +118,9 @@ def _waited_for(door: BatchDoor, batch: dict[str, Any]) -> dict[str, Any]:
                 time.sleep(look_s)
                 look_s = min(_MAX_LOOK_S, 1.1 * look_s)
                 try:
-                    batch, heard_at = door.batch(id), time.monotonic()
-                except DoorAway as error:
-                    if time.monotonic() - heard_at > _AWAY_S:
+                    batch, heard_at = target.batch(id), time.monotonic()
+                except EndpointUnavailable as error:
+                    if time.monotonic() - heard_at > _UNAVAILABLE_S:
                         raise RequestFailed(f"{error}; `cluster batch --resume {id}` goes on waiting") from None
             show(batch)
     except KeyboardInterrupt:
@@ -161,7 +161,7 @@ def _progress() -> Iterator[Callable[[dict[str, Any]], None]]:
         yield show
 
 
-def _written(door: BatchDoor, batch: dict[str, Any], to: Path) -> int:
+def _written(target: BatchClient, batch: dict[str, Any], to: Path) -> int:
     """What came of it, in files; how many requests have no answer. Raises RequestFailed where none was made."""
     problems = (batch["errors"] or {}).get("data", [])
     if not batch["output_file_id"] and not batch["error_file_id"]:
@@ -171,10 +171,10 @@ def _written(door: BatchDoor, batch: dict[str, Any], to: Path) -> int:
         raise RequestFailed(f"{batch['id']} has {batch['status']}: {_told(problems)}", exit_code=2)
     counts = batch["request_counts"]
     if id := batch["output_file_id"]:
-        print(f"{_number(_fetched(door, id, to), 'answer')} in {to}")
+        print(f"{_number(_fetched(target, id, to), 'answer')} in {to}")
     if id := batch["error_file_id"]:
         errors = to.with_name(to.name.removesuffix(".jsonl") + ".errors.jsonl")
-        print(f"{_number(_fetched(door, id, errors), 'error')} in {errors}")
+        print(f"{_number(_fetched(target, id, errors), 'error')} in {errors}")
     if batch["status"] != "completed":
         why = f": {_told(problems)}" if problems else ""
         print(f"cluster: {batch['id']} has {_ENDINGS[batch['status']]}{why}", file=sys.stderr)
@@ -197,13 +197,13 @@ def _number(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _fetched(door: BatchDoor, file_id: str, to: Path) -> int:
+def _fetched(target: BatchClient, file_id: str, to: Path) -> int:
     """The whole file, or what was there before; its lines. Raises RequestFailed, SpecError."""
     try:
         with tempfile.NamedTemporaryFile(dir=to.absolute().parent, prefix=f".{to.name}-", delete=False) as made:
             path = Path(made.name)
             try:
-                num_lines = door.read(file_id, made)  # type: ignore[arg-type]
+                num_lines = target.read(file_id, made)  # type: ignore[arg-type]
                 path.replace(to)
             except BaseException:
                 path.unlink()

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from core.types.errors import DoorAway, RequestFailed, SpecError
-from core.wire.client_access import DoorAccess
+from core.types.errors import EndpointUnavailable, RequestFailed, SpecError
+from core.wire.client_access import EndpointAccess
 
 if TYPE_CHECKING:
     import httpx
@@ -19,21 +19,21 @@ _UPLOAD_S = 600.0
 _FOR_NOW = (408, 429, 500, 502, 503, 504)
 
 
-class BatchDoor:
+class BatchClient:
     """Any of a deployment's doors; close it by leaving its `with` block."""
 
-    def __init__(self, doors: str, access: DoorAccess) -> None:
+    def __init__(self, endpoints: str, access: EndpointAccess) -> None:
         """doors: http(s)://HOST:PORT, or several with commas between them. Raises SpecError."""
         import httpx
 
-        self._doors = [door.rstrip("/") for door in doors.split(",")]
-        if not all(door.startswith(("http://", "https://")) for door in self._doors):
-            raise SpecError(f"--endpoint {doors}: write http://HOST:PORT or https://HOST:PORT, of the OpenAI API")
-        verify = access.ssl_context() if self._doors[0].startswith("https://") else True
+        self._endpoints = [target.rstrip("/") for target in endpoints.split(",")]
+        if not all(target.startswith(("http://", "https://")) for target in self._endpoints):
+            raise SpecError(f"--endpoint {endpoints}: write http://HOST:PORT or https://HOST:PORT, of the OpenAI API")
+        verify = access.ssl_context() if self._endpoints[0].startswith("https://") else True
         timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
         self._client = httpx.Client(headers=access.headers, verify=verify, timeout=timeout, trust_env=False)
 
-    def __enter__(self) -> BatchDoor:
+    def __enter__(self) -> BatchClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -69,7 +69,7 @@ class BatchDoor:
                 num_lines += piece.count(b"\n")
                 into.write(piece)
         except httpx.HTTPError as error:
-            raise DoorAway(f"the answers broke off: {error or type(error).__name__}") from None
+            raise EndpointUnavailable(f"the answers broke off: {error or type(error).__name__}") from None
         finally:
             answer.close()
         return num_lines
@@ -83,22 +83,24 @@ class BatchDoor:
         """An answer that is none of an error. Raises RequestFailed, DoorAway."""
         import httpx
 
-        for door in self._doors:
+        for target in self._endpoints:
             try:
-                answer = self._client.send(self._client.build_request(method, door + path, **more), stream=is_streamed)
+                answer = self._client.send(
+                    self._client.build_request(method, target + path, **more), stream=is_streamed
+                )
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 for _, content, _ in more.get("files", {}).values():
                     content.seek(0)
                 continue
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise DoorAway(f"{door}: {error or type(error).__name__}") from None
+                raise EndpointUnavailable(f"{target}: {error or type(error).__name__}") from None
             if not answer.is_error:
                 return answer
             answer.read()
             if answer.status_code in _FOR_NOW:
-                raise DoorAway(_said(answer))
+                raise EndpointUnavailable(_said(answer))
             raise RequestFailed(_said(answer), exit_code=2)
-        raise DoorAway(f"no router answers at {','.join(self._doors)}; see `cluster status`")
+        raise EndpointUnavailable(f"no router answers at {','.join(self._endpoints)}; see `cluster status`")
 
 
 def _said(answer: httpx.Response) -> str:

@@ -40,10 +40,10 @@ class ConsoleReporter:
         else:
             now |= {replica["id"]: _plain_line(replica) for replica in replicas}
         if self._said is not None:
-            self._say_news(self._said, now)
+            self._send_report(self._said, now)
         self._said = now
 
-    def _say_news(self, before: dict[str, str], now: dict[str, str]) -> None:
+    def _send_report(self, before: dict[str, str], now: dict[str, str]) -> None:
         for subject, line in now.items():
             if before.get(subject) != line:
                 self.say(line)

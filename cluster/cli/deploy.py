@@ -76,16 +76,16 @@ def deploy(
     except BrokenPipeError:  # elsewhere that only ends the output
         raise DeployError("nobody reads this output any more; what was started is removed again") from None
     from cluster.launch.endpoints import openai_urls
-    from cluster.launch.status import with_open_doors  # it imports Ray
+    from cluster.launch.status import with_open_endpoints  # it imports Ray
 
-    doors = with_open_doors(state)
+    endpoints = with_open_endpoints(state)
     seconds = time.monotonic() - begin
     print(f"{spec.name} is ready after {seconds:.0f} s: {spec.topology}, {spec.model.source} as {spec.model.name}")
-    print(f"gRPC {doors.grpc} · OpenAI {openai_urls(doors.http)} · logs {states.log_dir(spec.name)}")
+    print(f"gRPC {endpoints.grpc} · OpenAI {openai_urls(endpoints.http)} · logs {states.log_dir(spec.name)}")
     if spec.security.tls == "off":
         print(TLS_IS_OFF)
-    if state.doors:
-        print(f"at the doors of {state.doors}, where clients ask for the model {spec.model.name}")
+    if state.endpoints:
+        print(f"at the doors of {state.endpoints}, where clients ask for the model {spec.model.name}")
     elif state.needs_keys:
         print(
             f"clients need an API key: `cluster keys create NAME`; yours is in {states.operator_key_file(state.name)}"

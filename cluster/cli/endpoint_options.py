@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from cluster.launch.state import State
-    from core.wire.client_access import DoorAccess
+    from core.wire.client_access import EndpointAccess
 
 API_KEY = "XPYD_API_KEY"
 
@@ -23,15 +23,15 @@ ApiKeyOption = Annotated[
 ]
 
 
-def access_to(state: State | None, api_key: str | None) -> DoorAccess:
+def access_to(state: State | None, api_key: str | None) -> EndpointAccess:
     """How to enter the doors of a deployment; None: of an endpoint that was named."""
-    from core.wire.client_access import DoorAccess
+    from core.wire.client_access import EndpointAccess
 
     if state is None:
-        return DoorAccess(api_key=api_key)
+        return EndpointAccess(api_key=api_key)
     if not api_key and state.needs_keys:
         from cluster.launch import operator_key
 
-        api_key = operator_key.read(state.doors or state.name)
+        api_key = operator_key.read(state.endpoints or state.name)
     is_tls = state.http.startswith("https://")
-    return DoorAccess(api_key=api_key, certificate=state.certificate, is_tls=is_tls, model=state.model)
+    return EndpointAccess(api_key=api_key, certificate=state.certificate, is_tls=is_tls, model=state.model)

@@ -10,7 +10,7 @@ import typer
 from cluster.cli.deploy import Name
 from cluster.cli.routers import Admin, RequestId, remembered
 
-_PARTS = ("wait_s", "queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
+_PARTS = ("wait_s", "queue_s", "fetch_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
 
 
 def explain(
@@ -42,7 +42,7 @@ def _options_table(options: list[dict[str, Any]]) -> str:
 
     rows = [["PREFILL", "DECODE", "PULL FROM", *(part.removesuffix("_s").upper() for part in _PARTS)]]
     for option in options:
-        names = [option["prefill"] or "-", option["decode"], option["pull_from"] or "-"]
+        names = [option["prefill"] or "-", option["decode"], option["fetch_from"] or "-"]
         rows.append([*names, *(f"{option.get(part, 0.0) * 1e3:.1f}" for part in _PARTS)])
     return columns(rows)
 

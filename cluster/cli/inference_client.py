@@ -10,7 +10,7 @@ import grpc
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as pb_grpc
 from core.types.errors import RequestFailed
-from core.wire.client_access import DoorAccess, is_from_router
+from core.wire.client_access import EndpointAccess, is_from_router
 
 _USERS_FAULT = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -23,7 +23,7 @@ _USERS_FAULT = (
 class InferenceClient:
     """Asks at one door, or at any of several; close it by leaving its `with` block."""
 
-    def __init__(self, endpoint: str, access: DoorAccess) -> None:
+    def __init__(self, endpoint: str, access: EndpointAccess) -> None:
         self._endpoint = endpoint
         self._access = access
         self._channel = access.blocking_channel(endpoint)
@@ -44,7 +44,7 @@ class InferenceClient:
         request.model = request.model or self._access.model
         deadline = time.monotonic() + timeout_s
         has_begun = False
-        for doors_left in reversed(range(len(self._endpoint.split(",")))):
+        for endpoints_left in reversed(range(len(self._endpoint.split(",")))):
             call = self._stub.Generate(request, timeout=deadline - time.monotonic(), metadata=self._access.metadata)
             try:
                 for event in call:
@@ -53,7 +53,7 @@ class InferenceClient:
                 return
             except grpc.RpcError as error:
                 is_lost = error.code() is grpc.StatusCode.UNAVAILABLE and not is_from_router(error)
-                if not is_lost or has_begun or not doors_left:
+                if not is_lost or has_begun or not endpoints_left:
                     raise self._failure(error, is_cut_off=is_lost and has_begun) from None
             finally:
                 call.cancel()

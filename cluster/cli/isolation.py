@@ -51,13 +51,13 @@ def isolation(
 
 
 def _measure(workload: Workload, state: State, api_key: str | None) -> dict[str, Any]:
-    from cluster.bench.endpoints import open_door
+    from cluster.bench.endpoints import open_endpoint
 
     async def run() -> dict[str, Any]:
-        async with open_door(state.grpc, access_to(state, api_key)) as door:
+        async with open_endpoint(state.grpc, access_to(state, api_key)) as endpoint:
 
             async def ask(token_ids: list[int], max_tokens: int) -> AsyncIterator[int]:
-                async with aclosing(door.ask(token_ids, max_tokens=max_tokens, timeout_s=_ANSWER_S)) as items:
+                async with aclosing(endpoint.ask(token_ids, max_tokens=max_tokens, timeout_s=_ANSWER_S)) as items:
                     async for item in items:
                         if isinstance(item, int):
                             yield item

@@ -13,7 +13,7 @@ from cluster.cli.deploy import Name
 from core.types.errors import DeployError
 
 if TYPE_CHECKING:
-    from core.types.api_key import ApiKey, KeyBook, KeyChange
+    from core.types.api_key import ApiKey, KeyChange, KeyRegistry
 
 keys = typer.Typer(help="The API keys of clients: who may ask, as whom, and how much.", no_args_is_help=True)
 
@@ -60,14 +60,14 @@ def list_keys(
     name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False
 ) -> None:
     """Show every key, without its secret, which nobody has but its client."""
-    book: KeyBook = ask_deployed(name, "keys", by_certificate=True)
+    registry: KeyRegistry = ask_deployed(name, "keys", by_certificate=True)
     if as_json:
-        print(json.dumps([_public(one) for one in book.keys], indent=1))
+        print(json.dumps([_public(one) for one in registry.keys], indent=1))
         return
     from cluster.cli.console import columns
 
     rows = [["NAME", "ID", "TENANT", "RPM", "TPM", "CONCURRENCY", "MAX TOKENS", "PRIORITY"]]
-    for one in book.keys:
+    for one in registry.keys:
         limits = (one.rpm, one.tpm, one.concurrency, one.max_tokens)
         bounds = ":".join(map(str, one.priorities)) if one.priorities else "-"
         rows.append([one.name, one.id, one.tenant, *("-" if limit is None else str(limit) for limit in limits), bounds])
@@ -80,13 +80,13 @@ def revoke(
     name: Name = None,
 ) -> None:
     """Let nobody in by this key any more: every router refuses it within a second. What runs goes on to its end."""
-    book: KeyBook = ask_deployed(name, "keys", by_certificate=True)
-    revoked = book.find(key)
+    registry: KeyRegistry = ask_deployed(name, "keys", by_certificate=True)
+    revoked = registry.find(key)
     change: KeyChange = ask_deployed(name, "revoke_key", revoked, by_certificate=True)
-    away = (
+    unavailable = (
         "" if change.is_told else "Redis is away: routers that run let it in until it is back; one that starts does not"
     )
-    if problems := [problem for problem in (away, change.problem) if problem]:
+    if problems := [problem for problem in (unavailable, change.problem) if problem]:
         raise DeployError(f"{revoked.id} of {revoked.name} is revoked, but {'; and '.join(problems)}")
     print(f"{revoked.id} of {revoked.name} is revoked")
 

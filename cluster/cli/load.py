@@ -21,7 +21,7 @@ from core.types.errors import SpecError
 
 if TYPE_CHECKING:
     from cluster.launch.state import State
-    from core.wire.client_access import DoorAccess
+    from core.wire.client_access import EndpointAccess
 
 
 def load(
@@ -73,23 +73,23 @@ def load(
             rate=poisson, num_requests=requests or 100, num_tokens=prompt_tokens, num_output=output_tokens, seed=seed
         )
     state = None if endpoint else find_state(name)
-    door = endpoint or (_door(state, http=http) if state else "")
+    target = endpoint or (_endpoint(state, http=http) if state else "")
     access = access_to(state, api_key)
     slo = (slo_ttft_ms, slo_itl_ms)
-    report = _measure(asked, door, access, seed=seed, timeout_s=timeout, slo=slo)
+    report = _measure(asked, target, access, seed=seed, timeout_s=timeout, slo=slo)
     report |= _predict(asked, state, slo=slo)
     print(json.dumps(report, indent=1) if as_json else _table(report))
     raise typer.Exit(1 if report["failed"] else 0)
 
 
-def _door(state: State, *, http: bool) -> str:
+def _endpoint(state: State, *, http: bool) -> str:
     return state.http if http else state.grpc
 
 
 def _measure(
     asked: Sequence[TraceRequest],
     endpoint: str,
-    access: DoorAccess,
+    access: EndpointAccess,
     *,
     seed: int,
     timeout_s: float,
@@ -97,14 +97,14 @@ def _measure(
 ) -> dict[str, Any]:
     import asyncio
 
-    from cluster.bench.endpoints import open_door
+    from cluster.bench.endpoints import open_endpoint
     from cluster.bench.measured import summary
     from cluster.bench.replay import Answered, replay
 
     async def run() -> list[Answered]:
         with _progress(len(asked)) as advance:
-            async with open_door(endpoint, access) as door:
-                return await replay(asked, door, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
+            async with open_endpoint(endpoint, access) as target:
+                return await replay(asked, target, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
 
     slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
     return summary(asyncio.run(run()), slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
@@ -123,11 +123,11 @@ def _predict(
         controller = join_controller(state)
         from cluster.launch.driver import ask
         from core.spec.schema import Spec
-        from core.trace.traffic import ReplicaNews
+        from core.trace.traffic import ReplicaReport
         from planner.autoscaler.live_prediction import predict_load
 
         spec = Spec.model_validate(ask(controller, "status")["spec"])
-        replicas = [ReplicaNews.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
+        replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
         slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
         return {"predicted": predict_load(spec, replicas, asked, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)}
     except ClusterError as error:

@@ -84,8 +84,8 @@ def logs(
 ) -> None:
     """Show the last lines that a replica has written, or the router or the controller."""
     state = find_state(name, by_certificate=True)
-    if state.doors and replica == "router":
-        raise SpecError(f"its routers are those of {state.doors}: `cluster logs router --name {state.doors}`")
+    if state.endpoints and replica == "router":
+        raise SpecError(f"its routers are those of {state.endpoints}: `cluster logs router --name {state.endpoints}`")
     controller = join_controller(state)
     from cluster.launch.driver import ask
 

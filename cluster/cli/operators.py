@@ -44,7 +44,7 @@ def create(
     PersonFile.check_free(file)
     keys = KeyPair()
     address, certificate = ask_deployed(name, "add_person", person, role, keys.request, days=days)
-    PersonFile(address=address, identity=Identity(who, keys.papers(certificate))).save(file)
+    PersonFile(address=address, identity=Identity(who, keys.tls_credentials(certificate))).save(file)
     days_left = f"{certificate.life_s / 86_400:.4g} days"
     print(f"{person} may operate {state.name} as {role} for {days_left}, by {socket.gethostname()}:{file.absolute()}")
 

@@ -77,7 +77,7 @@ def plan(
         block_size=given.kv.block_size,
         kv_tokens=simulator.profile.kv.pool_tokens,
         host_tokens=host_tokens,
-        pulls=True,
+        prefix_fetches=True,
     )
     found = make_plan(
         setup,

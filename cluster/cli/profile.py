@@ -23,7 +23,7 @@ from core.types.errors import ClusterError, SpecError
 
 if TYPE_CHECKING:
     from core.types.step_timing import StepTiming
-    from core.wire.client_access import DoorAccess
+    from core.wire.client_access import EndpointAccess
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
 _LATENCY_S = 0.003  # of a link, where it is not measured
@@ -64,7 +64,7 @@ def profile(
     model_dir = resolve(model)
     of = {"dtype": dtype, "weights": weights, "pool_dtype": pool_dtype, "threads": threads}
     if live:
-        steps = _learnt(*_router(name, endpoint, admin, api_key))
+        steps = _learned(*_router(name, endpoint, admin, api_key))
     else:
         count = replicas or 2 * (os.cpu_count() or 1)
         steps = _measured(model_dir, of, wire_dtype=wire_dtype, num_replicas=count, seconds=seconds)
@@ -120,14 +120,14 @@ def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
     return {"steps": asdict(prefill) | {"context_s": decode.context_s}, "decode_steps": asdict(decode)}
 
 
-def _learnt(http: str, access: DoorAccess, metrics: str) -> dict[str, Any]:
-    from cluster.bench.learned_rates import parse_learnt
+def _learned(http: str, access: EndpointAccess, metrics: str) -> dict[str, Any]:
+    from cluster.bench.learned_rates import parse_learned
     from core.types.request import Role
     from planner.simulator.learnt_drafts import by_place
 
-    learnt = parse_learnt(metrics)
-    drafts = by_place(learnt.drafted, learnt.accepted, num_steps=learnt.num_row_steps)
-    prefill, decode = learnt.steps[Role.PREFILL], learnt.steps[Role.DECODE]
+    learned = parse_learned(metrics)
+    drafts = by_place(learned.drafted, learned.accepted, num_steps=learned.num_row_steps)
+    prefill, decode = learned.steps[Role.PREFILL], learned.steps[Role.DECODE]
     request_s = max(0.0, asyncio.run(_first_token_s(http, access)) - prefill.prefill_s(_SHORT, after=0, chunk=_SHORT))
     return {
         "derivation": [
@@ -141,13 +141,13 @@ def _learnt(http: str, access: DoorAccess, metrics: str) -> dict[str, Any]:
         **_steps(prefill, decode),
         "slowdown": [],
         "drafts": drafts and drafts.model_dump(),
-        "link": {"latency_s": _LATENCY_S, "bytes_per_s": learnt.link_bytes_per_s},
+        "link": {"latency_s": _LATENCY_S, "bytes_per_s": learned.link_bytes_per_s},
     }
 
 
 def _router(
     name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
-) -> tuple[str, DoorAccess, str]:
+) -> tuple[str, EndpointAccess, str]:
     """A router's HTTP door, how to enter it, and its metrics: of any one, for they all hear of every replica."""
     from cluster.launch.router_admin import ask_at, ask_routers
 
@@ -165,18 +165,18 @@ def _router(
     return http, access, answers[0].body.decode()
 
 
-async def _first_token_s(http: str, access: DoorAccess) -> float:
+async def _first_token_s(http: str, access: EndpointAccess) -> float:
     """Of short prompts, one after the other, while nothing else is asked for."""
-    from cluster.bench.endpoints import open_door
+    from cluster.bench.endpoints import open_endpoint
     from cluster.bench.replay import replay
     from core.trace.trace import TraceRequest
 
     seed = secrets.randbits(32)  # nothing of these prompts is cached
-    async with open_door(http, access) as door:
+    async with open_endpoint(http, access) as target:
         answers = []
         for number in range(_NUM_SHORT):
             request = TraceRequest(number=number, arrival_s=0.0, num_tokens=_SHORT, num_output=2, ids=None)
-            answers += await replay([request], door, seed=seed, timeout_s=60.0)
+            answers += await replay([request], target, seed=seed, timeout_s=60.0)
     return statistics.median(answer.ttft_s for answer in answers)
 
 

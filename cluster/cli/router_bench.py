@@ -69,9 +69,10 @@ def _counts(streams: str) -> list[int]:
 
 def lines(result: dict[str, Any], *, rate: float) -> Iterator[str]:
     """rate: tokens a second that all streams were to get. What did not come tells of the machine, and is said."""
-    for door, costs in result["costs"].items():
+    for endpoint, costs in result["costs"].items():
         yield (
-            f"{door}: {costs['request_ms']:.2f} ms of processor a request, {costs['token_ms']:.4f} a token; one core "
+            f"{endpoint}: {costs['request_ms']:.2f} ms of processor a request, {costs['token_ms']:.4f} a token; one "
+            f"core "
             f"takes {costs['requests_per_core_s']} requests/s"
         )
     for row in result["prompts"]:

@@ -48,7 +48,7 @@ def simulate(
     kv_tokens_per_replica: Annotated[int | None, typer.Option(min=1, help="Default: the profile's.")] = None,
     block_size: BlockSize = 64,
     host_tokens: HostTokens = 0,
-    pull: Annotated[bool, typer.Option(help="Policy cost: replicas may fetch blocks from each other.")] = True,
+    fetch: Annotated[bool, typer.Option(help="Policy cost: replicas may fetch blocks from each other.")] = True,
     eviction: EvictionName = _REUSE,
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
@@ -76,7 +76,7 @@ def simulate(
         block_size=block_size,
         kv_tokens=kv_tokens,
         host_tokens=host_tokens,
-        pulls=pull and policy == "cost",
+        prefix_fetches=fetch and policy == "cost",
         eviction=_REUSE if eviction == "reuse" else eviction,
     )
     requests = read_trace(

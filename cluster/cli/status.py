@@ -77,6 +77,8 @@ def as_text(report: DeploymentReport) -> str:
     ready = "ready" if report["ready"] else "not ready"
     wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
     ends = report["endpoints"]
-    doors = f" · gRPC {ends['grpc']} · OpenAI {openai_urls(ends['http'])} · admin {', '.join(ends['admin']) or 'none'}"
-    shown = doors if ends["grpc"] else ", as the controller sees it"
+    endpoints = (
+        f" · gRPC {ends['grpc']} · OpenAI {openai_urls(ends['http'])} · admin {', '.join(ends['admin']) or 'none'}"
+    )
+    shown = endpoints if ends["grpc"] else ", as the controller sees it"
     return "\n".join([f"{report['name']} is {ready}: {wanted}{shown}", columns(rows), *notes])

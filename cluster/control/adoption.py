@@ -8,7 +8,7 @@ import logging
 from cluster.control.desired_state import Desired
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.replica import number_of, role_of
-from cluster.control.replica_life import ReplicaLife
+from cluster.control.replica_life import ReplicaLifecycle
 from core.types.errors import RankUnreachable, ReplicaFailed
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ _TRY_AGAIN_S = 1.0
 _ADOPT_S = 30.0  # `cluster status` waits for it
 
 
-async def adopt_all(name: str, desired: Desired | None) -> list[ReplicaLife]:
+async def adopt_all(name: str, desired: Desired | None) -> list[ReplicaLifecycle]:
     """The replicas that an earlier life of the controller started, in the order of their numbers; what is not whole is
     removed, and all of it where nothing is desired. Within 30 s.
 
@@ -27,14 +27,14 @@ async def adopt_all(name: str, desired: Desired | None) -> list[ReplicaLife]:
     lives = await asyncio.gather(*(_adopt(replica, name, desired) for replica in found), return_exceptions=True)
     if problems := [life for life in lives if isinstance(life, BaseException)]:
         raise problems[0]
-    return [life for life in lives if isinstance(life, ReplicaLife)]
+    return [life for life in lives if isinstance(life, ReplicaLifecycle)]
 
 
-async def _adopt(replica: str, name: str, desired: Desired | None) -> ReplicaLife | None:
+async def _adopt(replica: str, name: str, desired: Desired | None) -> ReplicaLifecycle | None:
     try:
         if desired is None:
             raise ReplicaFailed("nothing is desired")
-        life = ReplicaLife(replica, desired.as_made(replica, role_of(replica)))
+        life = ReplicaLifecycle(replica, desired.as_made(replica, role_of(replica)))
         async with asyncio.timeout(_ADOPT_S):
             while not await _is_reached(life):
                 await asyncio.sleep(_TRY_AGAIN_S)
@@ -46,7 +46,7 @@ async def _adopt(replica: str, name: str, desired: Desired | None) -> ReplicaLif
     return life
 
 
-async def _is_reached(life: ReplicaLife) -> bool:
+async def _is_reached(life: ReplicaLifecycle) -> bool:
     """Adopt it, unless the network is in the way: that may be for a moment, as where this host has just come back."""
     try:
         await life.adopt()

@@ -15,18 +15,18 @@ from core.types.launch import Launch
 logger = logging.getLogger(__name__)
 
 
-class BorrowerList:
+class AttachedList:
     """Of one deployment's doors. Keeps what it has read: nearly always nothing has changed."""
 
-    def __init__(self, doors: str) -> None:
+    def __init__(self, endpoints: str) -> None:
         """doors: whose they are."""
-        self._doors = doors
+        self._endpoints = endpoints
         self._read: dict[str, tuple[bytes, Launch | None]] = {}  # what was stored; None: no borrower of these doors
 
     def launches(self) -> list[Launch]:
         """How the processes of each were started. Raises DeployError where Ray's store does not answer."""
         try:
-            stored = {name: desired_state.stored(name) for name in name_lock.claimed() if name != self._doors}
+            stored = {name: desired_state.stored(name) for name in name_lock.claimed() if name != self._endpoints}
         except (RayError, OSError) as error:
             raise DeployError(f"Ray's own store does not answer: {' '.join(str(error).split())}") from error
         self._read = {name: self._known(name, text) for name, text in stored.items() if text}
@@ -37,8 +37,8 @@ class BorrowerList:
         if known and known[0] == text:
             return known
         try:
-            names = json.loads(text)["spec"].get("router", {}).get("doors")
-            return text, desired_state.Desired.from_json(text).launch if names == self._doors else None
+            names = json.loads(text)["spec"].get("router", {}).get("endpoints")
+            return text, desired_state.Desired.from_json(text).launch if names == self._endpoints else None
         except (
             ClusterError,
             ValueError,
@@ -50,6 +50,6 @@ class BorrowerList:
             return text, known[1] if known else None
 
 
-def borrowers_of(doors: str) -> list[str]:
+def attached_to(endpoints: str) -> list[str]:
     """Their names. Raises DeployError."""
-    return sorted(launch.spec.name for launch in BorrowerList(doors).launches())
+    return sorted(launch.spec.name for launch in AttachedList(endpoints).launches())

@@ -16,7 +16,7 @@ from cluster.control import scaling_history
 from cluster.control.desired_state import Desired
 from cluster.control.placement import live_nodes
 from cluster.control.scaling_history import ScalingHistory
-from cluster.control.traffic_log import TrafficBook
+from cluster.control.traffic_log import TrafficLog
 from cluster.ray.node_task import run_on
 from cluster.rollout.role_pools import RolePools
 from core.trace.traffic import ShownDecision
@@ -24,7 +24,7 @@ from core.types.errors import ClusterError
 from core.types.request import Role
 from core.types.role_switch import hindrance
 from planner.autoscaler.decide import AutoscaleState
-from planner.autoscaler.live_observation import LiveSight
+from planner.autoscaler.live_observation import LiveObservation
 from planner.autoscaler.observation import ChangePrice
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.scaling_decision import ScalingDecision
@@ -39,7 +39,7 @@ _DECIDE_S = 120.0  # a decision takes no longer
 _USUAL_START_S, _USUAL_DRAIN_S, _USUAL_SWITCH_S = 60.0, 10.0, 2.0  # until they are measured
 
 Scale = Callable[[dict[str, int]], Awaitable[Any]]
-Decide = Callable[[AutoscaleState, LiveSight], Awaitable[tuple[AutoscaleState, ScalingDecision]]]
+Decide = Callable[[AutoscaleState, LiveObservation], Awaitable[tuple[AutoscaleState, ScalingDecision]]]
 
 
 class HistoryStore(Protocol):
@@ -60,7 +60,7 @@ class AutoscaleReport(TypedDict):
     replicas: list[dict[str, Any]]  # ReplicaNews, as a router knows them: what is simulated goes by their rates
 
 
-async def _decide_beside(state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState, ScalingDecision]:
+async def _decide_beside(state: AutoscaleState, sight: LiveObservation) -> tuple[AutoscaleState, ScalingDecision]:
     """In a process of Ray's on the head: the controller answers meanwhile."""
     from planner.autoscaler.decide_live import decide_live  # with the simulator, of which this process has no use
 
@@ -78,7 +78,7 @@ class Autoscaling:
         self,
         name: str,
         pools: Mapping[Role, RolePools],
-        book: TrafficBook,
+        traffic_log: TrafficLog,
         *,
         desired: Callable[[], Desired | None],
         scale: Scale,
@@ -86,7 +86,7 @@ class Autoscaling:
         store: HistoryStore = scaling_history,
     ) -> None:
         self._pools = pools
-        self._book = book
+        self._traffic_log = traffic_log
         self._desired = desired
         self._scale = scale
         self._decide = decide
@@ -107,7 +107,7 @@ class Autoscaling:
             "history": self._history,
             "problem": self._problem,
             "decisions": [decision.as_dict() for decision in self._decisions],
-            "replicas": [asdict(replica) for replica in self._book.replicas],
+            "replicas": [asdict(replica) for replica in self._traffic_log.replicas],
         }
 
     def shown(self) -> tuple[ShownDecision, ...]:
@@ -173,17 +173,17 @@ class Autoscaling:
         self._problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         logger.warning("nothing is decided of the pools' sizes: %s", self._problem)
 
-    def _sight(self, desired: Desired) -> LiveSight:
+    def _sight(self, desired: Desired) -> LiveObservation:
         pools = self._pools
         drain_s = _mean([s for pool in pools.values() for s in pool.drain_times_s], _USUAL_DRAIN_S)
         switches = [max(0.0, s - drain_s) for pool in pools.values() for s in pool.switch_times_s]
-        return LiveSight(
+        return LiveObservation(
             spec=desired.spec,
             now_s=time.monotonic(),
             time_s=time.time(),
-            requests=self._book.recent(),
-            replicas=self._book.replicas,
-            num_waiting=self._book.num_waiting,
+            requests=self._traffic_log.recent(),
+            replicas=self._traffic_log.replicas,
+            num_waiting=self._traffic_log.num_waiting,
             price=ChangePrice(
                 start_prefill_s=_mean(pools[Role.PREFILL].start_times_s, _USUAL_START_S),
                 start_decode_s=_mean(pools[Role.DECODE].start_times_s, _USUAL_START_S),

@@ -28,12 +28,12 @@ from cluster.control.replica import replica_id, role_of
 from cluster.control.report import ControllerReport
 from cluster.control.role_switches import RoleSwitches
 from cluster.control.traffic_capture import CaptureReport
-from cluster.control.traffic_log import TrafficBook
+from cluster.control.traffic_log import TrafficLog
 from cluster.ray import authority_store
 from cluster.ray.cleanup import remove_remains
 from cluster.ray.node_logs import RouterLogs
 from cluster.ray.rank_logs import read_rank
-from cluster.rollout.revision_reporter import RevisionTeller
+from cluster.rollout.revision_reporter import RevisionReporter
 from cluster.rollout.role_pools import RolePools, pool_of
 from cluster.rollout.update import UpdateOptions
 from cluster.rollout.updater import Updater
@@ -43,8 +43,8 @@ from core.identity.process_name import ProcessName
 from core.process.log import LogPart, read_log, redirect_output
 from core.spec.loader import parse_spec
 from core.spec.schema import MAX_REPLICAS, AutoscaleSpec, Spec
-from core.trace.traffic import TrafficAnswer, TrafficNews
-from core.types.api_key import ApiKey, KeyBook, KeyChange
+from core.trace.traffic import TrafficAnswer, TrafficReport
+from core.types.api_key import ApiKey, KeyChange, KeyRegistry
 from core.types.errors import DeployError, SpecError
 from core.types.launch import Launch
 from core.types.request import Role
@@ -78,7 +78,7 @@ class Controller:
         self._router_logs = RouterLogs()
         self._people = PersonBook(name)
         self._people_door = PeopleDoor(self, self._people)
-        self._traffic = TrafficBook()
+        self._traffic = TrafficLog()
         self._capture = CurrentCapture(self._traffic)
         self._autoscaling = Autoscaling(
             name,
@@ -172,9 +172,9 @@ class Controller:
         await self._has_adopted.wait()
         pool_of(replica, self._pools)
         self._updates.check_none(self._known)
-        heir = self._switches.ask(self._known, replica)
+        successor = self._switches.ask(self._known, replica)
         self._desire_changed()
-        return heir
+        return successor
 
     async def drain(self, replica: str) -> None:
         """Let one replica finish its work, or hand it over, and leave; a fresh one under a new id takes its place."""
@@ -211,9 +211,9 @@ class Controller:
             raise SpecError(f"{name.uri} is no process of {self._name}")
         return authority_store.find(self._known.spec).issue(name, request)
 
-    async def keys(self) -> KeyBook:
+    async def keys(self) -> KeyRegistry:
         """The API keys of clients; no secret is in it."""
-        return self._key_keeper.book
+        return self._key_keeper.registry
 
     async def add_key(self, key: ApiKey) -> KeyChange:
         """Clients that show its secret are let in. Raises SpecError when its name is taken."""
@@ -242,9 +242,9 @@ class Controller:
         """Nobody operates by this person's certificate any more. Raises SpecError."""
         self._people.remove(name)
 
-    async def note_traffic(self, news: TrafficNews) -> TrafficAnswer:
+    async def note_traffic(self, traffic_report: TrafficReport) -> TrafficAnswer:
         """What a router has seen."""
-        return TrafficAnswer(life=self._traffic.note(news), scaling=self._autoscaling.shown())
+        return TrafficAnswer(life=self._traffic.note(traffic_report), scaling=self._autoscaling.shown())
 
     async def start_capture(self, *, max_bytes: int) -> None:
         """Traffic from now on goes to a file on the head. Raises SpecError while there is one already."""
@@ -326,7 +326,9 @@ class Controller:
         return replica
 
     def _make_updater(self, desired: Desired) -> Updater:
-        return Updater(self._pools, teller=RevisionTeller(desired.launch), save=lambda: desired_store.save(self._known))
+        return Updater(
+            self._pools, reporter=RevisionReporter(desired.launch), save=lambda: desired_store.save(self._known)
+        )
 
     def _desire_changed(self) -> None:
         desired_store.save(self._known)

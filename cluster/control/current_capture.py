@@ -6,16 +6,16 @@ from pathlib import Path
 from time import monotonic
 
 from cluster.control.traffic_capture import CaptureReport, TrafficCapture
-from cluster.control.traffic_log import TrafficBook
+from cluster.control.traffic_log import TrafficLog
 from core.types.errors import SpecError
 
 
 class CurrentCapture:
     """Lives on the controller's event loop, and with that one: a controller that restarts has none."""
 
-    def __init__(self, book: TrafficBook) -> None:
+    def __init__(self, traffic_log: TrafficLog) -> None:
         """book: by whose clock, time.monotonic, requests arrive; it tells of those that are over."""
-        self._book = book
+        self._traffic_log = traffic_log
         self._capture: TrafficCapture | None = None
 
     def start(self, log_dir: str, *, max_bytes: int) -> None:
@@ -23,7 +23,7 @@ class CurrentCapture:
         if self._capture:
             raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
         self._capture = TrafficCapture(_path(log_dir), begin_s=monotonic(), max_bytes=max_bytes)
-        self._book.ended = self._capture.note
+        self._traffic_log.ended = self._capture.note
 
     def report(self) -> CaptureReport | None:
         """None: there is none."""
@@ -38,7 +38,7 @@ class CurrentCapture:
     def stop(self) -> None:
         """It is over, and its file is removed."""
         if self._capture:
-            self._book.ended = lambda seen: None
+            self._traffic_log.ended = lambda seen: None
             self._capture.remove()
             self._capture = None
 
@@ -49,4 +49,4 @@ def remove_an_earlier_ones(log_dir: str) -> None:
 
 
 def _path(log_dir: str) -> Path:
-    return Path(log_dir).parent / "trail" / "capture.jsonl"
+    return Path(log_dir).parent / "audit_log" / "capture.jsonl"

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.ray.store import StoreEntry
 from cluster.rollout.update import Update
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.spec.schema import AutoscaleSpec, Spec
 from core.types.json_records import known_fields
@@ -110,7 +110,7 @@ class Desired:
             launch=Launch(
                 spec=parse_spec(tree["spec"], origin="the stored spec"),
                 log_dir=tree["log_dir"],
-                credentials=Credentials(secret=secret, index_url=tree["index_url"]),
+                credentials=DeploymentSecrets(secret=secret, index_url=tree["index_url"]),
             ),
             parts=Parts(**known_fields(Parts, tree["parts"])),
             next_number=_by_role(tree["next_number"]),

@@ -24,7 +24,7 @@ from core.index.key_channel import KeyPublisher
 from core.index.redis_client import RedisReach, connect_redis
 from core.process.atomic_file import write_whole
 from core.process.supervisor import Supervisor
-from core.types.api_key import ApiKey, KeyBook, KeyChange
+from core.types.api_key import ApiKey, KeyChange, KeyRegistry
 from core.types.errors import DeployError, SpecError
 from core.types.launch import Launch
 
@@ -39,13 +39,13 @@ def key_file(log_dir: str) -> Path:
     return Path(log_dir).parent / _FILE
 
 
-def read_book(file: Path) -> KeyBook:
+def read_registry(file: Path) -> KeyRegistry:
     """What a key file holds; an empty book where there is no such file. Raises DeployError where it cannot be read:
     an empty book in its place would lock all clients out, and be written over it."""
     try:
-        return KeyBook.from_json(file.read_bytes())
+        return KeyRegistry.from_json(file.read_bytes())
     except FileNotFoundError:
-        return KeyBook()
+        return KeyRegistry()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no book of API keys"
         raise DeployError(
@@ -58,40 +58,40 @@ class KeyKeeper:
 
     def __init__(self, launch: Launch) -> None:
         name, credentials = launch.spec.name, launch.credentials
-        self._doors = launch.spec.router.doors  # of another deployment
+        self._endpoints = launch.spec.router.endpoints  # of another deployment
         self._file = key_file(launch.log_dir)
         self._entry = _entry(name)
-        self.book = self._load()
+        self.registry = self._load()
         self._problem = ""  # of saving it
-        if self.book.version and self._save():  # either place may have lost them: a head with a new disk, the file
+        if self.registry.version and self._save():  # either place may have lost them: a head with a new disk, the file
             logger.warning("%s", self._problem)
         self._publisher = KeyPublisher(
-            connect_redis(credentials.index_url), name=name, seal_key=credentials.key(Purpose.API_KEYS)
+            connect_redis(credentials.index_url), name=name, signing_key=credentials.key(Purpose.API_KEYS)
         )
         self._reach = RedisReach("routers hear of the API keys when it is back")
         self._is_closing = False
-        self._telling = Supervisor().start("telling routers the keys", self._tell_forever)
+        self._telling = Supervisor().start("telling routers the keys", self._report_forever)
 
     async def add(self, key: ApiKey) -> KeyChange:
         """Routers take it within a second of being told. Raises SpecError when its name is taken, and DeployError when
         it cannot be saved: then nothing has changed."""
-        if self._doors:
-            raise SpecError(f"its doors are those of {self._doors}, whose keys count: add --name {self._doors}")
-        book = self.book.with_key(key)
+        if self._endpoints:
+            raise SpecError(f"its doors are those of {self._endpoints}, whose keys count: add --name {self._endpoints}")
+        registry = self.registry.with_key(key)
         try:
-            write_whole(self._file, book.to_json())
-            self._entry.put(book.to_json())
+            write_whole(self._file, registry.to_json())
+            self._entry.put(registry.to_json())
         except DeployError as error:
             with suppress(DeployError):
-                write_whole(self._file, self.book.to_json())
+                write_whole(self._file, self.registry.to_json())
             raise DeployError(f"the key is not made: {error}") from error
-        self.book = book
+        self.registry = registry
         return KeyChange(key=key, is_told=await self._tell())
 
     async def revoke(self, key: ApiKey) -> KeyChange:
         """Routers refuse it within a second of being told, also where that cannot be saved. Does nothing where it is
         revoked already: Ray asks a controller that comes back once more what it was asked when it died."""
-        self.book = self.book.without(key)
+        self.registry = self.registry.without(key)
         is_told = await self._tell()
         return KeyChange(key=key, is_told=is_told, problem=self._save())
 
@@ -103,46 +103,46 @@ class KeyKeeper:
         self._save_if_needed()
         await self._publisher.close()
 
-    async def _tell_forever(self) -> None:
-        cleared: KeyBook | None = None
+    async def _report_forever(self) -> None:
+        cleared: KeyRegistry | None = None
         while not self._is_closing:  # redis-py may swallow a cancellation
-            told = self.book if await self._tell() else None
+            told = self.registry if await self._tell() else None
             self._save_if_needed()
             await asyncio.sleep(_TELL_S)
             if told and told != cleared and await self._clear(told):  # by now no router counts for other keys
                 cleared = told
 
-    async def _clear(self, told: KeyBook) -> bool:
+    async def _clear(self, told: KeyRegistry) -> bool:
         """Forget what was counted for keys that are no more; False: Redis is away."""
         try:
-            await self._publisher.forget_others({key.id for book in (told, self.book) for key in book.keys})
+            await self._publisher.forget_others({key.id for registry in (told, self.registry) for key in registry.keys})
         except RedisError:
             return False
         return True
 
     async def _tell(self) -> bool:
         try:
-            await self._publisher.publish(self.book)
+            await self._publisher.publish(self.registry)
             self._reach.found()
             return True
         except RedisError as error:
             self._reach.missed(error)
             return False
 
-    def _load(self) -> KeyBook:
+    def _load(self) -> KeyRegistry:
         """What was saved last; an empty book where nothing ever was. Raises DeployError."""
         stored = self._entry.get()  # newer than the file, where there is one: the file is of an earlier deployment
-        return read_book(self._file) if stored is None else KeyBook.from_json(stored)
+        return read_registry(self._file) if stored is None else KeyRegistry.from_json(stored)
 
     def _save(self) -> str:
         """What is not saved yet, and what follows from that; empty: all is."""
         problems = []
         try:
-            self._entry.put(self.book.to_json())
+            self._entry.put(self.registry.to_json())
         except DeployError as error:
             problems.append(f"{error}; until it does, a controller that restarts would not know of it")
         try:
-            write_whole(self._file, self.book.to_json())
+            write_whole(self._file, self.registry.to_json())
         except DeployError as error:
             problems.append(f"{error}; until that is mended, the next deployment of this name would not know of it")
         self._problem = "; and ".join(problems)
@@ -150,7 +150,7 @@ class KeyKeeper:
 
     def _save_if_needed(self) -> None:
         if self._problem and not self._save():
-            logger.info("the API keys are saved, version %d", self.book.version)
+            logger.info("the API keys are saved, version %d", self.registry.version)
 
 
 def forget(name: str) -> None:

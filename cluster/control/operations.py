@@ -28,7 +28,7 @@ from core.process.json_lines import append_line
 from core.process.log import LogPart
 from core.rpc import operate_pb2 as pb
 from core.rpc import operate_pb2_grpc as rpc
-from core.types.api_key import ApiKey, KeyBook, KeyChange, read_key
+from core.types.api_key import ApiKey, KeyChange, KeyRegistry, read_key
 from core.types.errors import ClusterError, DeployError, SpecError
 from core.types.request import Role
 from core.wire.call_errors import abort_with
@@ -53,7 +53,7 @@ class Operated(Protocol):
     async def scale(self, replicas: dict[str, int], *, wait_for_nodes: bool = False) -> dict[str, tuple[int, int]]: ...
     async def drain(self, replica: str) -> None: ...
     async def switch(self, replica: str) -> str: ...
-    async def keys(self) -> KeyBook: ...
+    async def keys(self) -> KeyRegistry: ...
     async def add_key(self, key: ApiKey) -> KeyChange: ...
     async def revoke_key(self, key: ApiKey) -> KeyChange: ...
 
@@ -66,17 +66,17 @@ def _command(method: Method) -> Method:
         who = self.who(context)
         if who is None:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this certificate is not, or no longer, let in here")
-        answer, refused, said = None, None, "it did not come to its end"
+        answer, rejected, said = None, None, "it did not come to its end"
         try:
             answer = await method(self, request, context)
             said = ""
         except ClusterError as error:
-            refused, said = error, str(error)
+            rejected, said = error, str(error)
         finally:  # before anybody is told
             if not isinstance(request, _LOOKS):
                 self.note(str(who), context.peer(), method.__name__, request, said)
-        if refused:
-            await abort_with(context, refused)
+        if rejected:
+            await abort_with(context, rejected)
         return answer
 
     return cast(Method, call)
@@ -85,24 +85,24 @@ def _command(method: Method) -> Method:
 class Operations(rpc.OperationsServicer):
     """A server of its own. Lives on the controller's event loop."""
 
-    def __init__(self, controller: Operated, book: PersonBook, server: aio.Server, *, trail: Path) -> None:
+    def __init__(self, controller: Operated, book: PersonBook, server: aio.Server, *, audit_log: Path) -> None:
         self._controller = controller
         self._book = book
         self._server = server
-        self._trail = trail
+        self._audit_log = audit_log
         self.port = 0  # once it listens
         rpc.add_OperationsServicer_to_server(self, server)
 
     @classmethod
     async def open(
-        cls, controller: Operated, book: PersonBook, address: str, identity: Identity, *, trail: Path
+        cls, controller: Operated, book: PersonBook, address: str, identity: Identity, *, audit_log: Path
     ) -> Operations:
         """Listen at HOST:PORT, as `identity`. trail: the file that is written of who has changed what.
 
         Raises DeployError.
         """
         server = make_server(identity)
-        operations = cls(controller, book, server, trail=trail)
+        operations = cls(controller, book, server, audit_log=audit_log)
         try:
             operations.port = listen(server, address, identity)
         except RuntimeError as error:
@@ -168,7 +168,7 @@ class Operations(rpc.OperationsServicer):
         asked = MessageToDict(request, preserving_proto_field_name=True)
         asked.pop("key", None)  # its name is beside it; the hash of its secret is in it
         line = {"time": round(time.time(), 3), "who": who, "peer": peer, "command": command, "asked": asked}
-        append_line(self._trail, {**line, "error": error})
+        append_line(self._audit_log, {**line, "error": error})
         logger.info("command=%s who=%s peer=%s error=%s", command, who, peer, error or "none")
 
 

@@ -28,10 +28,12 @@ class PeopleDoor:
     async def open(self, launch: Launch) -> None:
         """Raises SpecError, DeployError."""
         if address := launch.spec.security.operators:
-            trail = Path(launch.log_dir).with_name("trail") / "commands.jsonl"
+            audit_log = Path(launch.log_dir).with_name("audit_log") / "commands.jsonl"
             name = ProcessName.of_controller(launch.spec.name)
             self._identity = self._identity or issue_identity(launch.spec, name)
-            self._operations = await Operations.open(self._controller, self._book, address, self._identity, trail=trail)
+            self._operations = await Operations.open(
+                self._controller, self._book, address, self._identity, audit_log=audit_log
+            )
 
     async def keep_open(self, launch: Launch) -> None:
         """Try again where it could not be opened."""

@@ -13,7 +13,7 @@ from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
 from cluster.control.replica import Failure, ReplicaState, ReplicaStatus
-from cluster.control.replica_life import ReplicaLife
+from cluster.control.replica_life import ReplicaLifecycle
 from cluster.control.report import PoolReport
 from core.types.errors import ReplicaFailed
 from core.types.request import Role
@@ -26,7 +26,7 @@ _KEPT_TIMES = 10
 
 @dataclass
 class _Member:
-    life: ReplicaLife
+    life: ReplicaLifecycle
     started_at: float
     left_at: float | None = None  # asked to drain
     task: asyncio.Task[None] | None = None
@@ -72,20 +72,20 @@ class ReplicaPool:
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):
-            self.add(ReplicaLife(new_id(), desired, failures=Counter(self._failed_starts)))
+            self.add(ReplicaLifecycle(new_id(), desired, failures=Counter(self._failed_starts)))
 
-    def add(self, life: ReplicaLife) -> None:
+    def add(self, life: ReplicaLifecycle) -> None:
         """Let this one live: new, or adopted."""
         member = _Member(life, time.monotonic())
         self._members[life.view.id] = member
         member.task = asyncio.create_task(self._live(member))
 
-    def retire(self, replica: str, *, heir: ReplicaLife | None = None) -> None:
+    def retire(self, replica: str, *, successor: ReplicaLifecycle | None = None) -> None:
         """A replica that serves drains first; any other is removed at once. heir: who goes on with its processes."""
         member = self._members[replica]
-        if member.life.view.state is ReplicaState.DRAINING and heir is None:
+        if member.life.view.state is ReplicaState.DRAINING and successor is None:
             return
-        member.life.leave(heir)
+        member.life.leave(successor)
         member.left_at = time.monotonic()
         if member.life.serving_since is None and member.task is not None:
             member.task.cancel()
@@ -102,7 +102,7 @@ class ReplicaPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def get(self, replica: str) -> ReplicaLife | None:
+    def get(self, replica: str) -> ReplicaLifecycle | None:
         member = self._members.get(replica)
         return member.life if member else None
 
@@ -120,7 +120,7 @@ class ReplicaPool:
         return list(self._members)
 
     @property
-    def lives(self) -> list[ReplicaLife]:
+    def lives(self) -> list[ReplicaLifecycle]:
         return [member.life for member in self._members.values()]
 
     @property

@@ -24,7 +24,7 @@ _POLL_EAGERLY_S = 0.2  # while somebody waits for a change
 _SILENT_S = 60.0  # rank 0 has not answered for so long: it hangs
 
 
-class ReplicaLife:
+class ReplicaLifecycle:
     """Owned by the controller's event loop. `view` is always fit to show.
 
     A replica that changes its role is two lives, one after the other, of one gang: the first drains, and hands it to
@@ -44,7 +44,7 @@ class ReplicaLife:
         self._timeouts = desired.spec.timeouts
         self._gang = Gang(replica, desired, failures=failures)
         self._leave = asyncio.Event()
-        self._heir: ReplicaLife | None = None
+        self._successor: ReplicaLifecycle | None = None
         self._awaits_gang = bool(was)
         self._settled = asyncio.Event()  # whether there is a gang to take over
         self._inherited_at: float | None = None  # time.monotonic()
@@ -73,20 +73,20 @@ class ReplicaLife:
                     await self._gang.place(self._note_stage)
                 await self._start()
             is_drained = await self._serve()
-            is_handed_on = is_drained and self._heir is not None and self._heir.inherit(self._gang)
+            is_handed_on = is_drained and self._successor is not None and self._successor.inherit(self._gang)
         finally:
             self._awaits_gang = False
-            if self._heir and not is_handed_on:
-                self._heir.inherit(None)
+            if self._successor and not is_handed_on:
+                self._successor.inherit(None)
             if not is_handed_on:
                 await asyncio.shield(self._gang.remove(is_serving=self.serving_since is not None))
 
-    def leave(self, heir: ReplicaLife | None = None) -> None:
+    def leave(self, successor: ReplicaLifecycle | None = None) -> None:
         """Drain, then let live() return. One that does not serve yet has nothing to drain: cancel live(), too.
 
         heir: another life, which goes on with this one's gang, once that has drained.
         """
-        self._heir = heir
+        self._successor = successor
         self._enter(ReplicaState.DRAINING)
         self._leave.set()
 

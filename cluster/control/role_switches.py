@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from cluster.control.desired_state import Desired
 from cluster.control.pool_plan import plan_switches
 from cluster.control.replica import ReplicaState, replica_id, role_of
-from cluster.control.replica_life import ReplicaLife
+from cluster.control.replica_life import ReplicaLifecycle
 from cluster.rollout.role_pools import RolePools
 from core.types.errors import SpecError
 from core.types.request import Role
@@ -30,8 +30,8 @@ class RoleSwitches:
         life = self._pools[role_of(replica)].get(replica)
         if life is None:
             raise SpecError(f"{replica} has left already")
-        if (heir := desired.switched.get(life.gang, replica)) != replica:
-            return heir  # as where Ray asks again, for a controller that died before it had answered
+        if (successor := desired.switched.get(life.gang, replica)) != replica:
+            return successor  # as where Ray asks again, for a controller that died before it had answered
         self._check(desired, life)
         return self.begin(desired, replica)
 
@@ -46,21 +46,26 @@ class RoleSwitches:
     def begin(self, desired: Desired, replica: str) -> str:
         """Let a replica that serves drain, for an heir in the other pool. Returns the heir's id."""
         role = role_of(replica)
-        life, heir_role = self._pools[role].get(replica), other(role)
+        life, successor_role = self._pools[role].get(replica), other(role)
         assert life, "it serves"
-        heir = replica_id(heir_role, desired.take_number(heir_role))
-        for pool, change in ((role, -1), (heir_role, 1)):
+        successor = replica_id(successor_role, desired.take_number(successor_role))
+        for pool, change in ((role, -1), (successor_role, 1)):
             desired.scale(pool, desired.spec.pool(pool).replicas + change)
-        desired.switched[life.gang] = heir
-        self._hand_on(desired, life, heir)
-        return heir
+        desired.switched[life.gang] = successor
+        self._hand_on(desired, life, successor)
+        return successor
 
     def resume(self, desired: Desired) -> None:
         """After a restart of the controller: what was about to change its role goes on with that."""
-        for gang, heir in desired.switched.items():
+        for gang, successor in desired.switched.items():
             for life in (pool.get(replica) for pool in self._pools.values() for replica in pool.ids):
-                if life and life.gang == gang and life.view.id != heir and not self._pools[role_of(heir)].get(heir):
-                    self._hand_on(desired, life, heir)
+                if (
+                    life
+                    and life.gang == gang
+                    and life.view.id != successor
+                    and not self._pools[role_of(successor)].get(successor)
+                ):
+                    self._hand_on(desired, life, successor)
 
     def forget_ended(self, desired: Desired) -> bool:
         """Of `desired`, what was said of replicas that have left. Whether that was anything."""
@@ -70,7 +75,7 @@ class RoleSwitches:
             del desired.switched[gang]
         return bool(ended)
 
-    def _check(self, desired: Desired, life: ReplicaLife) -> None:
+    def _check(self, desired: Desired, life: ReplicaLifecycle) -> None:
         replica, role, spec = life.view.id, life.view.role, desired.spec
         if life.view.state is not ReplicaState.READY:
             raise SpecError(f"{replica} is {life.view.state}: only one that is ready can change its role")
@@ -84,10 +89,10 @@ class RoleSwitches:
         if reason := hindrance(spec):
             raise SpecError(f"{replica} cannot become a {other(role)} replica as it is: {reason}")
 
-    def _hand_on(self, desired: Desired, life: ReplicaLife, heir: str) -> None:
-        new = ReplicaLife(heir, desired, was=life.view.id)
+    def _hand_on(self, desired: Desired, life: ReplicaLifecycle, successor: str) -> None:
+        new = ReplicaLifecycle(successor, desired, was=life.view.id)
         self._pools[new.view.role].add(new)
-        self._pools[life.view.role].retire(life.view.id, heir=new)
+        self._pools[life.view.role].retire(life.view.id, successor=new)
 
 
 def _knows_the_other(desired: Desired, role: Role) -> bool:

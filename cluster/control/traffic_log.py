@@ -6,14 +6,14 @@ from collections.abc import Callable
 from secrets import token_hex
 from time import monotonic
 
-from core.trace.traffic import KEPT_S, ReplicaNews, SeenRequest, TrafficNews
+from core.trace.traffic import KEPT_S, ReplicaReport, SeenRequest, TrafficReport
 
 _MAX_REQUESTS = 100_000
 _MAX_IDS = 4_000_000
 _FRESH_S = 30.0  # of what a router says of replicas
 
 
-class TrafficBook:
+class TrafficLog:
     """Lives on the controller's event loop, in bounded memory; a controller that starts anew is told all that routers
     remember, for they see that it has another `life`."""
 
@@ -24,14 +24,14 @@ class TrafficBook:
         self._now = now
         self._requests: dict[tuple[str, int], SeenRequest] = {}
         self._num_ids = 0
-        self._told: dict[str, tuple[float, TrafficNews]] = {}  # by router: when, and what it said last
+        self._told: dict[str, tuple[float, TrafficReport]] = {}  # by router: when, and what it said last
 
-    def note(self, news: TrafficNews) -> str:
+    def note(self, report: TrafficReport) -> str:
         """Returns our life."""
         now = self._now()
-        self.num_lost += news.num_lost
-        for number, seen in {**news.arrived, **news.changed}.items():
-            key = (news.router, number)
+        self.num_lost += report.num_lost
+        for number, seen in {**report.arrived, **report.changed}.items():
+            key = (report.router, number)
             seen.arrival_s = now - seen.arrival_s
             before = self._requests.get(key)
             if before is None:
@@ -41,7 +41,7 @@ class TrafficBook:
             self._requests[key] = seen
             if seen.is_over and not (before and before.is_over):
                 self.ended(seen)
-        self._told[news.router] = (now, news)
+        self._told[report.router] = (now, report)
         self._forget(now)
         return self.life
 
@@ -51,19 +51,19 @@ class TrafficBook:
         return sorted(self._requests.values(), key=lambda seen: seen.arrival_s)
 
     @property
-    def replicas(self) -> list[ReplicaNews]:
+    def replicas(self) -> list[ReplicaReport]:
         """As the router knows them that spoke last."""
         fresh = self._fresh()
         return list(fresh[-1].replicas) if fresh else []
 
     @property
     def num_waiting(self) -> int:
-        return sum(news.num_waiting for news in self._fresh())
+        return sum(report.num_waiting for report in self._fresh())
 
-    def _fresh(self) -> list[TrafficNews]:
+    def _fresh(self) -> list[TrafficReport]:
         now = self._now()
         told = sorted(self._told.values(), key=lambda one: one[0])
-        return [news for when, news in told if now - when <= _FRESH_S]
+        return [report for when, report in told if now - when <= _FRESH_S]
 
     def _forget(self, now: float) -> None:
         is_full = len(self._requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS

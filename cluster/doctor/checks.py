@@ -67,9 +67,9 @@ def _ports(spec: Spec, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     }
     for host in hosts:
         for address, port in host.ports_taken:
-            door, option = fields.get(port, ("operators'", "--set router.admin_port=…"))
+            endpoint, option = fields.get(port, ("operators'", "--set router.admin_port=…"))
             fix = f"end what listens there (`ss -ltnp sport = :{port}`), or choose another with {option}"
-            yield _problem("ports", host, f"{door} port {port} on {address} cannot be opened", fix)
+            yield _problem("ports", host, f"{endpoint} port {port} on {address} cannot be opened", fix)
 
 
 def _disks(spec: Spec, hosts: Sequence[HostFacts]) -> Iterator[Finding]:

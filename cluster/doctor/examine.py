@@ -52,7 +52,7 @@ def examine_nodes(
 
 def _question(spec: Spec, ip: str, *, has_router: bool, is_deployed: bool) -> HostQuestion:
     router, ports = spec.router, list[tuple[str, int]]()
-    has_router = has_router and not router.doors  # else the doors are another deployment's
+    has_router = has_router and not router.endpoints  # else the doors are another deployment's
     if has_router and not is_deployed:
         ports = [(router.host or ip, port) for port in (router.grpc_port, router.http_port)]
         ports += [(router.admin_host, port) for port in router.admin_ports]

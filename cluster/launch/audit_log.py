@@ -37,7 +37,7 @@ def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, er
         "error": _without_password(error),
         "seconds": round(seconds, 1),
     }
-    append_line(states.trail_path(), line)
+    append_line(states.audit_log_path(), line)
 
 
 def _command(arguments: Sequence[str]) -> str:

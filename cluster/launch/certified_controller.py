@@ -17,7 +17,7 @@ from core.identity.process_name import ProcessName
 from core.process.log import LogPart
 from core.rpc import operate_pb2 as pb
 from core.rpc import operate_pb2_grpc as rpc
-from core.types.api_key import ApiKey, KeyBook, KeyChange, read_key
+from core.types.api_key import ApiKey, KeyChange, KeyRegistry, read_key
 from core.types.errors import ClusterError, DeployError, ReplicaLost
 from core.wire.call_errors import error_of
 from core.wire.channel import open_channel
@@ -93,12 +93,12 @@ async def _drain(stub: rpc.OperationsStub, replica: str) -> None:
 
 
 async def _switch(stub: rpc.OperationsStub, replica: str) -> str:
-    heir: str = (await stub.Switch(pb.SwitchRequest(replica=replica))).replica
-    return heir
+    successor: str = (await stub.Switch(pb.SwitchRequest(replica=replica))).replica
+    return successor
 
 
-async def _keys(stub: rpc.OperationsStub) -> KeyBook:
-    return KeyBook.from_json((await stub.ListKeys(pb.ListKeysRequest())).book)
+async def _keys(stub: rpc.OperationsStub) -> KeyRegistry:
+    return KeyRegistry.from_json((await stub.ListKeys(pb.ListKeysRequest())).book)
 
 
 async def _add_key(stub: rpc.OperationsStub, key: ApiKey) -> KeyChange:

@@ -22,12 +22,12 @@ from cluster.control.placement import Node
 from cluster.launch import attached_endpoints, local_ray, operator_key, preflight
 from cluster.launch import state as states
 from cluster.launch.audit_log import user_name
-from cluster.launch.endpoints import LOOPBACK, Doors, admin_addresses, keys_of, plan_doors
+from cluster.launch.endpoints import LOOPBACK, Endpoints, admin_addresses, keys_of, plan_endpoints
 from cluster.launch.reporter import Reporter
 from cluster.launch.state import Command, State
 from cluster.ray import name_lock
-from cluster.ray.name_lock import NameClaim
-from core.identity.deployment_secrets import Credentials
+from cluster.ray.name_lock import NameLock
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.process.background import BackgroundThread
 from core.process.log import clear_logs
 from core.process.ports import free_ports
@@ -65,7 +65,7 @@ def deploy(
     watch = Stopwatch()
     with states.reserve(spec.name):  # two at once would both find it free
         place = _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
-        claim = NameClaim.new(user_name())
+        claim = NameLock.new(user_name())
         state = place.state(spec, claim)
         states.save(state)
     clear_logs(str(states.log_dir(spec.name)))
@@ -76,8 +76,8 @@ def deploy(
             _start_ray(state, state.local_ray)
             watch.lap("Ray")
         name_lock.take(spec.name, claim)
-        doors = _start(place, spec, state, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
-        up = replace(state, deploying=None, grpc=doors.grpc, http=doors.http)
+        endpoints = _start(place, spec, state, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
+        up = replace(state, deploying=None, grpc=endpoints.grpc, http=endpoints.http)
         states.save(up)  # a full disk, too, must not leave a deployment that counts as interrupted
     except BaseException:
         with _undisturbed():
@@ -89,7 +89,7 @@ def deploy(
     return up
 
 
-def take_down(state: State, *, force: bool = False) -> NameClaim | None:
+def take_down(state: State, *, force: bool = False) -> NameLock | None:
     """Remove everything that deploy() started, and forget it.
 
     A Ray of our own ends with all that runs in it. On somebody else's, our parts are removed one by one; if that Ray
@@ -100,7 +100,7 @@ def take_down(state: State, *, force: bool = False) -> NameClaim | None:
     other = None
     if state.local_ray is not None:
         if not force:
-            attached_endpoints.check_no_borrowers(state)
+            attached_endpoints.check_no_attached(state)
         local_ray.stop(state.local_ray)
     elif state.lent_ray is None or state.lent_ray.is_running:
         other = _remove_from_ray(state, force=force)
@@ -108,11 +108,11 @@ def take_down(state: State, *, force: bool = False) -> NameClaim | None:
     return other
 
 
-def router_application(launch: Launch, doors: Doors) -> serve.Application:
+def router_application(launch: Launch, endpoints: Endpoints) -> serve.Application:
     """The router as Ray Serve takes it."""
     from cluster.launch.router_replica import build
 
-    return build(launch, doors.actor_options, max_per_node=doors.max_per_node)
+    return build(launch, endpoints.actor_options, max_per_node=endpoints.max_per_node)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Place:
     """A Ray, and what a deployment will have there."""
 
     ray_address: str
-    doors: Doors
+    endpoints: Endpoints
     router: RouterSpec  # with what was decided of it
     local: local_ray.LocalRay | None = None
     nodes: Sequence[Node] = ()  # of a Ray of several machines
@@ -130,22 +130,22 @@ class _Place:
     num_routers: int = 1  # that shall see it
 
     @property
-    def is_borrower(self) -> bool:
+    def is_attached(self) -> bool:
         """The doors are another deployment's."""
-        return self.router.doors is not None
+        return self.router.endpoints is not None
 
-    def state(self, spec: Spec, claim: NameClaim) -> State:
+    def state(self, spec: Spec, claim: NameLock) -> State:
         return State(
             name=spec.name,
             lent_ray=self.lent_ray,
-            doors=self.router.doors or "",
+            endpoints=self.router.endpoints or "",
             model=spec.model.name,
             claim=claim.id,
             ray_address=self.ray_address,
             local_ray=self.local,
             owns_serve=self.owns_serve,
-            grpc=self.doors.grpc,
-            http=self.doors.http,
+            grpc=self.endpoints.grpc,
+            http=self.endpoints.http,
             admin=admin_addresses(self.router),
             needs_keys=self.router.keys == "required",
             certificate=self.router.tls_cert,
@@ -157,30 +157,30 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
     """Whatever can be found wrong before anything is started; returns where the deployment will be."""
     preflight.check_is_free(spec.name, say)
     preflight.check_index(spec.index, name=spec.name, trust_network=spec.kv.trust_network)
-    if spec.router.doors:
-        return _check_borrower(spec, address, wait_for_nodes=wait_for_nodes, say=say)
+    if spec.router.endpoints:
+        return _check_attached(spec, address, wait_for_nodes=wait_for_nodes, say=say)
     if address is not None:
         preflight.check_model(spec, say)
         return _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
     here = preflight.this_node()
-    doors = plan_doors(spec.router, [here], is_one_machine=True)
+    endpoints = plan_endpoints(spec.router, [here], is_one_machine=True)
     preflight.check_authority(spec.security)
-    preflight.check_ports(spec.router, doors.host or LOOPBACK)
+    preflight.check_ports(spec.router, endpoints.host or LOOPBACK)
     preflight.check_certificate(spec.router)
     preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
-    router = _router(spec, doors)
+    router = _router(spec, endpoints)
     preflight.check_model(spec, say)
     local = local_ray.prepare()
-    return _Place(local.address, doors, router, local=local)
+    return _Place(local.address, endpoints, router, local=local)
 
 
-def _check_borrower(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
+def _check_attached(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
     """It is on the Ray of those doors, also where that is a local one."""
-    assert spec.router.doors
+    assert spec.router.endpoints
     attached_endpoints.check_own(spec)
     lent_ray = None
     if address is None:
-        lender = attached_endpoints.lender(spec.router.doors)
+        lender = attached_endpoints.lender(spec.router.endpoints)
         address, lent_ray = lender.ray_address, lender.joined_ray
     if lent_ray:
         local_ray.join(lent_ray)
@@ -196,35 +196,35 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     from cluster.launch import driver, router_app
 
     driver.connect(address, spec.name)
-    if (holder := name_lock.find(spec.name)) or driver.find_controller(spec.name) is not None:
-        by = f"by {holder}" if holder else "from another machine or user"
+    if (prefix_source := name_lock.find(spec.name)) or driver.find_controller(spec.name) is not None:
+        by = f"by {prefix_source}" if prefix_source else "from another machine or user"
         raise DeployError(
             f"{spec.name} is deployed on this Ray already, or is being deployed, {by}; "
             f"`cluster --address {address} down --name {spec.name}` takes it down"
         )
     owns_serve, nodes = not router_app.is_serve_running(), live_nodes()
-    lent = attached_endpoints.borrow(spec) if spec.router.doors else None
+    lent = attached_endpoints.attach(spec) if spec.router.endpoints else None
     is_one_machine = len({node.ip for node in nodes}) == 1 and not (wait_for_nodes or driver.is_of_ray_up())
     preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
-    doors = plan_doors(lent.router if lent else spec.router, nodes, is_one_machine=is_one_machine)
+    endpoints = plan_endpoints(lent.router if lent else spec.router, nodes, is_one_machine=is_one_machine)
     if lent:
         pass  # they are open
     elif is_one_machine:
-        preflight.check_ports(spec.router, doors.host or LOOPBACK)
+        preflight.check_ports(spec.router, endpoints.host or LOOPBACK)
         preflight.check_certificate(spec.router)
     else:
         homes = router_nodes(nodes)
-        preflight.check_door_ports(
+        preflight.check_endpoint_ports(
             spec.router,
             [node.ip for node in homes],
-            lambda port: driver.run_on_each(homes, driver.is_door_free, spec.router.host, port),
+            lambda port: driver.run_on_each(homes, driver.is_endpoint_free, spec.router.host, port),
         )
     preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
     gcs: str = ray.get_runtime_context().gcs_address
     return _Place(
         gcs,
-        doors,
-        lent.router if lent else _router(spec, doors),
+        endpoints,
+        lent.router if lent else _router(spec, endpoints),
         num_routers=lent.num_routers if lent else 1,
         nodes=() if is_one_machine else nodes,
         is_growing=wait_for_nodes,
@@ -232,12 +232,12 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     )
 
 
-def _router(spec: Spec, doors: Doors) -> RouterSpec:
+def _router(spec: Spec, endpoints: Endpoints) -> RouterSpec:
     """With what is left to us decided: where it listens, at which ports operators ask, whether clients need keys."""
     has_keys = operator_key.are_there_keys(spec.name)
     decided = {
-        "host": doors.host,
-        "keys": keys_of(spec.router, doors, has_keys=has_keys),
+        "host": endpoints.host,
+        "keys": keys_of(spec.router, endpoints, has_keys=has_keys),
         "admin_port": spec.router.admin_port or free_ports(2 * spec.router.replicas),
     }
     return spec.router.model_copy(update=decided)
@@ -253,13 +253,13 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
 
 def _start(
     place: _Place, spec: Spec, state: State, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch
-) -> Doors:
+) -> Endpoints:
     """Start the index, the controller and the router; return, when everything is ready, where the doors are."""
     from cluster.launch import driver, pool_watch, router_admin, router_app
 
     log_dir = str(states.log_dir(spec.name))
     driver.run_on_each(place.nodes, clear_logs, log_dir)
-    start_serve = (lambda: None) if place.is_borrower else router_app.start_serve
+    start_serve = (lambda: None) if place.is_attached else router_app.start_serve
     serving = BackgroundThread(start_serve, name="serve")
     serving.start()
     controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
@@ -269,7 +269,7 @@ def _start(
     launch = Launch(
         spec=spec.model_copy(update={"router": place.router}),
         log_dir=log_dir,
-        credentials=Credentials.new(index_url=index_url),
+        credentials=DeploymentSecrets.new(index_url=index_url),
     )
     driver.ask(controller, "apply", launch, parts=parts)
     watch.lap("controller")
@@ -281,20 +281,20 @@ def _start(
         pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
         watch.lap("replicas")
         _await_router_hosts(spec.router.replicas)
-    doors = place.doors
-    if not place.is_borrower:
+    endpoints = place.endpoints
+    if not place.is_attached:
         reporter.say("starting the router")
-        doors = _doors_now(place, spec)
-        router_app.start_router(spec.name, router_application(launch, doors))
+        endpoints = _endpoints_now(place, spec)
+        router_app.start_router(spec.name, router_application(launch, endpoints))
         watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
     router_admin.await_seen(state, wanted, num_routers=place.num_routers)
-    if place.router.keys == "required" and not place.is_borrower:
+    if place.router.keys == "required" and not place.is_attached:
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")
-    return doors
+    return endpoints
 
 
 def _await_router_hosts(wanted: int) -> None:
@@ -306,16 +306,16 @@ def _await_router_hosts(wanted: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _doors_now(place: _Place, spec: Spec) -> Doors:
+def _endpoints_now(place: _Place, spec: Spec) -> Endpoints:
     """On a Ray of several machines they are where its nodes of this moment say."""
     if not place.nodes:
-        return place.doors
+        return place.endpoints
     from cluster.control.placement import live_nodes
 
-    return plan_doors(spec.router, live_nodes(), is_one_machine=False)
+    return plan_endpoints(spec.router, live_nodes(), is_one_machine=False)
 
 
-def _remove_from_ray(state: State, *, force: bool) -> NameClaim | None:
+def _remove_from_ray(state: State, *, force: bool) -> NameLock | None:
     """Returns the claim of another deployment that has the name, of which nothing is touched."""
     if state.lent_ray:
         local_ray.join(state.lent_ray)
@@ -326,17 +326,19 @@ def _remove_from_ray(state: State, *, force: bool) -> NameClaim | None:
 
     try:
         driver.connect(state.ray_address, state.name)
-        holder = name_lock.find(state.name)
+        prefix_source = name_lock.find(state.name)
     except (DeployError, RayError):
         if not force:
             raise
         return None
-    if (holder.id if holder else "") != state.claim:  # claimed before, and given up after, anything is there
-        return holder
+    if (
+        prefix_source.id if prefix_source else ""
+    ) != state.claim:  # claimed before, and given up after, anything is there
+        return prefix_source
     if not force:
-        attached_endpoints.check_no_borrowers(state)
+        attached_endpoints.check_no_attached(state)
     try:
-        router_app.stop_router(state.name, owns_serve=state.owns_serve and not state.doors)
+        router_app.stop_router(state.name, owns_serve=state.owns_serve and not state.endpoints)
         controller = driver.start_controller(state.name)  # the one that is there, or one to clean up after it
         driver.ask(controller, "stop", within_s=_STOP_S)
         ray.kill(controller)

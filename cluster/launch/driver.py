@@ -121,7 +121,7 @@ def is_of_ray_up() -> bool:
     return False
 
 
-def is_door_free(host: str | None, port: int) -> bool:
+def is_endpoint_free(host: str | None, port: int) -> bool:
     """On a node of the cluster: whether a router could listen there, by default at the node's own address."""
     return is_free(host or this_ip(), port)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.control.key_registry import key_file, read_book
+from cluster.control.key_registry import key_file, read_registry
 from cluster.launch import state as states
 from core.process.atomic_file import write_whole
-from core.types.api_key import OPERATOR, KeyBook, digest_of, new_key, new_secret
+from core.types.api_key import OPERATOR, KeyRegistry, digest_of, new_key, new_secret
 
 
 def make(controller: Any, name: str, *, say: Callable[[str], None]) -> None:
@@ -16,10 +16,10 @@ def make(controller: Any, name: str, *, say: Callable[[str], None]) -> None:
     client has a key. Raises DeployError."""
     from cluster.launch import driver
 
-    book: KeyBook = driver.ask(controller, "keys")
+    registry: KeyRegistry = driver.ask(controller, "keys")
     secret = read(name)
-    known = [key for key in book.keys if key.name == OPERATOR]
-    if len(book.keys) == len(known):
+    known = [key for key in registry.keys if key.name == OPERATOR]
+    if len(registry.keys) == len(known):
         say(
             f"no client of {name} has an API key yet: `cluster keys create NAME` makes one (if some had, keys.json of "
             "then is on another head, or in another CLUSTER_STATE_DIR)"
@@ -44,4 +44,4 @@ def read(name: str) -> str | None:
 def are_there_keys(name: str) -> bool:
     """Whether clients have keys from an earlier deployment of this name; as far as this machine is the head. Raises
     DeployError."""
-    return bool(read_book(key_file(str(states.log_dir(name)))).keys)
+    return bool(read_registry(key_file(str(states.log_dir(name)))).keys)

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.identity.credentials import Certificate, Identity, Papers
+from core.identity.credentials import Certificate, Identity, TlsCredentials
 from core.identity.process_name import ProcessName
 from core.types.errors import SpecError
 
@@ -33,13 +33,13 @@ class PersonFile:
 
     def save(self, path: Path) -> None:
         """Raises SpecError where there is a file already, or no room for one."""
-        papers = self.identity.papers
-        assert papers
-        own = papers.certificate
+        tls_credentials = self.identity.tls_credentials
+        assert tls_credentials
+        own = tls_credentials.certificate
         tree = {
             "address": self.address,
             "name": self.identity.name.uri,
-            "key": papers.key.decode(),
+            "key": tls_credentials.key.decode(),
             "certificate": own.chain.decode(),
             "authorities": own.authorities.decode(),
         }
@@ -60,11 +60,14 @@ class PersonFile:
             certificate = Certificate(
                 chain=tree["certificate"].encode(), authorities=tree["authorities"].encode(), life_s=0.0
             )
-            papers, address = Papers(certificate=certificate, key=tree["key"].encode()), str(tree["address"])
+            tls_credentials, address = (
+                TlsCredentials(certificate=certificate, key=tree["key"].encode()),
+                str(tree["address"]),
+            )
         except OSError as error:
             raise SpecError(f"{path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             name = None
         if name is None:
             raise SpecError(f"{path} is not what `cluster operators create` has written")
-        return cls(address=address, identity=Identity(name, papers))
+        return cls(address=address, identity=Identity(name, tls_credentials))

@@ -135,25 +135,25 @@ def _unprotected(url: str) -> str:
     return " and no ".join(lacks)
 
 
-def check_door_ports(router: RouterSpec, hosts: Sequence[str], look: Callable[[int], Sequence[bool]]) -> None:
+def check_endpoint_ports(router: RouterSpec, hosts: Sequence[str], look: Callable[[int], Sequence[bool]]) -> None:
     """Both doors must be free on `hosts`; look(port) says it of each. Where routers share a door's port with each other
     the kernel would let them share it with another deployment's, too."""
-    doors = {"gRPC": ("--grpc-port", router.grpc_port), "HTTP": ("--http-port", router.http_port)}
+    endpoints = {"gRPC": ("--grpc-port", router.grpc_port), "HTTP": ("--http-port", router.http_port)}
     if router.grpc_port == router.http_port:
         raise SpecError(
             f"router.http_port: {router.http_port} is router.grpc_port, too; choose another with --http-port"
         )
     if router.admin_port and {router.grpc_port, router.http_port}.intersection(router.admin_ports):
         raise SpecError(f"router.admin_port: {router.admin_port} and the ports after it, for each router, meet a door")
-    for door, (option, port) in doors.items():
+    for endpoint, (option, port) in endpoints.items():
         for host, is_free_there in zip(hosts, look(port), strict=True):
             if not is_free_there:
-                raise DeployError(f"{door} port {port} on {host} is in use; choose another with {option}")
+                raise DeployError(f"{endpoint} port {port} on {host} is in use; choose another with {option}")
 
 
 def check_ports(router: RouterSpec, host: str) -> None:
     """Both doors must be free on `host`, an address of this machine."""
-    check_door_ports(router, [host], lambda port: [is_free(host, port)])
+    check_endpoint_ports(router, [host], lambda port: [is_free(host, port)])
     if router.admin_port and not is_free(router.admin_host, router.admin_port):
         raise DeployError(f"port {router.admin_port} on {router.admin_host} is in use; set another router.admin_port")
 

@@ -10,7 +10,7 @@ from cluster.control.controller import ACTOR_NAME
 from cluster.control.desired_state import namespace
 from cluster.control.placement import live_nodes
 from cluster.launch import driver, router_app
-from cluster.launch.endpoints import EVERYWHERE, admin_addresses, plan_doors
+from cluster.launch.endpoints import EVERYWHERE, admin_addresses, plan_endpoints
 from cluster.launch.state import State, choose
 from cluster.ray import name_lock
 from core.spec.loader import parse_spec
@@ -31,15 +31,15 @@ def find(address: str, name: str | None) -> State:
         )
     spec = parse_spec(driver.ask(controller, "status")["spec"], origin="the stored spec")
     is_one_machine = spec.router.host not in (None, *EVERYWHERE)  # then deploy() has filled it in
-    doors = plan_doors(spec.router, live_nodes(), is_one_machine=is_one_machine)
+    endpoints = plan_endpoints(spec.router, live_nodes(), is_one_machine=is_one_machine)
     return replace(
         state,
-        grpc=doors.grpc,
-        http=doors.http,
+        grpc=endpoints.grpc,
+        http=endpoints.http,
         admin=admin_addresses(spec.router),
         needs_keys=spec.router.keys == "required",
         certificate=spec.router.tls_cert,
-        doors=spec.router.doors or "",
+        endpoints=spec.router.endpoints or "",
         model=spec.model.name,
     )
 

@@ -69,7 +69,7 @@ def ask_routers(state: State, path: str) -> list[AdminAnswer]:
     from cluster.launch.router_app import router_nodes_of
 
     is_named = len({node.ip for node in live_nodes()}) > 1
-    nodes = router_nodes_of(state.doors or state.name)
+    nodes = router_nodes_of(state.endpoints or state.name)
     here = [node for node in nodes if node.ip == this_ip()]
     there = [node for node in nodes if node not in here]
     asked = (state.name, state.admin, path, is_named)

@@ -15,23 +15,23 @@ from uuid import uuid4
 import ray
 from ray import serve
 
-from cluster.control.attached_list import BorrowerList
-from cluster.ray.certificates import open_identity, open_papers
+from cluster.control.attached_list import AttachedList
+from cluster.ray.certificates import open_identity, open_tls_credentials
 from cluster.ray.controller_call import ask_controller
 from core.identity.process_name import ProcessName
 from core.process.gc_tuning import spare_the_old
 from core.process.log import redirect_output
-from core.trace.traffic import TrafficAnswer, TrafficNews
+from core.trace.traffic import TrafficAnswer, TrafficReport
 from core.types.errors import DeployError, ReplicaFailed
 from core.types.launch import Launch
 from core.types.revisions import RevisionTable
-from frontend.attached_deployments import Borrower, Pass
+from frontend.attached_deployments import AttachedDeployment, AttachedIdentity
 from frontend.service import RouterService
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 15.0  # a router's way out, beside the requests
-_BORROWER_THREADS = 4
+_ATTACHED_THREADS = 4
 _LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
 
 
@@ -67,22 +67,24 @@ class Router:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client is one, and each replica
         host = spec.router.host or ray.util.get_node_ip_address()
-        trail = Path(log_dir).with_name("trail") / Path(log).with_suffix(".jsonl")  # logs are cleared, this is not
+        audit_log = Path(log_dir).with_name("audit_log") / Path(log).with_suffix(
+            ".jsonl"
+        )  # logs are cleared, this is not
         who = ProcessName.of_router(spec.name, name)
         identity = await asyncio.to_thread(open_identity, who, tls=spec.security.tls)
-        borrowers = _BorrowerFinder(spec.name, router=name, log=log)
+        attached_deployments = _AttachedFinder(spec.name, router=name, log=log)
         self._service = await RouterService.open(
             spec,
             credentials=launch.credentials,
             identity=identity,
             host=host,
             node=ray.util.get_node_ip_address(),
-            trail=trail,
+            audit_log=audit_log,
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
             revisions=await asyncio.to_thread(_revisions, spec.name),
-            find_borrowers=borrowers.find,
+            find_attached=attached_deployments.find,
         )
-        self._service.tell_traffic(functools.partial(_tell_controller, spec.name))
+        self._service.report_traffic(functools.partial(_report_to_controller, spec.name))
         spare_the_old()
 
     async def check_health(self) -> None:
@@ -94,44 +96,48 @@ class Router:
         await self._service.close()
 
 
-class _BorrowerFinder:
+class _AttachedFinder:
     """Whose doors these are, too. What blocks is asked on a few threads of their own: a borrower whose controller hangs
     holds up other borrowers at most."""
 
-    def __init__(self, doors: str, *, router: str, log: str) -> None:
+    def __init__(self, endpoints: str, *, router: str, log: str) -> None:
         """log: the name of this router's."""
-        self._list = BorrowerList(doors)
+        self._list = AttachedList(endpoints)
         self._router = router
         self._log = log
-        self._threads = ThreadPoolExecutor(_BORROWER_THREADS, "borrowers")
+        self._threads = ThreadPoolExecutor(_ATTACHED_THREADS, "borrowers")
 
-    async def find(self) -> list[Borrower]:
+    async def find(self) -> list[AttachedDeployment]:
         """Raises DeployError."""
         return [
-            Borrower(spec=launch.spec, credentials=launch.credentials, enter=functools.partial(self._enter, launch))
+            AttachedDeployment(
+                spec=launch.spec, credentials=launch.credentials, enter=functools.partial(self._enter, launch)
+            )
             for launch in await asyncio.to_thread(self._list.launches)
         ]
 
-    async def _enter(self, launch: Launch) -> Pass:
+    async def _enter(self, launch: Launch) -> AttachedIdentity:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._pass, launch)
 
-    def _pass(self, launch: Launch) -> Pass:
+    def _pass(self, launch: Launch) -> AttachedIdentity:
         """Become a router of that deployment, too: its own controller certifies this process, which Ray has started.
         Raises ClusterError."""
         spec = launch.spec
-        papers = open_papers(ProcessName.of_router(spec.name, self._router), tls=spec.security.tls)
-        return Pass(
-            identity=papers.identity,
-            trail=Path(launch.log_dir).with_name("trail") / Path(self._log).with_suffix(".jsonl"),
+        tls_credentials = open_tls_credentials(ProcessName.of_router(spec.name, self._router), tls=spec.security.tls)
+        return AttachedIdentity(
+            identity=tls_credentials.identity,
+            audit_log=Path(launch.log_dir).with_name("audit_log") / Path(self._log).with_suffix(".jsonl"),
             revisions=_revisions(spec.name),
-            tell=functools.partial(_tell_controller, spec.name, threads=self._threads),
-            leave=papers.stop,
+            tell=functools.partial(_report_to_controller, spec.name, threads=self._threads),
+            leave=tls_credentials.stop,
         )
 
 
-async def _tell_controller(deployment: str, news: TrafficNews, *, threads: Executor | None = None) -> TrafficAnswer:
+async def _report_to_controller(
+    deployment: str, report: TrafficReport, *, threads: Executor | None = None
+) -> TrafficAnswer:
     """Raises ClusterError."""
-    ask = functools.partial(ask_controller, deployment, "note_traffic", news)
+    ask = functools.partial(ask_controller, deployment, "note_traffic", report)
     answer: TrafficAnswer = await asyncio.get_running_loop().run_in_executor(threads, ask)
     return answer
 

@@ -56,7 +56,7 @@ class State:
     admin: tuple[str, ...] = ()  # "host:port" of every port at which a router may answer operators, on its own node
     needs_keys: bool = False  # clients show an API key
     certificate: str | None = None  # a file: the doors' own
-    doors: str = ""  # the deployment whose doors serve it; empty: its own
+    endpoints: str = ""  # the deployment whose doors serve it; empty: its own
     model: str = ""  # what clients call its model; empty: of a version that did not say
     deploying: Command | None  # None: deployed
 
@@ -79,7 +79,7 @@ def log_dir(name: str) -> Path:
     return state_dir(name) / "logs"
 
 
-def trail_path() -> Path:
+def audit_log_path() -> Path:
     """Of the commands that have changed any of them."""
     return _root() / "commands.jsonl"
 
@@ -143,10 +143,12 @@ def deployed_names() -> list[str]:
     return sorted(path.parent.name for path in _root().glob(f"*/{_FILE}"))
 
 
-def served_by(doors: State) -> list[str]:
+def served_by(endpoints: State) -> list[str]:
     """Deployments on the Ray that was started for this one, which its doors serve, too. Raises DeployError."""
-    others = (load(name) for name in deployed_names() if name != doors.name)
-    return [one.name for one in others if one and one.doors == doors.name and one.lent_ray == doors.local_ray]
+    others = (load(name) for name in deployed_names() if name != endpoints.name)
+    return [
+        one.name for one in others if one and one.endpoints == endpoints.name and one.lent_ray == endpoints.local_ray
+    ]
 
 
 def find(name: str | None) -> State:

@@ -43,8 +43,8 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     if state.admin:
         ready = ready and seen is not None and all(seen.get(role, 0) >= pools[role]["desired"] for role in Role)
     admin = [answer.where for answer in routers]
-    doors = with_open_doors(state)
-    endpoints: Endpoints = {"grpc": doors.grpc, "http": doors.http, "admin": admin}
+    reachable = with_open_endpoints(state)
+    endpoints: Endpoints = {"grpc": reachable.grpc, "http": reachable.http, "admin": admin}
     tls: str = report["spec"]["security"]["tls"]
     revision = report.get("revision")
     return {
@@ -57,11 +57,11 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     }
 
 
-def with_open_doors(state: State) -> State:
+def with_open_endpoints(state: State) -> State:
     """With those doors alone behind which a router runs now; with all that there may be when none is known."""
     if "," not in state.grpc:
         return state
     from cluster.launch.router_app import router_ips
 
-    ips = router_ips(state.doors or state.name)
+    ips = router_ips(state.endpoints or state.name)
     return replace(state, grpc=open_ones(state.grpc, ips), http=open_ones(state.http, ips))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from cluster.control.desired_state import namespace
 from cluster.ray.store import StoreEntry
 from core.identity.authority import Authority
-from core.identity.credentials import Identity, Papers
+from core.identity.credentials import Identity, TlsCredentials
 from core.identity.key_pair import KeyPair
 from core.identity.process_name import ProcessName
 from core.identity.renewal import Renewal
@@ -38,9 +38,9 @@ def find(spec: Spec) -> Authority:
 def issue_identity(spec: Spec, name: ProcessName) -> Identity:
     """Of this very process, which issues to itself, renewed for as long as it lives. Raises SpecError, DeployError."""
 
-    def obtain() -> Papers:
+    def obtain() -> TlsCredentials:
         keys = KeyPair()
-        return keys.papers(find(spec).issue(name, keys.request))
+        return keys.tls_credentials(find(spec).issue(name, keys.request))
 
     identity = Identity(name, obtain())
     Renewal(identity, obtain).start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.ray.controller_call import ask_controller
-from core.identity.credentials import Certificate, Identity, Papers
+from core.identity.credentials import Certificate, Identity, TlsCredentials
 from core.identity.key_pair import KeyPair
 from core.identity.process_name import ProcessName
 from core.identity.renewal import Renewal
@@ -11,10 +11,10 @@ from core.identity.renewal import Renewal
 
 def open_identity(name: ProcessName, *, tls: str) -> Identity:
     """Of this process, renewed for as long as it lives; `tls` as in the spec. Blocks. Raises ClusterError."""
-    return open_papers(name, tls=tls).identity
+    return open_tls_credentials(name, tls=tls).identity
 
 
-def open_papers(name: ProcessName, *, tls: str) -> Renewal:
+def open_tls_credentials(name: ProcessName, *, tls: str) -> Renewal:
     """The same, for a process that may take another name: then it stops the renewal of this one."""
     identity = Identity(name, None if tls == "off" else _obtain(name))
     renewal = Renewal(identity, lambda: _obtain(name))
@@ -22,8 +22,8 @@ def open_papers(name: ProcessName, *, tls: str) -> Renewal:
     return renewal
 
 
-def _obtain(name: ProcessName) -> Papers:
+def _obtain(name: ProcessName) -> TlsCredentials:
     """The key is made here, and stays here."""
     keys = KeyPair()
     certificate: Certificate = ask_controller(name.deployment, "certify", name, keys.request)
-    return keys.papers(certificate)
+    return keys.tls_credentials(certificate)

@@ -17,7 +17,7 @@ _NAMESPACE = "xpyd"  # of no deployment: theirs have a name behind it
 
 
 @dataclass(frozen=True, kw_only=True)
-class NameClaim:
+class NameLock:
     """One deployment's."""
 
     id: str
@@ -25,28 +25,28 @@ class NameClaim:
     host: str
 
     @classmethod
-    def new(cls, user: str) -> NameClaim:
+    def new(cls, user: str) -> NameLock:
         return cls(id=secrets.token_hex(8), user=user, host=socket.gethostname())
 
     def __str__(self) -> str:
         return f"{self.user} on {self.host}"
 
 
-def take(name: str, claim: NameClaim) -> None:
+def take(name: str, lock: NameLock) -> None:
     """Raises DeployError where another has it."""
     entry = _entry(name)
-    if entry.put_new(json.dumps(asdict(claim))):
+    if entry.put_new(json.dumps(asdict(lock))):
         return
-    holder = find(name)
-    if holder is None or holder.id != claim.id:  # else Ray has asked its store twice, and it is ours
-        who = f", by {holder}" if holder else ""
+    prefix_source = find(name)
+    if prefix_source is None or prefix_source.id != lock.id:  # else Ray has asked its store twice, and it is ours
+        who = f", by {prefix_source}" if prefix_source else ""
         raise DeployError(f"{name} is deployed on this Ray already, or is being deployed{who}")
 
 
-def find(name: str) -> NameClaim | None:
+def find(name: str) -> NameLock | None:
     """Who has it; None where nobody has. Raises RayError."""
     stored = _entry(name).get()
-    return NameClaim(**known_fields(NameClaim, json.loads(stored))) if stored else None
+    return NameLock(**known_fields(NameLock, json.loads(stored))) if stored else None
 
 
 def claimed() -> list[str]:

@@ -40,13 +40,18 @@ class RouterLogs:
         """As read_log, by number, in the order in which the routers started, of those that are new. Nodes that do not
         answer are passed over."""
         nodes = [node.id for node in router_nodes(live_nodes())]
-        found = await asyncio.gather(*(_unless_away(_call_on(node, find_logs, log_dir, _ROUTER)) for node in nodes))
+        found = await asyncio.gather(
+            *(_unless_unavailable(_call_on(node, find_logs, log_dir, _ROUTER)) for node in nodes)
+        )
         places = {path.name: (node, path) for node, paths in zip(nodes, found, strict=True) for path in paths or ()}
         for name in sorted(places):  # a name begins with the time
             self._numbers.setdefault(name, len(self._numbers))
         names = {self._numbers[name]: name for name in sorted(places)}
         parts = await asyncio.gather(
-            *(_unless_away(read_there(*places[name], lines=lines, start=starts.get(i))) for i, name in names.items())
+            *(
+                _unless_unavailable(read_there(*places[name], lines=lines, start=starts.get(i)))
+                for i, name in names.items()
+            )
         )
         return {number: part for number, part in zip(names, parts, strict=True) if part}
 
@@ -59,7 +64,7 @@ async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwa
         return await run_on(node_id, function, *args, **kwargs)
 
 
-async def _unless_away(answer: Awaitable[T]) -> T | None:
+async def _unless_unavailable(answer: Awaitable[T]) -> T | None:
     try:
         return await answer
     except RayTaskError:  # what the function itself raised

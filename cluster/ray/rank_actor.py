@@ -12,7 +12,7 @@ import threading
 import time
 from typing import cast
 
-from cluster.ray.certificates import open_papers
+from cluster.ray.certificates import open_tls_credentials
 from core.identity.process_name import ProcessName
 from core.identity.renewal import Renewal
 from core.process.gc_tuning import collect_the_new, spare_the_old
@@ -57,10 +57,10 @@ class RankActor:
             name = ProcessName.of_rank(self._name.deployment, replica, self._name.rank)
             logger.info("this process is %s from now on", name)
             redirect_output(log_path(launch.log_dir, replica, name.rank), who=str(name))
-            heir = self._make(import_path, launch, name)
-            binding = heir.bind()  # before the other port is closed: nobody takes the one for the other
-            heir.succeed(before)
-            self._rank, self._name, self._import_path, self._launch = heir, name, import_path, launch
+            successor = self._make(import_path, launch, name)
+            binding = successor.bind()  # before the other port is closed: nobody takes the one for the other
+            successor.succeed(before)
+            self._rank, self._name, self._import_path, self._launch = successor, name, import_path, launch
             if renewal:
                 renewal.stop()
             return binding
@@ -102,7 +102,7 @@ class RankActor:
         began_at = time.monotonic()
         make = getattr(importlib.import_module(module), function)
         logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
-        self._renewal = open_papers(name, tls=launch.spec.security.tls)
+        self._renewal = open_tls_credentials(name, tls=launch.spec.security.tls)
         return cast(Rank, make(launch, identity=self._renewal.identity))
 
     @property

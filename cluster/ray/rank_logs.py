@@ -7,14 +7,14 @@ import contextlib
 from ray.exceptions import RayError
 
 from cluster.control.gang import Home
-from cluster.control.replica_life import ReplicaLife
+from cluster.control.replica_life import ReplicaLifecycle
 from cluster.ray.node_logs import read_there
 from core.process.log import LogPart, log_path
 from core.types.errors import DeployError, ReplicaFailed
 
 
 async def read_rank(
-    life: ReplicaLife | None, log_dir: str, replica: str, rank: int, home: Home, *, lines: int, start: int | None
+    life: ReplicaLifecycle | None, log_dir: str, replica: str, rank: int, home: Home, *, lines: int, start: int | None
 ) -> LogPart:
     """life: None where the replica is gone. Raises DeployError."""
     if life is not None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _TELL_S = 0.5
 
 
-class RevisionTeller:
+class RevisionReporter:
     """Owned by the controller, on its event loop. While Redis is away, routers go on with what they know."""
 
     def __init__(self, launch: Launch) -> None:
@@ -33,7 +33,7 @@ class RevisionTeller:
             connect_redis(credentials.index_url), name=launch.spec.name, key=credentials.key(Purpose.REVISIONS)
         )
         self._reach = RedisReach("routers go on with the revisions they know")
-        self._task = Supervisor().start("telling routers the revisions", self._tell_forever)
+        self._task = Supervisor().start("telling routers the revisions", self._report_forever)
 
     def begin(self) -> None:
         """An update begins: what was counted of earlier ones is forgotten."""
@@ -50,7 +50,7 @@ class RevisionTeller:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
 
-    async def _tell_forever(self) -> None:
+    async def _report_forever(self) -> None:
         while not self._is_closing:  # redis-py may swallow a cancellation
             self._changed.clear()
             try:

@@ -9,7 +9,7 @@ from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
 from cluster.control.pool import ReplicaPool
 from cluster.control.replica import ReplicaState, ReplicaStatus
-from cluster.control.replica_life import ReplicaLife
+from cluster.control.replica_life import ReplicaLifecycle
 from cluster.control.report import PoolReport, ReplicaReport
 from core.types.errors import SpecError
 from core.types.request import Role
@@ -51,15 +51,15 @@ class RolePools:
             self._pools[make] = ReplicaPool(self.role, changed=self._changed)
         return self._pools[make]
 
-    def add(self, life: ReplicaLife, make: int | None = None) -> None:
+    def add(self, life: ReplicaLifecycle, make: int | None = None) -> None:
         """Let this one live, which that revision has made; None: the newest."""
         self.of(self._newest if make is None else make).add(life)
 
-    def retire(self, replica: str, *, heir: ReplicaLife | None = None) -> None:
+    def retire(self, replica: str, *, successor: ReplicaLifecycle | None = None) -> None:
         """A replica that serves drains first; any other is removed at once. heir: who goes on with its processes."""
         for pool in self._pools.values():
             if pool.get(replica):
-                pool.retire(replica, heir=heir)
+                pool.retire(replica, successor=successor)
 
     def retry(self) -> None:
         """Forget earlier failures to start."""
@@ -71,7 +71,7 @@ class RolePools:
         for pool in self._pools.values():
             await pool.stop()
 
-    def get(self, replica: str) -> ReplicaLife | None:
+    def get(self, replica: str) -> ReplicaLifecycle | None:
         return next((life for pool in self._pools.values() if (life := pool.get(replica))), None)
 
     def home(self, replica: str) -> Home | None:

@@ -17,11 +17,11 @@ from cluster.control.pool import ReplicaPool
 from cluster.control.replica import ReplicaState
 from cluster.control.report import RevisionReport, UpdateReport
 from cluster.rollout.canary import problem_of
-from cluster.rollout.revision_reporter import RevisionTeller
+from cluster.rollout.revision_reporter import RevisionReporter
 from cluster.rollout.role_pools import Goal, RolePools
 from cluster.rollout.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.rollout.update import Phase, Update, UpdateOptions
-from cluster.rollout.update_plan import ReplicaCount, RoleView, Wanted, is_at_end, next_step, surge_of
+from cluster.rollout.update_plan import ReplicaCount, RoleView, TargetSizes, is_at_end, next_step, surge_of
 from core.spec.schema import PoolSpec, Spec
 from core.types.errors import DeployError, SpecError
 from core.types.request import Role
@@ -36,10 +36,12 @@ _FAILED_ROUNDS = 3  # of starting replicas of a new revision, before it is taken
 class Updater:
     """Owned by the controller's event loop."""
 
-    def __init__(self, pools: Mapping[Role, RolePools], *, teller: RevisionTeller, save: Callable[[], None]) -> None:
+    def __init__(
+        self, pools: Mapping[Role, RolePools], *, reporter: RevisionReporter, save: Callable[[], None]
+    ) -> None:
         """save: what is desired has changed."""
         self._pools = pools
-        self._teller = teller
+        self._reporter = reporter
         self._save = save
         self._tried_since: float | None = None  # the canary has all its replicas; time.monotonic()
         self._share = 0.0  # of the new revision
@@ -80,7 +82,7 @@ class Updater:
             desired.update = Update(
                 revision=desired.last_revision, spec=spec, roles=roles, options=options, phase=phase
             )
-            self._teller.begin()
+            self._reporter.begin()
         for pools in self._pools.values():
             pools.retry()
         self._save()
@@ -127,11 +129,11 @@ class Updater:
         self._told = revisions
         slo = desired.update.options.slo if desired.update else RevisionTable().slo
         table = RevisionTable(version=desired.table_version, revisions=revisions, slo=slo)
-        self._teller.tell(table)
+        self._reporter.tell(table)
         return table
 
     async def close(self) -> None:
-        await self._teller.close()
+        await self._reporter.close()
 
     def report(self, desired: Desired) -> RevisionReport:
         """For `cluster status`."""
@@ -160,7 +162,7 @@ class Updater:
 
     def _watch_canary(self, desired: Desired, update: Update) -> None:
         now = time.monotonic()
-        if not all(view.coming.ready >= view.coming_target for view in self._views(desired, update).values()):
+        if not all(view.candidate.ready >= view.candidate_target for view in self._views(desired, update).values()):
             self._tried_since = None
         elif self._tried_since is None:
             self._tried_since = now
@@ -189,7 +191,7 @@ class Updater:
             final = [failure for failure in report["failures"] if failure["will_repeat"]]
             if final or report["failed_rounds"] >= _FAILED_ROUNDS:
                 return (final or report["failures"])[-1]["text"]
-        counts = self._teller.counts
+        counts = self._reporter.counts
         old, new = counts.get(desired.revision), counts.get(update.revision)
         return problem_of(old, new, slo=update.options.slo)
 
@@ -201,21 +203,21 @@ class Updater:
             role: tuple(_tally(self._pools[role].of(make)) for make in (desired.makes[role], update.revision))
             for role in update.roles
         }
-        coming_pools = {role: targets[role][0 if is_back else 1] for role in update.roles}
+        candidate_pools = {role: targets[role][0 if is_back else 1] for role in update.roles}
         lacking = {}
-        for role, pool in coming_pools.items():
+        for role, pool in candidate_pools.items():
             missing = pool.replicas - tallies[role][0 if is_back else 1].staying
             lacking[role] = min(max(0, missing), surge_of(max(each.replicas for each in targets[role])))
-        rooms = lacking if update.options.waits_for_nodes else self._room(coming_pools, lacking)
+        rooms = lacking if update.options.waits_for_nodes else self._room(candidate_pools, lacking)
         views = {}
         for role in update.roles:
             old, new = ((tally, pool.replicas) for tally, pool in zip(tallies[role], targets[role], strict=True))
-            (leaving, leaving_target), (coming, coming_target) = (new, old) if is_back else (old, new)
+            (leaving, leaving_target), (candidate, candidate_target) = (new, old) if is_back else (old, new)
             views[role] = RoleView(
                 leaving=leaving,
-                coming=coming,
+                candidate=candidate,
                 leaving_target=leaving_target,
-                coming_target=coming_target,
+                candidate_target=candidate_target,
                 room=rooms[role],
             )
         return views
@@ -229,7 +231,7 @@ class Updater:
             update={"replicas": min(pool.replicas, max(1, round(update.options.canary * pool.replicas)))}
         )
 
-    def _step(self, update: Update, views: Mapping[Role, RoleView]) -> dict[Role, Wanted]:
+    def _step(self, update: Update, views: Mapping[Role, RoleView]) -> dict[Role, TargetSizes]:
         short = sorted(role for role, view in views.items() if view.is_short_of_room)
         self._waits_for = f"no room for another {' and '.join(short)} replica" if short else ""
         return next_step(views, is_trial=update.phase is Phase.CANARY)
@@ -300,10 +302,10 @@ def roles_of(changes: Iterable[SpecChange], *, restarts_all: bool = False) -> fr
     return frozenset(Role) if restarts_all else frozenset(role for one in changes for role in one.needs.roles)
 
 
-def _new_share(update: Update, views: Mapping[Role, RoleView], steps: Mapping[Role, Wanted]) -> float:
+def _new_share(update: Update, views: Mapping[Role, RoleView], steps: Mapping[Role, TargetSizes]) -> float:
     """Of the requests, for the new revision: by what there is of each after this step. The smaller pool counts."""
-    is_coming_whole = all(view.is_coming_there for view in views.values())
-    coming = min((view.share_there for view in views.values()), default=0.0) if is_coming_whole else 0.0
+    is_candidate_complete = all(view.is_candidate_ready for view in views.values())
+    candidate = min((view.share_there for view in views.values()), default=0.0) if is_candidate_complete else 0.0
     leaving = min(
         (
             min(view.leaving.ready, steps[role].leaving) / view.leaving_target
@@ -313,16 +315,16 @@ def _new_share(update: Update, views: Mapping[Role, RoleView], steps: Mapping[Ro
         default=0.0,
     )
     if update.phase is Phase.CANARY:
-        return (update.options.canary or 0.0) if coming else 0.0
+        return (update.options.canary or 0.0) if candidate else 0.0
     if update.phase is Phase.RETURNING:
-        return leaving / (leaving + coming) if leaving and not coming else 0.0
-    return coming / (leaving + coming) if coming else 0.0
+        return leaving / (leaving + candidate) if leaving and not candidate else 0.0
+    return candidate / (leaving + candidate) if candidate else 0.0
 
 
-def _by_age(update: Update, wanted: Wanted) -> tuple[int, int]:
+def _by_age(update: Update, wanted: TargetSizes) -> tuple[int, int]:
     """Of the old revision, and of the new one."""
     is_back = update.phase is Phase.RETURNING
-    return (wanted.coming, wanted.leaving) if is_back else (wanted.leaving, wanted.coming)
+    return (wanted.candidate, wanted.leaving) if is_back else (wanted.leaving, wanted.candidate)
 
 
 def _tally(pool: ReplicaPool) -> ReplicaCount:

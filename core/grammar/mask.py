@@ -38,7 +38,7 @@ class GrammarMask:
         self._num_taken = 0  # tokens that the matcher has seen
         self._cost = _Cost()  # of it and its forks
 
-    def may_forbid(self, tokens: Sequence[int], start: int, num_coming: int) -> bool:
+    def may_forbid(self, tokens: Sequence[int], start: int, num_in_flight: int) -> bool:
         return True
 
     def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:

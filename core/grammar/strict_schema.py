@@ -23,7 +23,7 @@ _MAX_STEP = 16_384  # of `multipleOf`, as _step has it: 0.1 s; a million takes 7
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 # Beside a whole number that is excluded; of much smaller ones llguidance does not know.
 _MARGIN, _RELATIVE = 1e-9, 1e-14
-_MEETING = frozenset(("allOf", "anyOf", "oneOf", "$ref"))  # through which several schemas hold for one value
+_RENDEZVOUS = frozenset(("allOf", "anyOf", "oneOf", "$ref"))  # through which several schemas hold for one value
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"  # two digits of a year
 _DAYS = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|(?:[0-9][0-9]{_LEAP}|{_LEAP}00)-02-29)"
 _YEARS = "^[0-9]{0,3}[1-9]"  # from 1, as Python and others count
@@ -54,10 +54,10 @@ def exact(schema: Any, *, is_lenient: bool) -> Any:
             made["pattern"] = _in_rust(pattern)
         if isinstance(named := made.get("patternProperties"), Mapping):
             made["patternProperties"] = {_in_rust(pattern): one for pattern, one in named.items()}
-        for key, away in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+        for key, unavailable in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
             value = made.get(key)
-            if type(value) in (int, float) and value in near and value * away >= 0:
-                made[key] = value + away * max(_MARGIN, abs(value) * _RELATIVE)
+            if type(value) in (int, float) and value in near and value * unavailable >= 0:
+                made[key] = value + unavailable * max(_MARGIN, abs(value) * _RELATIVE)
         form = made.get("format")
         if isinstance(form, str) and form in _FORMATS and isinstance(others := made.get("allOf", []), list):
             made["allOf"] = [*others, *({"pattern": pattern} for pattern in _FORMATS[form])]
@@ -94,8 +94,8 @@ def _is_slow(found: Iterable[Mapping[str, Any]]) -> bool:
     """Whether a number's remainder has more values than can be told apart in time: where several steps may hold for
     one number, they count as one that all of them divide."""
     steps = {step for keywords in found for step in _step(keywords.get("multipleOf"))}
-    is_meeting = any(_MEETING & keywords.keys() for keywords in found)
-    return (lcm(*steps) if is_meeting else sum(steps)) > _MAX_STEP
+    is_rendezvous = any(_RENDEZVOUS & keywords.keys() for keywords in found)
+    return (lcm(*steps) if is_rendezvous else sum(steps)) > _MAX_STEP
 
 
 def _step(value: Any) -> Iterator[int]:

@@ -41,13 +41,13 @@ class ThinkingMask:
     def failure(self) -> str:
         return self._grammar.failure if self._grammar else ""
 
-    def may_forbid(self, tokens: Sequence[int], start: int, num_coming: int) -> bool:
+    def may_forbid(self, tokens: Sequence[int], start: int, num_in_flight: int) -> bool:
         """Without a grammar only where the end of the thinking may be next: before that and behind it a sequence is as
         any other, and its steps run ahead."""
         if self._grammar is not None:
             return True
         self._thinking.take(tokens, start)
-        return self._thinking.num_seen + num_coming >= self._thinking.earliest_end
+        return self._thinking.num_seen + num_in_flight >= self._thinking.earliest_end
 
     def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
         forced = self._forced(tokens, start)

@@ -115,17 +115,17 @@ class Authority:
         """That others will believe what we issue."""
         own = self._chain[0]
         if own.public_key() != self._key.public_key():
-            _refuse("key", key, "is not the key of security.certificate")
+            _reject("key", key, "is not the key of security.certificate")
         try:
             is_issuer = own.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
         except x509.ExtensionNotFound:
             is_issuer = False
         if not is_issuer:
-            _refuse("certificate", certificate, "may not issue others (CA:TRUE): give an intermediate authority's")
+            _reject("certificate", certificate, "may not issue others (CA:TRUE): give an intermediate authority's")
         if not _is_path(self._chain, self._roots):
-            _refuse("certificate", certificate, "does not come from security.ca; put what is between into this file")
+            _reject("certificate", certificate, "does not come from security.ca; put what is between into this file")
         if min(link.not_valid_after_utc for link in self._chain) <= _now():
-            _refuse("certificate", certificate, "has ended")
+            _reject("certificate", certificate, "has ended")
 
 
 _PURPOSES = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -174,18 +174,18 @@ def _read_certificates(field: str, path: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(_read(field, path))
     except ValueError:
-        _refuse(field, path, "holds no PEM certificate")
+        _reject(field, path, "holds no PEM certificate")
 
 
 def _read_key(path: str) -> _SigningKey:
     if Path(path).exists() and Path(path).stat().st_mode & _OPEN_TO_OTHERS:
-        _refuse("key", path, f"may be read by others than its owner: chmod 600 {path}")
+        _reject("key", path, f"may be read by others than its owner: chmod 600 {path}")
     try:
         key = serialization.load_pem_private_key(_read("key", path), password=None)
     except (TypeError, ValueError):
-        _refuse("key", path, "holds no PEM private key without a password")
+        _reject("key", path, "holds no PEM private key without a password")
     if not isinstance(key, _SigningKey):
-        _refuse("key", path, "is of a kind that signs no certificates here: ECDSA, RSA or Ed25519")
+        _reject("key", path, "is of a kind that signs no certificates here: ECDSA, RSA or Ed25519")
     return key
 
 
@@ -194,10 +194,10 @@ def _read(field: str, path: str) -> bytes:
         with Path(path).open("rb") as file:
             return file.read(_MAX_BYTES)
     except OSError as error:
-        _refuse(field, path, error.strerror or "cannot be read")
+        _reject(field, path, error.strerror or "cannot be read")
 
 
-def _refuse(field: str, path: str, why: str) -> NoReturn:
+def _reject(field: str, path: str, why: str) -> NoReturn:
     raise SpecError(f"security.{field}: {path} {why}")
 
 

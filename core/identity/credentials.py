@@ -17,7 +17,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Papers:
+class TlsCredentials:
     """A certificate together with its private key, which has never left this process. PEM."""
 
     certificate: Certificate
@@ -30,18 +30,18 @@ class Identity:
     One thread renews; servers and channels read from any other, at each handshake and at each new call.
     """
 
-    def __init__(self, name: ProcessName, papers: Papers | None) -> None:
+    def __init__(self, name: ProcessName, tls_credentials: TlsCredentials | None) -> None:
         self.name = name
-        self._papers = papers
+        self._tls_credentials = tls_credentials
 
     @property
-    def papers(self) -> Papers | None:
-        return self._papers
+    def tls_credentials(self) -> TlsCredentials | None:
+        return self._tls_credentials
 
-    def renew(self, papers: Papers) -> None:
+    def renew(self, tls_credentials: TlsCredentials) -> None:
         """From now on these are shown. A deployment without TLS stays so."""
-        assert self._papers, f"{self.name} has no papers that could be renewed"
-        self._papers = papers
+        assert self._tls_credentials, f"{self.name} has no papers that could be renewed"
+        self._tls_credentials = tls_credentials
 
     def rank(self, replica: str, rank: int) -> ProcessName:
         """A rank of the same deployment."""

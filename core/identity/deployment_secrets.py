@@ -26,7 +26,7 @@ class Purpose(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Credentials:
+class DeploymentSecrets:
     """Made when a deployment is, and handed to each of its processes by whoever starts it (core.types.launch). Never
     in a command line, an environment or a log, and its repr shows nothing."""
 
@@ -34,7 +34,7 @@ class Credentials:
     index_url: str = field(repr=False)  # of its Redis; a password may be in it
 
     @classmethod
-    def new(cls, *, index_url: str) -> Credentials:
+    def new(cls, *, index_url: str) -> DeploymentSecrets:
         return cls(secret=secrets.token_bytes(_SECRET_BYTES), index_url=index_url)
 
     def key(self, purpose: Purpose) -> bytes:

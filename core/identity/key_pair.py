@@ -6,7 +6,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from core.identity.credentials import Certificate, Papers
+from core.identity.credentials import Certificate, TlsCredentials
 
 
 class KeyPair:
@@ -18,9 +18,9 @@ class KeyPair:
         request = x509.CertificateSigningRequestBuilder().subject_name(nobody).sign(self._key, hashes.SHA256())
         self.request = request.public_bytes(serialization.Encoding.PEM)
 
-    def papers(self, certificate: Certificate) -> Papers:
+    def tls_credentials(self, certificate: Certificate) -> TlsCredentials:
         """With what the authority has answered to `request`."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        return Papers(certificate=certificate, key=key)
+        return TlsCredentials(certificate=certificate, key=key)

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from core.identity.credentials import Identity, Papers
+from core.identity.credentials import Identity, TlsCredentials
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class Renewal:
     `obtain` asks for a certificate of a new key; whatever it raises is logged, and it is asked again.
     """
 
-    def __init__(self, identity: Identity, obtain: Callable[[], Papers], *, retry_s: float = _RETRY_S) -> None:
+    def __init__(self, identity: Identity, obtain: Callable[[], TlsCredentials], *, retry_s: float = _RETRY_S) -> None:
         self.identity = identity
         self._obtain = obtain
         self._retry_s = retry_s
@@ -29,7 +29,7 @@ class Renewal:
 
     def start(self) -> None:
         """There is nothing to renew without TLS."""
-        if self.identity.papers:
+        if self.identity.tls_credentials:
             self._thread.start()
 
     def stop(self) -> None:
@@ -38,15 +38,15 @@ class Renewal:
             self._thread.join()
 
     def _run(self) -> None:
-        assert self.identity.papers
-        pause_s = self.identity.papers.certificate.life_s * _AT
+        assert self.identity.tls_credentials
+        pause_s = self.identity.tls_credentials.certificate.life_s * _AT
         while not self._stopped.wait(pause_s):
             try:
-                papers = self._obtain()
+                tls_credentials = self._obtain()
             except Exception as error:  # the edge of this thread: it must never end while the process lives
                 logger.warning("the certificate of %s is not renewed yet: %s", self.identity.name, error)
                 pause_s = self._retry_s
             else:
-                self.identity.renew(papers)
-                pause_s = papers.certificate.life_s * _AT
+                self.identity.renew(tls_credentials)
+                pause_s = tls_credentials.certificate.life_s * _AT
                 logger.info("the certificate of %s is renewed, for %.0f s", self.identity.name, pause_s / _AT)

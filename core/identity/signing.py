@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hmac
 
-SEAL_BYTES = 32
+SIGNATURE_BYTES = 32
 
 _Bytes = bytes | bytearray | memoryview
 
 
-def seal(key: bytes, *parts: _Bytes) -> bytes:
+def sign(key: bytes, *parts: _Bytes) -> bytes:
     """HMAC-SHA256, SEAL_BYTES of it. parts: what the data is, in words of a fixed length, and the data."""
     made = hmac.new(key, digestmod="sha256")
     for part in parts:
@@ -17,17 +17,17 @@ def seal(key: bytes, *parts: _Bytes) -> bytes:
     return made.digest()
 
 
-def sealed(value: bytes, key: bytes, *words: bytes) -> bytes:
+def signed(value: bytes, key: bytes, *words: bytes) -> bytes:
     """The seal of these words and the value, and behind it the value."""
-    return seal(key, *words, value) + value
+    return sign(key, *words, value) + value
 
 
-def opened(found: bytes, key: bytes, *words: bytes) -> bytes | None:
+def verified(found: bytes, key: bytes, *words: bytes) -> bytes | None:
     """The value behind its seal; None where that is not its own."""
-    shown, value = found[:SEAL_BYTES], found[SEAL_BYTES:]
-    return value if is_sealed(shown, key, *words, value) else None
+    shown, value = found[:SIGNATURE_BYTES], found[SIGNATURE_BYTES:]
+    return value if is_signed(shown, key, *words, value) else None
 
 
-def is_sealed(shown: bytes, key: bytes, *parts: _Bytes) -> bool:
+def is_signed(shown: bytes, key: bytes, *parts: _Bytes) -> bool:
     """Whether `shown` is their seal. How long it takes says nothing of the right one."""
-    return hmac.compare_digest(shown, seal(key, *parts))
+    return hmac.compare_digest(shown, sign(key, *parts))

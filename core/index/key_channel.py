@@ -17,8 +17,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from core.identity.signing import is_sealed, seal
-from core.types.api_key import KeyBook
+from core.identity.signing import is_signed, sign
+from core.types.api_key import KeyRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +26,21 @@ logger = logging.getLogger(__name__)
 class KeyPublisher:
     """The controller's end."""
 
-    def __init__(self, redis: Redis, *, name: str, seal_key: bytes) -> None:
+    def __init__(self, redis: Redis, *, name: str, signing_key: bytes) -> None:
         self._redis = redis
         self._name = name
-        self._seal_key = seal_key
+        self._signing_key = signing_key
 
-    async def publish(self, book: KeyBook) -> None:
+    async def publish(self, registry: KeyRegistry) -> None:
         """Have Redis say this, unless it does already."""
-        text = book.to_json()
-        said = [text.encode(), seal(self._seal_key, text.encode())]
+        text = registry.to_json()
+        said = [text.encode(), sign(self._signing_key, text.encode())]
         # Both: whoever else may write to Redis may have changed either.
         if await self._redis.hmget(_place(self._name), "book", "seal") != said:
             async with self._redis.pipeline(transaction=True) as pipeline:
                 pipeline.hset(_place(self._name), mapping=dict(zip(("book", "seal"), said, strict=True)))
-                if book.keys:
-                    pipeline.sadd(_counted(self._name), *(key.id for key in book.keys))
+                if registry.keys:
+                    pipeline.sadd(_counted(self._name), *(key.id for key in registry.keys))
                 await pipeline.execute()
 
     async def forget_others(self, kept: Set[str]) -> None:
@@ -58,44 +58,44 @@ class KeyPublisher:
 class KeyReader:
     """A router's end: remembers what it has read."""
 
-    def __init__(self, redis: Redis, *, name: str, seal_key: bytes, least_version: int = 0) -> None:
+    def __init__(self, redis: Redis, *, name: str, signing_key: bytes, least_version: int = 0) -> None:
         """least_version: of what is believed; an older book may have keys that were revoked since."""
         self._redis = redis
         self._name = name
-        self._seal_key = seal_key
+        self._signing_key = signing_key
         self._version = least_version
-        self._seal: bytes | None = None  # of what was believed last
+        self._sign: bytes | None = None  # of what was believed last
         self._passed_over: object = None  # of which we have said so
 
-    async def read(self) -> KeyBook | None:
+    async def read(self) -> KeyRegistry | None:
         """The book, where it is newer than what was read before.
 
         What is not believed is looked at again: a right one may come under the same seal.
         """
-        if self._seal and await self._redis.hget(_place(self._name), "seal") == self._seal:
+        if self._sign and await self._redis.hget(_place(self._name), "seal") == self._sign:
             return None
         found: Any = await self._redis.hmget(_place(self._name), "book", "seal")
         try:
             text, shown = found
             if text is None or shown is None:  # it has come back empty: what is known still holds
                 return None
-            book = self._opened(text, shown)
+            registry = self._opened(text, shown)
         except (ValueError, KeyError, TypeError) as error:
             if self._passed_over != found:
                 logger.error("the keys in Redis are passed over: %s", error)
             self._passed_over = found
             return None
-        self._version, self._seal = book.version, shown
-        return book
+        self._version, self._sign = registry.version, shown
+        return registry
 
-    def _opened(self, text: bytes, shown: bytes) -> KeyBook:
+    def _opened(self, text: bytes, shown: bytes) -> KeyRegistry:
         """Whoever else may write to Redis makes no keys, and brings none back. Raises ValueError and its kin."""
-        if not is_sealed(shown, self._seal_key, text):
+        if not is_signed(shown, self._signing_key, text):
             raise ValueError("their seal is not this deployment's")
-        book = KeyBook.from_json(text)
-        if book.version < self._version:
-            raise ValueError(f"version {book.version} is older than {self._version}, which there was before")
-        return book
+        registry = KeyRegistry.from_json(text)
+        if registry.version < self._version:
+            raise ValueError(f"version {registry.version} is older than {self._version}, which there was before")
+        return registry
 
 
 def places_of(name: str, key_id: str) -> tuple[str, str]:

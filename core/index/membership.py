@@ -20,7 +20,7 @@ from enum import StrEnum
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
-from core.identity.signing import opened, sealed
+from core.identity.signing import signed, verified
 from core.types.json_records import known_fields
 from core.types.request import Role, SequenceRequest
 from core.types.wire_version import WIRE_VERSION
@@ -35,7 +35,7 @@ _MAX_RECORD_BYTES = 16 << 10
 _MAX_REMEMBERED = 1024  # names with bad records, of which we have said so
 
 
-class RefusalReason(StrEnum):
+class RejectionReason(StrEnum):
     """Why nobody connects to a member."""
 
     UNSIGNED = "unsigned"
@@ -51,9 +51,9 @@ class _Unsigned(ValueError):
     pass
 
 
-_REASONS: dict[type[ValueError], RefusalReason] = {
-    OtherVersion: RefusalReason.OTHER_VERSION,
-    _Unsigned: RefusalReason.UNSIGNED,
+_REASONS: dict[type[ValueError], RejectionReason] = {
+    OtherVersion: RejectionReason.OTHER_VERSION,
+    _Unsigned: RejectionReason.UNSIGNED,
 }
 
 
@@ -75,17 +75,19 @@ class Member:
     keeps_token_rules: bool = False  # and the token rules of its sampling
     keeps_thinking_budgets: bool = False  # and for how long it may think
     tells_prompt_logprobs: bool = False  # and the log-probabilities of its prompt
-    guest_share: float = 0.0  # of a prefill replica: of its places and blocks, for answers that it finishes itself
+    local_decode_share: float = (
+        0.0  # of a prefill replica: of its places and blocks, for answers that it finishes itself
+    )
     wire_version: int = WIRE_VERSION
 
     @property
-    def max_guests(self) -> int:
+    def max_local_decodes(self) -> int:
         """Choices that it answers itself at a time; 0: none."""
-        return int(self.guest_share * self.max_running)
+        return int(self.local_decode_share * self.max_running)
 
     @property
-    def max_guest_blocks(self) -> int:
-        return int(self.guest_share * self.num_blocks)
+    def max_local_decode_blocks(self) -> int:
+        return int(self.local_decode_share * self.num_blocks)
 
     def understands(self, request: SequenceRequest) -> bool:
         """Nothing of it that would change its tokens, or what is told of them, is passed over there."""
@@ -133,21 +135,21 @@ class Membership:
         *,
         name: str,
         key: bytes,
-        count_refused: Callable[[RefusalReason], object] = lambda why: None,
+        count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
         """key: 32 bytes that the processes of this deployment have, and nobody else. count_refused: called once for
         each name under which there is a record that we pass over."""
-        self._count_refused = count_refused
+        self._count_rejected = count_rejected
         self._redis = redis
         self._key = key
         self._set = _set_of(name)
         self._record = _record_of(name)
-        self._refused: OrderedDict[str, None] = OrderedDict()
+        self._rejected: OrderedDict[str, None] = OrderedDict()
 
     async def renew(self, member: Member) -> bool:
         """Enter or stay for another LEASE_S. False: Redis did not know us any more, nor, perhaps, anything else."""
         text = member.to_json().encode()
-        record = sealed(text, self._key)
+        record = signed(text, self._key)
         async with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.set(self._record + member.replica, record, px=int(LEASE_S * 1000), get=True)
             pipeline.sadd(self._set, member.replica)
@@ -175,24 +177,24 @@ class Membership:
     def _read(self, replica: str, record: str | bytes) -> Member | None:
         record = record.encode() if isinstance(record, str) else record
         try:
-            if len(record) > _MAX_RECORD_BYTES or (text := opened(record, self._key)) is None:
+            if len(record) > _MAX_RECORD_BYTES or (text := verified(record, self._key)) is None:
                 raise _Unsigned("it is not signed by this deployment")
             member = Member.from_json(text)
             if member.replica != replica:
                 raise _Unsigned(f"it is that of {member.replica}")
         except ValueError as error:
-            self._refuse(replica, _REASONS.get(type(error), RefusalReason.NONSENSE), str(error))
+            self._reject(replica, _REASONS.get(type(error), RejectionReason.NONSENSE), str(error))
             return None
         return member
 
-    def _refuse(self, replica: str, why: RefusalReason, reason: str) -> None:
+    def _reject(self, replica: str, why: RejectionReason, reason: str) -> None:
         """Say it once, although the record is read several times a second."""
-        if replica in self._refused:
+        if replica in self._rejected:
             return
-        self._count_refused(why)
-        self._refused[replica] = None
-        if len(self._refused) > _MAX_REMEMBERED:
-            self._refused.popitem(last=False)
+        self._count_rejected(why)
+        self._rejected[replica] = None
+        if len(self._rejected) > _MAX_REMEMBERED:
+            self._rejected.popitem(last=False)
         logger.warning("member record of %.100r is ignored (%s): %s", replica, why, reason)
 
 

@@ -28,7 +28,7 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[bytes, int] = {}
+        self._prefix_sources: dict[bytes, int] = {}
         self._shifts: dict[str, int] = {}  # of each replica's bits; the first is the device's
         self._names: dict[int, str] = {}
         self._next_shift = 0
@@ -37,7 +37,7 @@ class PrefixIndex:
         self._expected: dict[str, dict[bytes, int]] = {}  # blocks to be computed, and the bits that are true meanwhile
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._prefix_sources)
 
     def store(self, replica: str, hashes: Iterable[bytes], tier: Tier = Tier.DEVICE) -> None:
         """`replica` holds these blocks in this tier, and in none above it."""
@@ -57,7 +57,7 @@ class PrefixIndex:
         When that prompt is done with, `settle` it.
         """
         shift = self._shift(replica)
-        bits = {prefix_hash: self._holders.get(prefix_hash, 0) >> shift & _ALL for prefix_hash in hashes}
+        bits = {prefix_hash: self._prefix_sources.get(prefix_hash, 0) >> shift & _ALL for prefix_hash in hashes}
         new = {prefix_hash: held for prefix_hash, held in bits.items() if held != _ALL}
         self._expected.setdefault(replica, {}).update(new)
         self._set(replica, new, _ALL)
@@ -76,7 +76,7 @@ class PrefixIndex:
             del self._names[shift]
             self._alive &= ~(_ALL << shift)
             if not self._alive:
-                self._holders.clear()
+                self._prefix_sources.clear()
             elif len(self._shifts) * 2 * _WIDTH < self._next_shift:
                 self._sweep()
 
@@ -99,7 +99,7 @@ class PrefixIndex:
         """Look at every block: (who drops out, how many leading blocks they hold)."""
         depths: list[tuple[int, int]] = []
         for depth, prefix_hash in enumerate(hashes):
-            holding = self._holders.get(prefix_hash, 0) & walking
+            holding = self._prefix_sources.get(prefix_hash, 0) & walking
             if holding != walking:
                 if depth:
                     depths.append((walking & ~holding, depth))
@@ -112,8 +112,10 @@ class PrefixIndex:
         """As `_walk`, but look only where somebody drops out: between two blocks that are held by others."""
         depths: list[tuple[int, int]] = []
         last = len(hashes) - 1
-        walking &= self._holders.get(hashes[0], 0)
-        spans = [(0, last, self._holders.get(hashes[last], 0))]  # (of the first block, of the last, who holds that one)
+        walking &= self._prefix_sources.get(hashes[0], 0)
+        spans = [
+            (0, last, self._prefix_sources.get(hashes[last], 0))
+        ]  # (of the first block, of the last, who holds that one)
         while spans and walking:  # the leftmost span comes next; all that walk hold its first block
             low, high, holding = spans.pop()
             if not walking & ~holding:
@@ -124,7 +126,7 @@ class PrefixIndex:
                 continue
             middle = (low + high) // 2
             spans.append((middle, high, holding))
-            spans.append((low, middle, self._holders.get(hashes[middle], 0)))
+            spans.append((low, middle, self._prefix_sources.get(hashes[middle], 0)))
         return [*depths, (walking, len(hashes))] if walking else depths
 
     def _depths_by_replica(self, dropouts: Iterable[tuple[int, int]]) -> dict[str, Depths]:
@@ -141,12 +143,12 @@ class PrefixIndex:
         """These and no other bits of the replica are true of these blocks."""
         shift = self._shift(replica)
         others, bits = self._alive & ~(_ALL << shift), bits << shift
-        holders, masks = self._holders, self._masks
+        prefix_sources, masks = self._prefix_sources, self._masks
         for prefix_hash in hashes:
-            if mask := holders.get(prefix_hash, 0) & others | bits:
-                holders[prefix_hash] = masks.setdefault(mask, mask)
+            if mask := prefix_sources.get(prefix_hash, 0) & others | bits:
+                prefix_sources[prefix_hash] = masks.setdefault(mask, mask)
             else:
-                holders.pop(prefix_hash, None)
+                prefix_sources.pop(prefix_hash, None)
 
     def _shift(self, replica: str) -> int:
         if replica not in self._shifts:
@@ -163,10 +165,10 @@ class PrefixIndex:
         self._names = {shift: replica for replica, shift in self._shifts.items()}
         self._next_shift = len(self._shifts) * _WIDTH
         self._alive = (1 << self._next_shift) - 1
-        old, self._holders, self._masks = self._holders, {}, {}
-        for prefix_hash, holders in old.items():
-            if mask := sum((holders >> shift & _ALL) << i * _WIDTH for i, shift in enumerate(old_shifts)):
-                self._holders[prefix_hash] = self._masks.setdefault(mask, mask)
+        old, self._prefix_sources, self._masks = self._prefix_sources, {}, {}
+        for prefix_hash, prefix_sources in old.items():
+            if mask := sum((prefix_sources >> shift & _ALL) << i * _WIDTH for i, shift in enumerate(old_shifts)):
+                self._prefix_sources[prefix_hash] = self._masks.setdefault(mask, mask)
 
 
 _ALL = (1 << _WIDTH) - 1

@@ -38,16 +38,16 @@ class RedisReach:
     def __init__(self, meanwhile: str) -> None:
         """meanwhile: what goes on without it, in a few words."""
         self._meanwhile = meanwhile
-        self.is_away = False
+        self.is_unavailable = False
 
     def found(self) -> None:
         """It has answered."""
-        if self.is_away:
+        if self.is_unavailable:
             logger.info("Redis is back")
-        self.is_away = False
+        self.is_unavailable = False
 
     def missed(self, error: RedisError) -> None:
         """It has not."""
-        if not self.is_away:
+        if not self.is_unavailable:
             logger.warning("Redis is away; %s: %s", self._meanwhile, error)
-        self.is_away = True
+        self.is_unavailable = True

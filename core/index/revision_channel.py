@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from core.identity.signing import opened, sealed
+from core.identity.signing import signed, verified
 from core.types.revisions import RevisionCounts, RevisionTable, counts_from_json, counts_to_json
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ class RevisionChannel:
 
     async def publish(self, table: RevisionTable) -> None:
         """Have Redis say this."""
-        await self._redis.set(self._table, sealed(table.to_json().encode(), self._key, b"table"))
+        await self._redis.set(self._table, signed(table.to_json().encode(), self._key, b"table"))
 
     async def read(self) -> RevisionTable | None:
         """The table, where it is newer than what was read before."""
         found: Any = await self._redis.get(self._table)
-        text = opened(found, self._key, b"table") if found else None
+        text = verified(found, self._key, b"table") if found else None
         if text is None:
             if found and found != self._passed_over:
                 logger.error("the revisions in Redis are passed over: their seal is not this deployment's")
@@ -55,7 +55,7 @@ class RevisionChannel:
     async def tell(self, router: str, counts: Mapping[int, RevisionCounts]) -> None:
         """All that this router has counted so far."""
         text = counts_to_json(counts).encode()
-        await self._redis.hset(self._counts, router, sealed(text, self._key, *_of_router(router.encode())))
+        await self._redis.hset(self._counts, router, signed(text, self._key, *_of_router(router.encode())))
 
     async def counts(self, update: Set[int] | None = None) -> dict[int, RevisionCounts]:
         """Of all routers together. update: the revisions of this one; what was counted in another, by a router that has
@@ -63,7 +63,7 @@ class RevisionChannel:
         found: Any = await self._redis.hgetall(self._counts)
         total: dict[int, RevisionCounts] = {}
         for router, record in found.items():
-            if (text := opened(record, self._key, *_of_router(router))) is None:
+            if (text := verified(record, self._key, *_of_router(router))) is None:
                 continue
             counted = counts_from_json(text)
             if update is not None and counted.keys() != update:

@@ -14,7 +14,7 @@ import json
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from core.identity.signing import opened, sealed
+from core.identity.signing import signed, verified
 from core.index.redis_client import RedisReach
 
 _LEASE_S, _RENEW_S = 10.0, 3.0
@@ -68,7 +68,7 @@ class RouterAddresses:
     async def _renew(self) -> None:
         text = json.dumps({"router": self._router, "address": self._address}).encode()
         async with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.set(self._record + self._router, sealed(text, self._key), px=int(_LEASE_S * 1e3))
+            pipeline.set(self._record + self._router, signed(text, self._key), px=int(_LEASE_S * 1e3))
             pipeline.sadd(self._set, self._router)
             await pipeline.execute()
 
@@ -86,6 +86,6 @@ class RouterAddresses:
 
     def _opened(self, name: str, record: str | bytes) -> str | None:
         record = record.encode() if isinstance(record, str) else record
-        text = opened(record, self._key) if len(record) <= _MAX_RECORD_BYTES else None
+        text = verified(record, self._key) if len(record) <= _MAX_RECORD_BYTES else None
         told = json.loads(text) if text else {}
         return str(told["address"]) if told.get("router") == name else None

@@ -61,7 +61,7 @@ class AnswerStream:
         self._last: tuple[bytes, bytes] | None = None
         self._numbers: OrderedDict[bytes, int] = OrderedDict()  # of each writer's last message, whoever is one
         self._look = redis.register_script(_LOOK)
-        self.num_refused = 0  # entries that nobody of this deployment has written so
+        self.num_rejected = 0  # entries that nobody of this deployment has written so
         self.num_missed = 0  # messages that were not among those read
 
     async def write(self, message: bytes) -> None:
@@ -89,19 +89,19 @@ class AnswerStream:
             raise
         entries = list(zip(found[::2], found[1::2], strict=True))  # the newest first
         self._last = entries[0] if entries else None
-        opened = [self._open(value) for id, value in reversed(entries) if (id, value) != last]
-        return [message for message in opened if message is not None]
+        verified = [self._open(value) for id, value in reversed(entries) if (id, value) != last]
+        return [message for message in verified if message is not None]
 
     def _open(self, value: bytes) -> bytes | None:
         """The message, if it is another replica's and was not read before."""
-        head, sealed = value[:_HEAD_BYTES], value[_HEAD_BYTES:]
+        head, signed = value[:_HEAD_BYTES], value[_HEAD_BYTES:]
         writer, number = head[:_WRITER_BYTES], int.from_bytes(head[_WRITER_BYTES:], "big")
         if writer == self._writer:
             return None
         try:
-            message = self._cipher_of(writer).decrypt(_nonce(head), sealed, self._words)
+            message = self._cipher_of(writer).decrypt(_nonce(head), signed, self._words)
         except InvalidTag:
-            self.refuse("is not of this deployment")
+            self.reject("is not of this deployment")
             return None
         last = self._numbers.get(writer)
         if last is not None and number <= last:
@@ -113,11 +113,11 @@ class AnswerStream:
             self._numbers.popitem(last=False)
         return message
 
-    def refuse(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """Count a message that is left out. It is said once: whoever writes one may write many."""
-        if not self.num_refused:
+        if not self.num_rejected:
             logger.warning("a message about finished answers %s and is left out", reason)
-        self.num_refused += 1
+        self.num_rejected += 1
 
     def _cipher_of(self, writer: bytes) -> AESGCM:
         return AESGCM(blake2b(writer, key=self._key, digest_size=32, person=b"writer").digest())

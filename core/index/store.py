@@ -98,7 +98,7 @@ class IndexReader:
         self._position = 0  # how many events the stream had had when that one was added
         self._members: set[str] = set()  # of whom events are taken
         self._is_changing = asyncio.Lock()  # what is loaded is not older than what was folded in meanwhile
-        self.num_refused = 0  # events that make no sense
+        self.num_rejected = 0  # events that make no sense
 
     async def follow(self, replicas: Iterable[str], *, wait_ms: int) -> None:
         """Fold in what is new of these replicas and of those that were loaded, waiting up to wait_ms for it. If events
@@ -121,7 +121,7 @@ class IndexReader:
                     async with self._is_changing:
                         await self._fold(event)
                 except (KeyError, ValueError, ResponseError) as error:  # the same event would only fail again
-                    self._refuse(event_id, error)
+                    self._reject(event_id, error)
                 self._last_id = event_id
                 self._position += 1
 
@@ -175,11 +175,11 @@ class IndexReader:
                 self._index.store(replica, _unpack(packed), tier)
         self._index.remove(replica, _unpack(event.get(_FIELDS[None].encode(), b"")))
 
-    def _refuse(self, event_id: bytes, error: Exception) -> None:
+    def _reject(self, event_id: bytes, error: Exception) -> None:
         """Say it once: whoever writes one may write many."""
-        if not self.num_refused:
+        if not self.num_rejected:
             logger.warning("event %s of the prefix index makes no sense and is left out: %r", event_id.decode(), error)
-        self.num_refused += 1
+        self.num_rejected += 1
 
 
 def _set_names(name: str, replica: str) -> dict[Tier, str]:

@@ -115,7 +115,7 @@ def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     architecture = (raw.get("architectures") or ["(none)"])[0]
-    _refuse_unsupported(architecture, raw)
+    _reject_unsupported(architecture, raw)
     _check_numbers(raw)
     hidden_size, num_q_heads = raw["hidden_size"], raw["num_attention_heads"]
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_q_heads
@@ -231,7 +231,7 @@ def _latent(architecture: str, raw: Mapping[str, Any]) -> LatentConfig | None:
     )
 
 
-def _refuse_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
+def _reject_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
     if architecture not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
         raise SpecError(f"architecture {architecture} is not supported; supported: {supported}")

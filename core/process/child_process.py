@@ -16,7 +16,7 @@ _HOST = "127.0.0.1"
 _END_S = 10.0
 
 
-class OrderedProcess:
+class ChildProcess:
     """Runs `python -m MODULE PORT ARGUMENTS…`, which calls `obey`. Orders come as (a method's name, its arguments)."""
 
     def __init__(self, module: str, *arguments: str, answer_s: float) -> None:

@@ -296,7 +296,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class Trace(_message.Message):
-    __slots__ = ("prefill_replica", "decode_replica", "blocks_shipped", "wire_bytes", "ttft_ms", "itl_ms", "attempts", "migrations", "pulled_tokens")
+    __slots__ = ("prefill_replica", "decode_replica", "blocks_shipped", "wire_bytes", "ttft_ms", "itl_ms", "attempts", "migrations", "fetched_tokens")
     PREFILL_REPLICA_FIELD_NUMBER: _ClassVar[int]
     DECODE_REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHIPPED_FIELD_NUMBER: _ClassVar[int]
@@ -305,7 +305,7 @@ class Trace(_message.Message):
     ITL_MS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
-    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_replica: str
     decode_replica: str
     blocks_shipped: int
@@ -314,8 +314,8 @@ class Trace(_message.Message):
     itl_ms: float
     attempts: int
     migrations: int
-    pulled_tokens: int
-    def __init__(self, prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ..., blocks_shipped: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., itl_ms: _Optional[float] = ..., attempts: _Optional[int] = ..., migrations: _Optional[int] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ..., blocks_shipped: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., itl_ms: _Optional[float] = ..., attempts: _Optional[int] = ..., migrations: _Optional[int] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -17,14 +17,14 @@ class SenderFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class ReceiverFrame(_message.Message):
-    __slots__ = ("welcome", "landed", "refused")
+    __slots__ = ("welcome", "landed", "rejected")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     landed: Landed
-    refused: Refused
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    rejected: Rejected
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("wire_version", "layout", "sender", "epoch", "backend", "wire_dtype", "sender_rank", "sender_ranks")
@@ -100,7 +100,7 @@ class Landed(_message.Message):
     epoch: int
     def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
-class Refused(_message.Message):
+class Rejected(_message.Message):
     __slots__ = ("handoff", "epoch", "reason")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -135,7 +135,7 @@ class Handoff(_message.Message):
     max_tokens: int
     def __init__(self, id: _Optional[str] = ..., epoch: _Optional[int] = ..., replica: _Optional[str] = ..., ranks: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., ttl_s: _Optional[float] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
-class Holder(_message.Message):
+class PrefixSource(_message.Message):
     __slots__ = ("replica", "address", "num_tokens")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -145,7 +145,7 @@ class Holder(_message.Message):
     num_tokens: int
     def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
-class PullRequest(_message.Message):
+class FetchRequest(_message.Message):
     __slots__ = ("handoff", "hashes")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -153,31 +153,31 @@ class PullRequest(_message.Message):
     hashes: bytes
     def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
-class PullEvent(_message.Message):
+class FetchEvent(_message.Message):
     __slots__ = ("granted", "shipped")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     SHIPPED_FIELD_NUMBER: _ClassVar[int]
-    granted: Granted
+    granted: FetchServed
     shipped: Shipped
-    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ...) -> None: ...
+    def __init__(self, granted: _Optional[_Union[FetchServed, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ...) -> None: ...
 
-class Granted(_message.Message):
+class FetchServed(_message.Message):
     __slots__ = ("num_tokens",)
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence", "handoff", "holder", "fetch_only")
+    __slots__ = ("sequence", "handoff", "prefix_source", "fetch_only")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     FETCH_ONLY_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
     handoff: Handoff
-    holder: Holder
+    prefix_source: PrefixSource
     fetch_only: bool
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., fetch_only: bool = ...) -> None: ...
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., fetch_only: bool = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("first_tokens", "shipped", "prompt_logprobs")
@@ -202,26 +202,26 @@ class PromptLogprobs(_message.Message):
     def __init__(self, logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "cached_tokens", "pulled_tokens", "spent")
+    __slots__ = ("tokens", "cached_tokens", "fetched_tokens", "spent")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPENT_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
     cached_tokens: int
-    pulled_tokens: int
+    fetched_tokens: int
     spent: Spent
-    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., spent: _Optional[_Union[Spent, _Mapping]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., spent: _Optional[_Union[Spent, _Mapping]] = ...) -> None: ...
 
 class Spent(_message.Message):
-    __slots__ = ("waited_s", "pulled_s", "computed_s")
+    __slots__ = ("waited_s", "fetched_s", "computed_s")
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
-    PULLED_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
     waited_s: float
-    pulled_s: float
+    fetched_s: float
     computed_s: float
-    def __init__(self, waited_s: _Optional[float] = ..., pulled_s: _Optional[float] = ..., computed_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, waited_s: _Optional[float] = ..., fetched_s: _Optional[float] = ..., computed_s: _Optional[float] = ...) -> None: ...
 
 class Shipped(_message.Message):
     __slots__ = ("blocks", "wire_bytes", "seconds")
@@ -234,18 +234,18 @@ class Shipped(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("sequence", "prefill_here", "router", "continues", "holder")
+    __slots__ = ("sequence", "prefill_here", "router", "continues", "prefix_source")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
     prefill_here: bool
     router: str
     continues: bool
-    holder: Holder
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., prefill_here: bool = ..., router: _Optional[str] = ..., continues: bool = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
+    prefix_source: PrefixSource
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., prefill_here: bool = ..., router: _Optional[str] = ..., continues: bool = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("reserved", "started", "finished", "prompt_logprobs")
@@ -270,16 +270,16 @@ class Reserved(_message.Message):
     def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("num_tokens", "epoch", "pulled_tokens", "spent")
+    __slots__ = ("num_tokens", "epoch", "fetched_tokens", "spent")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPENT_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     epoch: int
-    pulled_tokens: int
+    fetched_tokens: int
     spent: Spent
-    def __init__(self, num_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., spent: _Optional[_Union[Spent, _Mapping]] = ...) -> None: ...
+    def __init__(self, num_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., spent: _Optional[_Union[Spent, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("frames",)
@@ -398,7 +398,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "guests", "corpus_tokens", "tokens_per_row", "drafted_per_row")
+    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "local_decodes", "corpus_tokens", "tokens_per_row", "drafted_per_row")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -417,7 +417,7 @@ class Status(_message.Message):
     BLOCKS_DISK_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    GUESTS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_DECODES_FIELD_NUMBER: _ClassVar[int]
     CORPUS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_PER_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -439,13 +439,13 @@ class Status(_message.Message):
     blocks_disk: int
     host_bytes_per_s: float
     disk_bytes_per_s: float
-    guests: Guests
+    local_decodes: LocalDecodes
     corpus_tokens: int
     tokens_per_row: float
     drafted_per_row: float
-    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., guests: _Optional[_Union[Guests, _Mapping]] = ..., corpus_tokens: _Optional[int] = ..., tokens_per_row: _Optional[float] = ..., drafted_per_row: _Optional[float] = ...) -> None: ...
+    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., local_decodes: _Optional[_Union[LocalDecodes, _Mapping]] = ..., corpus_tokens: _Optional[int] = ..., tokens_per_row: _Optional[float] = ..., drafted_per_row: _Optional[float] = ...) -> None: ...
 
-class Guests(_message.Message):
+class LocalDecodes(_message.Message):
     __slots__ = ("running", "waiting", "blocks")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -468,7 +468,7 @@ class StepTiming(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., context_s: _Optional[float] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "pulls", "pulled_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted", "corpus_told_tokens", "corpus_heard_tokens", "corpus_missed", "corpus_refused")
+    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "prefix_fetches", "fetched_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted", "corpus_told_tokens", "corpus_heard_tokens", "corpus_missed", "corpus_refused")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -480,8 +480,8 @@ class Totals(_message.Message):
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PULLS_FIELD_NUMBER: _ClassVar[int]
-    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FETCHES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULL_FAILURES_FIELD_NUMBER: _ClassVar[int]
     PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -506,8 +506,8 @@ class Totals(_message.Message):
     cancelled: int
     migrations: int
     computed_tokens: int
-    pulls: int
-    pulled_tokens: int
+    prefix_fetches: int
+    fetched_tokens: int
     pull_failures: int
     pull_seconds: float
     host_hit_tokens: int
@@ -521,7 +521,7 @@ class Totals(_message.Message):
     corpus_heard_tokens: int
     corpus_missed: int
     corpus_refused: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., pulls: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ..., corpus_told_tokens: _Optional[int] = ..., corpus_heard_tokens: _Optional[int] = ..., corpus_missed: _Optional[int] = ..., corpus_refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prefix_fetches: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ..., corpus_told_tokens: _Optional[int] = ..., corpus_heard_tokens: _Optional[int] = ..., corpus_missed: _Optional[int] = ..., corpus_refused: _Optional[int] = ...) -> None: ...
 
 class Drafted(_message.Message):
     __slots__ = ("method", "tokens", "accepted")

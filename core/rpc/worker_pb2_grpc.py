@@ -343,7 +343,7 @@ class DecodeWorker(object):
             _registered_method=True)
 
 
-class PrefixHolderStub(object):
+class PrefixFetchStub(object):
     """Served by both roles to each other.
     """
 
@@ -353,18 +353,18 @@ class PrefixHolderStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Pull = channel.unary_stream(
-                '/cluster.worker.v1.PrefixHolder/Pull',
-                request_serializer=core_dot_rpc_dot_worker__pb2.PullRequest.SerializeToString,
-                response_deserializer=core_dot_rpc_dot_worker__pb2.PullEvent.FromString,
+        self.Fetch = channel.unary_stream(
+                '/cluster.worker.v1.PrefixFetch/Fetch',
+                request_serializer=core_dot_rpc_dot_worker__pb2.FetchRequest.SerializeToString,
+                response_deserializer=core_dot_rpc_dot_worker__pb2.FetchEvent.FromString,
                 _registered_method=True)
 
 
-class PrefixHolderServicer(object):
+class PrefixFetchServicer(object):
     """Served by both roles to each other.
     """
 
-    def Pull(self, request, context):
+    def Fetch(self, request, context):
         """Ships what this replica holds of a prefix to a replica that lacks it. The call is the lease: ending it aborts the
         passage. How much is here, only the holder knows: what an index says is a hint.
         """
@@ -373,27 +373,27 @@ class PrefixHolderServicer(object):
         raise NotImplementedError('Method not implemented!')
 
 
-def add_PrefixHolderServicer_to_server(servicer, server):
+def add_PrefixFetchServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Pull': grpc.unary_stream_rpc_method_handler(
-                    servicer.Pull,
-                    request_deserializer=core_dot_rpc_dot_worker__pb2.PullRequest.FromString,
-                    response_serializer=core_dot_rpc_dot_worker__pb2.PullEvent.SerializeToString,
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=core_dot_rpc_dot_worker__pb2.FetchRequest.FromString,
+                    response_serializer=core_dot_rpc_dot_worker__pb2.FetchEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'cluster.worker.v1.PrefixHolder', rpc_method_handlers)
+            'cluster.worker.v1.PrefixFetch', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('cluster.worker.v1.PrefixHolder', rpc_method_handlers)
+    server.add_registered_method_handlers('cluster.worker.v1.PrefixFetch', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class PrefixHolder(object):
+class PrefixFetch(object):
     """Served by both roles to each other.
     """
 
     @staticmethod
-    def Pull(request,
+    def Fetch(request,
             target,
             options=(),
             channel_credentials=None,
@@ -406,9 +406,9 @@ class PrefixHolder(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/cluster.worker.v1.PrefixHolder/Pull',
-            core_dot_rpc_dot_worker__pb2.PullRequest.SerializeToString,
-            core_dot_rpc_dot_worker__pb2.PullEvent.FromString,
+            '/cluster.worker.v1.PrefixFetch/Fetch',
+            core_dot_rpc_dot_worker__pb2.FetchRequest.SerializeToString,
+            core_dot_rpc_dot_worker__pb2.FetchEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -181,7 +181,7 @@ class PoolSpec(_Section):
     """Requests queued on a replica before it refuses more."""
 
     @property
-    def guest_share(self) -> float:
+    def local_decode_share(self) -> float:
         """Of its places and blocks, for answers that are not what it is there for."""
         return 0.0
 
@@ -194,7 +194,7 @@ class PrefillPoolSpec(PoolSpec):
     is full and waiting would take longer, or where there is none. 0: it only computes prompts."""
 
     @property
-    def guest_share(self) -> float:
+    def local_decode_share(self) -> float:
         return self.answer_share
 
 
@@ -283,7 +283,7 @@ class SpeculationSpec(_Section):
 class RouterSpec(_Section):
     """Where clients ask, and how requests find their replicas."""
 
-    doors: Annotated[str, Field(pattern=_NAME)] | None = None
+    endpoints: Annotated[str, Field(pattern=_NAME)] | None = None
     """Another deployment on the same Ray, whose routers and doors serve this one's model, too, beside their own: a
     request's `model` says which is meant. Then this deployment has no routers, ports or keys of its own. null: it
     has."""
@@ -322,7 +322,7 @@ class RouterSpec(_Section):
     when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """What becomes of a field of a request that we do not know: `ignore` names it in the header `x-ignored-fields` of
-    the answer, `refuse` answers 400. Fields that we know, and that would change the answer, are always refused."""
+    the answer, `reject` answers 400. Fields that we know, and that would change the answer, are always refused."""
     cors_origins: str = ""
     """Origins of web pages whose scripts may ask the OpenAI API, such as `https://chat.example.com`, with commas
     between; `*`: any. Empty: a browser lets none."""

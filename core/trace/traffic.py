@@ -37,7 +37,7 @@ class SeenRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaNews:
+class ReplicaReport:
     """One replica as a router knows it; a rate of 0 was not measured yet."""
 
     replica: str
@@ -58,14 +58,14 @@ class ReplicaNews:
     drafted_per_row: float = 0.0  # tokens that it computes beside its own
 
     @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> ReplicaNews:
+    def of(cls, tree: Mapping[str, Any]) -> ReplicaReport:
         """Of what asdict has made, by any version."""
         timing = tree["timing"] and StepTiming(**known_fields(StepTiming, tree["timing"]))
         return cls(**{**known_fields(cls, tree), "role": Role(tree["role"]), "timing": timing})
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrafficNews:
+class TrafficReport:
     """What a router has seen since it last told. A request's arrival_s is how long ago it came."""
 
     router: str
@@ -73,7 +73,7 @@ class TrafficNews:
     changed: dict[int, SeenRequest]  # told of before: their first token has come, or they are over
     num_lost: int  # that it had no room for until now
     num_waiting: int = 0  # requests, for a replica with room
-    replicas: tuple[ReplicaNews, ...] = ()
+    replicas: tuple[ReplicaReport, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

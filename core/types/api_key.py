@@ -51,13 +51,13 @@ class KeyChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyBook:
+class KeyRegistry:
     """All keys of a deployment. The version grows with every change."""
 
     version: int = 0
     keys: tuple[ApiKey, ...] = ()
 
-    def with_key(self, key: ApiKey) -> KeyBook:
+    def with_key(self, key: ApiKey) -> KeyRegistry:
         """The same book where it has this very key: who asks may ask twice. Raises SpecError when its name is taken."""
         if key in self.keys:
             return self
@@ -72,7 +72,7 @@ class KeyBook:
                 return key
         raise SpecError(f"no key is called {name}; there are: {', '.join(key.name for key in self.keys) or 'none'}")
 
-    def without(self, key: ApiKey) -> KeyBook:
+    def without(self, key: ApiKey) -> KeyRegistry:
         """The same book where it has no such key: who asks may ask twice."""
         kept = tuple(other for other in self.keys if other.id != key.id)
         return self if len(kept) == len(self.keys) else replace(self, version=self.version + 1, keys=kept)
@@ -81,7 +81,7 @@ class KeyBook:
         return json.dumps({"version": self.version, "keys": [asdict(key) for key in self.keys]})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> KeyBook:
+    def from_json(cls, text: str | bytes) -> KeyRegistry:
         """Fields that a newer version has added are passed over. Raises ValueError, KeyError or TypeError."""
         tree = json.loads(text)
         return cls(version=int(tree["version"]), keys=tuple(_keys(tree["keys"])))

@@ -93,7 +93,7 @@ class RequestFailed(ClusterError):
         self.exit_code = exit_code
 
 
-class DoorAway(RequestFailed):
+class EndpointUnavailable(RequestFailed):
     """No door of a deployment answers, or none can at present: it may be asked again."""
 
 
@@ -145,7 +145,7 @@ class CapacityError(ClusterError):
         self.retry_after_s = retry_after_s
 
 
-class ModelAway(CapacityError):
+class ModelUnavailable(CapacityError):
     """Nothing serves this model at present: its deployment has no replica, or cannot be reached."""
 
 
@@ -252,7 +252,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (RequestTooLarge, Outcome("RESOURCE_EXHAUSTED", 413, "invalid_request_error", "request_too_large")),
     (RequestError, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value")),
     (RateLimited, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded")),
-    (ModelAway, Outcome("UNAVAILABLE", 503, "server_error", "model_unavailable")),
+    (ModelUnavailable, Outcome("UNAVAILABLE", 503, "server_error", "model_unavailable")),
     (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),
     (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),
     (ClientTooSlow, Outcome("ABORTED", 408, "timeout_error", "client_too_slow")),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 
-class Milestone(StrEnum):
+class FailpointStage(StrEnum):
     """Told before anybody else hears of it, on whatever thread brings it about."""
 
     QUEUED = "queued"  # a request is known to a replica
@@ -18,15 +18,15 @@ class Milestone(StrEnum):
     OPENED = "opened"  # a handoff may be written to on this rank
     LANDED = "landed"  # it is whole on this rank
     ASKED = "asked"  # a replica is asked for a prefix
-    GRANTED = "granted"  # it holds what it has of that, and is about to ship it
+    SERVING_FETCH = "granted"  # it holds what it has of that, and is about to ship it
     SENDING = "sending"  # a payload is put on the wire
     COMMITTING = "committing"  # all payloads of a passage are on a wire
     SHIPPED = "shipped"  # it has landed at every rank that this rank sends to
     FAILED = "failed"  # or it has not, and never will
 
 
-Probe = Callable[[Milestone, str], None]  # the id of the request or handoff comes along
+Failpoint = Callable[[FailpointStage, str], None]  # the id of the request or handoff comes along
 
 
-def unobserved(milestone: Milestone, id: str) -> None:
+def unobserved(stage: FailpointStage, id: str) -> None:
     """The probe of a replica that nobody looks at."""

@@ -38,7 +38,7 @@ class Handoff:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class PrefixSource:
     """A replica that is said to hold a prefix: a hint, for it has the last word."""
 
     replica: str

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
 
@@ -22,7 +22,7 @@ class Launch:
 
     spec: Spec
     log_dir: str  # on every node
-    credentials: Credentials
+    credentials: DeploymentSecrets
 
     def __reduce__(self) -> tuple[Callable[..., Launch], tuple[Any, ...]]:
         """How it is pickled, which Ray does with all that it carries."""
@@ -31,5 +31,5 @@ class Launch:
 
 
 def _arrived(spec: dict[str, Any], log_dir: str, secret: bytes, index_url: str) -> Launch:
-    credentials = Credentials(secret=secret, index_url=index_url)
+    credentials = DeploymentSecrets(secret=secret, index_url=index_url)
     return Launch(spec=parse_spec(spec, origin="the spec of this deployment"), log_dir=log_dir, credentials=credentials)

@@ -35,7 +35,7 @@ class PromptSpent:
     """Where a prompt's time went on one replica, one after the other."""
 
     waited_s: float = 0.0  # from its call until its first step, or until its prefix was asked for
-    pulled_s: float = 0.0  # until that had come
+    fetched_s: float = 0.0  # until that had come
     computed_s: float = 0.0  # until its last token was computed
 
 

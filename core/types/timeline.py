@@ -16,13 +16,13 @@ from typing import Any
 _MAX_SPANS = 256  # of one request: 128 choices that go on elsewhere one by one would have no end of them
 
 
-class LifeState(StrEnum):
+class RequestPhase(StrEnum):
     """Where several overlap, the one that stands here first is what the others wait for."""
 
     PREPARE = "prepare"  # the router checks, renders and tokenises
     QUEUE = "queue"  # in the router, until replicas have room
     COMPUTE = "compute"  # the prompt, where it is computed
-    PULL = "pull"  # its prefix, from a peer or a lower tier
+    FETCH = "pull"  # its prefix, from a peer or a lower tier
     WIRE = "wire"  # its KV, to the decode replica
     ROUTE = "route"  # the calls to the replicas
     WAIT = "wait"  # on a replica: for its turn there, for blocks, for KV that comes
@@ -30,38 +30,38 @@ class LifeState(StrEnum):
     MOVE = "move"  # to another decode replica, while it goes on
 
 
-_ORDER = {state: number for number, state in enumerate(LifeState)}
+_ORDER = {state: number for number, state in enumerate(RequestPhase)}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Seconds since the request's arrival."""
 
-    state: LifeState
+    state: RequestPhase
     replica: str  # "": the router
     start_s: float
     end_s: float
 
 
 @dataclass(slots=True, eq=False)
-class Life:
+class Timeline:
     """Of one request. Written on the event loop of its router, by the clock `time.monotonic`."""
 
     began: float = field(default_factory=monotonic)  # its arrival
-    spans: list[tuple[LifeState, str, float, float]] = field(default_factory=list)  # as Span has them, by that clock
+    spans: list[tuple[RequestPhase, str, float, float]] = field(default_factory=list)  # as Span has them, by that clock
     first_s: float = 0.0  # until its first token, told when it is over; 0: it is not, or none came
     ended: float = 0.0  # 0: it is under way
     outcome: str = ""
     trace_id: str = ""  # of W3C, where it is traced
     troubles: list[str] = field(default_factory=list)  # why it went on elsewhere
 
-    def add(self, state: LifeState, replica: str, start: float, end: float | None = None) -> None:
+    def add(self, state: RequestPhase, replica: str, start: float, end: float | None = None) -> None:
         """end: None: now. What took no time is no state that it was in."""
         end = monotonic() if end is None else end
         if start < end and len(self.spans) < _MAX_SPANS:
             self.spans.append((state, replica, start, end))
 
-    def add_before(self, end: float, replica: str, parts: list[tuple[LifeState, float]], *, since: float) -> float:
+    def add_before(self, end: float, replica: str, parts: list[tuple[RequestPhase, float]], *, since: float) -> float:
         """Durations one after the other, the last of which ended at `end`, none before `since`; the moment at which the
         first of them began."""
         at = end
@@ -90,7 +90,7 @@ class Life:
 
 def spans_of(told: dict[str, Any]) -> list[Span]:
     """Of what as_dict has told."""
-    return [Span(LifeState(state), str(who), float(start), float(end)) for state, who, start, end in told["spans"]]
+    return [Span(RequestPhase(state), str(who), float(start), float(end)) for state, who, start, end in told["spans"]]
 
 
 def critical_path(spans: list[Span]) -> list[Span]:

@@ -34,7 +34,7 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
         method = details.method
         rule = RULES.get(method)
         if rule is None:
-            return grpc.stream_stream_rpc_method_handler(self._refuse_unknown(method))
+            return grpc.stream_stream_rpc_method_handler(self._reject_unknown(method))
         handler = await continuation(details)
         return handler and self._guarded(method, rule, handler)
 
@@ -71,21 +71,21 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
 
     async def _admit(self, method: str, rule: RpcRule, message: Any | None, context: _Context) -> None:
         caller = _named(_uri(context))
-        refusal = rule.refusal(caller, self._callee)
-        if caller and refusal is None:
+        rejection = rule.rejection(caller, self._callee)
+        if caller and rejection is None:
             if message is None:
-                refusal = "nothing came by which to tell whose call this is"
+                rejection = "nothing came by which to tell whose call this is"
             elif not rule.is_true(message, caller, self._callee):
-                refusal = f"this call is for another than {caller} to make"
-        if refusal:
-            await _refuse(method, refusal, context)
+                rejection = f"this call is for another than {caller} to make"
+        if rejection:
+            await _reject(method, rejection, context)
 
-    def _refuse_unknown(self, method: str) -> Callable[[Any, _Context], AsyncIterator[Any]]:
-        async def refuse(requests: Any, context: _Context) -> AsyncIterator[Any]:
-            await _refuse(method, "no such RPC", context)
+    def _reject_unknown(self, method: str) -> Callable[[Any, _Context], AsyncIterator[Any]]:
+        async def reject(requests: Any, context: _Context) -> AsyncIterator[Any]:
+            await _reject(method, "no such RPC", context)
             yield  # a generator
 
-        return refuse
+        return reject
 
 
 async def _first(requests: AsyncIterator[Any]) -> Any | None:
@@ -103,9 +103,9 @@ async def _again(first: Any, others: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield message
 
 
-async def _refuse(method: str, refusal: str, context: _Context) -> NoReturn:
-    logger.warning("refused method=%s peer=%s: %s", method, context.peer(), refusal)
-    await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
+async def _reject(method: str, rejection: str, context: _Context) -> NoReturn:
+    logger.warning("refused method=%s peer=%s: %s", method, context.peer(), rejection)
+    await context.abort(grpc.StatusCode.PERMISSION_DENIED, rejection)
     raise AssertionError("abort returned")
 
 

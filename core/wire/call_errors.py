@@ -32,7 +32,7 @@ async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError
     raise AssertionError("abort returned")
 
 
-def refuses(method: Method) -> Method:
+def rejects(method: Method) -> Method:
     """A method of a servicer, of one request and one answer, that may raise ClusterError: the call ends with it."""
 
     @functools.wraps(method)

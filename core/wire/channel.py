@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from core.identity.credentials import Identity, Papers
+from core.identity.credentials import Identity, TlsCredentials
 from core.identity.process_name import ProcessName
 from core.wire.authorization import Guard
 from core.wire.renewing_channel import LastingChannel
@@ -55,7 +55,7 @@ _PEER_OPTIONS = [
 CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
 # Of several doors, each call is at the next one of those that are open, and one that has fallen silent is none of them
 # after two and a half seconds.
-_DOORS_OPTIONS = [
+_ENDPOINT_OPTIONS = [
     *_CHANNEL_OPTIONS,
     *keepalive(ping_every_ms=500, answer_within_ms=2000),
     ("grpc.lb_policy_name", "round_robin"),
@@ -68,9 +68,9 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def to_doors(doors: str) -> tuple[str, list[tuple[str, Any]]]:
+def to_endpoints(endpoints: str) -> tuple[str, list[tuple[str, Any]]]:
     """The target and the options of a client's channel to "host:port", or to several: "host:port,host:port"."""
-    return (f"ipv4:{doors}", _DOORS_OPTIONS) if "," in doors else (doors, CLIENT_OPTIONS)
+    return (f"ipv4:{endpoints}", _ENDPOINT_OPTIONS) if "," in endpoints else (endpoints, CLIENT_OPTIONS)
 
 
 def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.Channel:
@@ -80,10 +80,10 @@ def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.
     It shows the papers of now for as long as it lives. A connection outlives them, but no new one can be made with
     papers that have ended: for calls that begin later, see `open_lasting_channel`.
     """
-    if (papers := identity.papers) is None:
+    if (tls_credentials := identity.tls_credentials) is None:
         return aio.insecure_channel(address, options=_PEER_OPTIONS)
-    own = papers.certificate
-    credentials = grpc.ssl_channel_credentials(own.authorities, papers.key, own.chain)
+    own = tls_credentials.certificate
+    credentials = grpc.ssl_channel_credentials(own.authorities, tls_credentials.key, own.chain)
     options = [*_PEER_OPTIONS, ("grpc.ssl_target_name_override", peer.host)]
     return aio.secure_channel(address, credentials, options=options)
 
@@ -98,7 +98,7 @@ def make_server(identity: Identity) -> aio.Server:
 
     Where `identity` has papers, each call is allowed by core.identity.rules, or refused.
     """
-    guards = [Guard(identity.name)] if identity.papers else []
+    guards = [Guard(identity.name)] if identity.tls_credentials else []
     return aio.server(options=_SERVER_OPTIONS, interceptors=guards)
 
 
@@ -107,22 +107,22 @@ def listen(server: aio.Server, address: str, identity: Identity) -> int:
 
     Renewed papers are shown from the next handshake on.
     """
-    if identity.papers is None:
+    if identity.tls_credentials is None:
         return int(server.add_insecure_port(address))
 
-    last = identity.papers
+    last = identity.tls_credentials
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
         nonlocal last
-        if (papers := identity.papers) is None or papers is last:
+        if (tls_credentials := identity.tls_credentials) is None or tls_credentials is last:
             return None
-        last = papers
-        return _server_side(papers)
+        last = tls_credentials
+        return _server_side(tls_credentials)
 
     credentials = renewable(_server_side(last), newer, asks_clients=True)
     return int(server.add_secure_port(address, credentials))
 
 
-def _server_side(papers: Papers) -> grpc.ServerCertificateConfiguration:
-    own = papers.certificate
-    return grpc.ssl_server_certificate_configuration([(papers.key, own.chain)], own.authorities)
+def _server_side(tls_credentials: TlsCredentials) -> grpc.ServerCertificateConfiguration:
+    own = tls_credentials.certificate
+    return grpc.ssl_server_certificate_configuration([(tls_credentials.key, own.chain)], own.authorities)

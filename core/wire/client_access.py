@@ -13,13 +13,13 @@ from grpc import aio
 from grpc_status import rpc_status
 
 from core.types.errors import SpecError
-from core.wire.channel import to_doors
+from core.wire.channel import to_endpoints
 
 _TLS = "grpcs://"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoorAccess:
+class EndpointAccess:
     """The key is never printed."""
 
     api_key: str | None = field(default=None, repr=False)
@@ -38,15 +38,15 @@ class DoorAccess:
         """Of each request at the HTTP door."""
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
-    def channel(self, doors: str) -> aio.Channel:
+    def channel(self, endpoints: str) -> aio.Channel:
         """To HOST:PORT, or several with commas between them; grpcs:// in front asks for TLS."""
-        target, credentials, options = self._way_to(doors)
+        target, credentials, options = self._way_to(endpoints)
         if credentials is None:
             return aio.insecure_channel(target, options=options)
         return aio.secure_channel(target, credentials, options=options)
 
-    def blocking_channel(self, doors: str) -> grpc.Channel:
-        target, credentials, options = self._way_to(doors)
+    def blocking_channel(self, endpoints: str) -> grpc.Channel:
+        target, credentials, options = self._way_to(endpoints)
         if credentials is None:
             return grpc.insecure_channel(target, options=options)
         return grpc.secure_channel(target, credentials, options=options)
@@ -61,15 +61,15 @@ class DoorAccess:
                 raise SpecError(f"{self.certificate}: {error}") from None
         return context
 
-    def _needs_tls(self, doors: str) -> bool:
-        return self.is_tls or doors.startswith(_TLS)
+    def _needs_tls(self, endpoints: str) -> bool:
+        return self.is_tls or endpoints.startswith(_TLS)
 
-    def _way_to(self, doors: str) -> tuple[str, grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
+    def _way_to(self, endpoints: str) -> tuple[str, grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
         """The target, the credentials where there is TLS, and the options of a channel."""
-        target, options = to_doors(doors.removeprefix(_TLS))
-        if not self._needs_tls(doors):
+        target, options = to_endpoints(endpoints.removeprefix(_TLS))
+        if not self._needs_tls(endpoints):
             return target, None, options
-        return target, self._credentials(), [*options, *_name_of(doors)]
+        return target, self._credentials(), [*options, *_name_of(endpoints)]
 
     def _credentials(self) -> grpc.ChannelCredentials:
         try:
@@ -79,9 +79,9 @@ class DoorAccess:
         return grpc.ssl_channel_credentials(roots)
 
 
-def _name_of(doors: str) -> list[tuple[str, str]]:
+def _name_of(endpoints: str) -> list[tuple[str, str]]:
     """gRPC has no name to expect of several addresses: the certificate must be that of the first, among others."""
-    first, *others = doors.removeprefix(_TLS).split(",")
+    first, *others = endpoints.removeprefix(_TLS).split(",")
     return [("grpc.ssl_target_name_override", first.rpartition(":")[0])] if others else []
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import ssl
 
-from core.identity.credentials import Papers
+from core.identity.credentials import TlsCredentials
 
 
-def client_context(papers: Papers) -> ssl.SSLContext:
+def client_context(tls_credentials: TlsCredentials) -> ssl.SSLContext:
     """For connections to other processes of the deployment, over HTTP/2: as a channel of gRPC's with these papers."""
-    own = papers.certificate
+    own = tls_credentials.certificate
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the name, and asks for a certificate
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # each of the authorities is trusted by itself
@@ -20,7 +20,7 @@ def client_context(papers: Papers) -> ssl.SSLContext:
     file = os.memfd_create("papers")
     try:
         with open(file, "wb", closefd=False) as written:
-            written.write(papers.key + b"\n" + own.chain)
+            written.write(tls_credentials.key + b"\n" + own.chain)
         context.load_cert_chain(f"/proc/self/fd/{file}")
     finally:
         os.close(file)

@@ -52,8 +52,8 @@ class FrameCall:
         self._connection = FrameConnection(
             _METHOD,
             pb.FramesRequest(router=identity.name.router, takes_plain=True).SerializeToString(),
-            scheme="https" if identity.papers else "http",
-            authority=peer.host if identity.papers else address,
+            scheme="https" if identity.tls_credentials else "http",
+            authority=peer.host if identity.tls_credentials else address,
             max_message_bytes=MAX_MESSAGE_BYTES,
             quiet_s=PING_EVERY_S,
             straight=self._hand_over if taker else None,
@@ -94,7 +94,7 @@ class FrameCall:
     async def _connect(self, address: str, peer: ProcessName, identity: Identity) -> None:
         host, _, port = address.rpartition(":")
         try:
-            tls = client_context(identity.papers) if identity.papers else None
+            tls = client_context(identity.tls_credentials) if identity.tls_credentials else None
             async with asyncio.timeout(self._connects_within_s):
                 await asyncio.get_running_loop().create_connection(
                     lambda: self._connection,

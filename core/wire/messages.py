@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from core.rpc import worker_pb2 as pb
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
-from core.types.handoff import Handoff, Holder
+from core.types.handoff import Handoff, PrefixSource
 from core.types.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from core.types.step_timing import PromptSpent, StepTiming
 from core.types.thinking_budget import ThinkingBudget
@@ -42,12 +42,12 @@ def handoff_from_proto(message: pb.Handoff) -> Handoff:
     return from_message(Handoff, message)
 
 
-def holder_to_proto(holder: Holder) -> pb.Holder:
-    return to_message(pb.Holder, holder)
+def prefix_source_to_proto(prefix_source: PrefixSource) -> pb.PrefixSource:
+    return to_message(pb.PrefixSource, prefix_source)
 
 
-def holder_from_proto(message: pb.Holder) -> Holder:
-    return from_message(Holder, message)
+def prefix_source_from_proto(message: pb.PrefixSource) -> PrefixSource:
+    return from_message(PrefixSource, message)
 
 
 def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpc import aio
 
-from core.identity.credentials import Identity, Papers
+from core.identity.credentials import Identity, TlsCredentials
 
 
 @dataclass(eq=False)
@@ -17,7 +17,7 @@ class _Line:
     """One gRPC channel, and what it was opened with."""
 
     channel: aio.Channel
-    papers: Papers | None
+    tls_credentials: TlsCredentials | None
     num_calls: int = 0
 
 
@@ -63,15 +63,17 @@ class LastingChannel:
 
     def _present(self) -> _Line:
         before = self._line
-        if before.papers is not self._identity.papers:
+        if before.tls_credentials is not self._identity.tls_credentials:
             self._line = self._new_line()
             self._old.add(before)
             self._close_unused(before)
         return self._line
 
     def _new_line(self) -> _Line:
-        papers = self._identity.papers  # before the channel: one that is renewed meanwhile is opened once more
-        return _Line(self._open(), papers)
+        tls_credentials = (
+            self._identity.tls_credentials
+        )  # before the channel: one that is renewed meanwhile is opened once more
+        return _Line(self._open(), tls_credentials)
 
     def _ended(self, line: _Line) -> None:
         line.num_calls -= 1

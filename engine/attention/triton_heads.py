@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.attention.gathered_kv import GatheredRows
 from engine.batch.device_batch import DeviceBatch, PromptRows
-from engine.kernels.attention.decode_attention import decode_attention, resident_programs, window_of_strips
+from engine.kernels.attention.decode_attention import decode_attention, resident_programs, window_of_query_groups
 from engine.kernels.attention.dense_prefill import dense_prefill_attention
 from engine.kernels.attention.gather_rows import gather_rows
 from engine.kernels.attention.kv_splits import Splits
@@ -53,11 +53,11 @@ class KernelHeads:
 
     def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
         out_THD = torch.empty_like(q_THD)
-        if strips := self._batch.strips:
+        if query_groups := self._batch.query_groups:
             decode_attention(
                 q_THD,
                 *self._pool.layer(layer),
-                strips=strips,
+                query_groups=query_groups,
                 window=window,
                 splits=self._splits_of(window),
                 out_THD=out_THD,
@@ -94,13 +94,13 @@ class KernelHeads:
 
     def _splits_of(self, window: int | None) -> Splits:
         if window not in self._splits:
-            strips = self._batch.strips
-            assert strips is not None
+            query_groups = self._batch.query_groups
+            assert query_groups is not None
             self._splits[window] = Splits.of(
-                strips.contexts_U,
-                window=window_of_strips(window, strips.most),
+                query_groups.contexts_U,
+                window=window_of_query_groups(window, query_groups.most),
                 num_heads=self._pool.layout.heads_per_rank,
-                longest=strips.longest,
+                longest=query_groups.longest,
                 resident=resident_programs(has_scales=self._pool.layout.has_scales),
             )
         return self._splits[window]

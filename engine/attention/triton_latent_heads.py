@@ -58,14 +58,14 @@ class KernelLatentHeads:
             return self._attend_singles(layer, q_THD, expansion)
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
         self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
-        if singles := self._batch.strips:
+        if singles := self._batch.query_groups:
             absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.firsts_U))
             out_THW[singles.firsts_U] = self._attend_singles(layer, absorbed_RHJ, expansion)
         return out_THW
 
     def _attend_singles(self, layer: int, absorbed_RHJ: Tensor, expansion: Expansion) -> Tensor:
         """Rows of one query: (R, H, W)."""
-        singles = self._batch.strips
+        singles = self._batch.query_groups
         assert singles is not None and singles.most == 1
         if self._splits is None:
             num_heads = absorbed_RHJ.shape[1]

@@ -16,7 +16,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedTokens:
+class DeviceTokens:
     """Tokens of a step that the one before it chooses, perhaps at this moment: they go from there to here on the
     device."""
 
@@ -50,7 +50,7 @@ class Batch:
     logits_rows: Ints  # indices into T of these positions, row by row
     scored_rows: Ints  # and of those whose logits are wanted in slices: see engine.scheduler.prompt_scoring
     number: int  # of the step
-    fed: FedTokens | None = None
+    device_tokens: DeviceTokens | None = None
     new_cells: tuple[Ints, Ints] | None  # of block_tables, since the step before; None: its rows lay elsewhere
 
     @property
@@ -120,9 +120,9 @@ class KeptRows:
         """Every row of the last step has ended one position before this."""
         return len(ends) == len(self) and bool((self._ends_R + 1 == ends).all())
 
-    def apply(self, changes: RowChanges, fed: FedTokens | None = None) -> Batch:
+    def apply(self, changes: RowChanges, device_tokens: DeviceTokens | None = None) -> Batch:
         """The batch of the next step. While its rows stay where they are, so does the array of their block tables."""
-        if batch := self._next(changes, fed):  # mostly
+        if batch := self._next(changes, device_tokens):  # mostly
             return batch
         query_lens, num_logits, size = changes.query_lens, changes.num_logits, self._block_size
         ends, num_added = self.ends_of(changes.kept, changes.starts, query_lens)
@@ -159,11 +159,11 @@ class KeptRows:
             if len(changes.scored)
             else _NONE,
             number=changes.number,
-            fed=fed,
+            device_tokens=device_tokens,
             new_cells=new_cells if stays else None,
         )
 
-    def _next(self, changes: RowChanges, fed: FedTokens | None) -> Batch | None:
+    def _next(self, changes: RowChanges, device_tokens: DeviceTokens | None) -> Batch | None:
         """What `apply` returns where every row goes on by one token whose logits are wanted, and stays in its place;
         None: it is not so, or there is no room for its blocks yet."""
         positions, tables, num_rows = self._ends_R, self._tables_RB, len(self)
@@ -194,7 +194,7 @@ class KeptRows:
             logits_rows=rows,
             scored_rows=_NONE,
             number=changes.number,
-            fed=fed,
+            device_tokens=device_tokens,
             new_cells=new_cells,
         )
 

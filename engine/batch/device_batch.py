@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
-from engine.kernels.attention.query_groups import QueryStrips, cut_strips
+from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups
 from engine.kernels.attention.query_tiles import QueryTiles, cut_tiles
 from engine.runner import streams
 
 # T tokens of the step, R rows, B blocks of the longest table
 
 # Of a row: so often its keys are read sooner than by what reads them once, for prompts (Llama 8B's heads on an H200).
-_MOST_STRIPS, _MOST_FEW = 3, 16
+_MAX_QUERY_GROUPS, _MOST_FEW = 3, 16
 _NONE = np.zeros(0, dtype=np.int64)
 _ALIGNED = 4  # numbers: arrays begin at multiples of 16 bytes, for kernels are compiled anew for pointers that do not
 
@@ -45,7 +45,7 @@ class DeviceBatch:
     positions_T: Tensor
     slots_T: Tensor  # negative: the token's KV is not stored
     logits_rows: Tensor | None  # None: those of all tokens are wanted
-    strips: QueryStrips | None  # of the other rows
+    query_groups: QueryGroups | None  # of the other rows
     prompts: PromptRows | None
     scored_rows: Tensor | None = None  # None: there are none
 
@@ -53,27 +53,27 @@ class DeviceBatch:
     def of(cls, batch: Batch, device: torch.device, *, most_queries: int = 1) -> DeviceBatch:
         """Start the copy; nothing waits for it but what comes behind it on the device. most_queries: of a strip."""
         begins_R = np.cumsum(batch.query_lens) - batch.query_lens
-        is_few = batch.query_lens <= (min(_MOST_STRIPS * most_queries, _MOST_FEW) if most_queries > 1 else 1)
+        is_few = batch.query_lens <= (min(_MAX_QUERY_GROUPS * most_queries, _MOST_FEW) if most_queries > 1 else 1)
         few, several = np.flatnonzero(is_few), np.flatnonzero(~is_few)
-        strips = cut_strips(batch.query_lens[few], batch.context_lens[few], most=most_queries)
-        rows_U = few[strips.rows_U]
-        firsts = begins_R[rows_U] + strips.firsts_U
-        fed = batch.fed
+        query_groups = cut_query_groups(batch.query_lens[few], batch.context_lens[few], most=most_queries)
+        rows_U = few[query_groups.rows_U]
+        firsts = begins_R[rows_U] + query_groups.firsts_U
+        device_tokens = batch.device_tokens
         token_ids, positions, slots, logits_rows, scored_rows, sources, places, *more = upload(
             [
                 *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows, batch.scored_rows),
-                *((fed.sources, fed.places) if fed else (_NONE, _NONE)),
-                *(firsts, strips.counts_U, batch.block_tables[rows_U], strips.contexts_U),
-                *(np.repeat(firsts, strips.counts_U) + strips.places_N, strips.seats_N(most_queries)),
+                *((device_tokens.sources, device_tokens.places) if device_tokens else (_NONE, _NONE)),
+                *(firsts, query_groups.counts_U, batch.block_tables[rows_U], query_groups.contexts_U),
+                *(np.repeat(firsts, query_groups.counts_U) + query_groups.places_N, query_groups.seats_N(most_queries)),
                 *cut_tiles(batch.query_lens[several], batch.context_lens[several]),
                 *(begins_R[several], batch.query_lens[several]),
                 *(batch.block_tables[several], batch.context_lens[several]),
             ],
             device,
         )
-        if fed:
-            token_ids[places] = fed.token_ids[sources].clamp_min(0)
-        *of_strips, rows, begins_in_row, begins, lengths, tables, contexts = more
+        if device_tokens:
+            token_ids[places] = device_tokens.token_ids[sources].clamp_min(0)
+        *of_query_groups, rows, begins_in_row, begins, lengths, tables, contexts = more
         longest = int(batch.context_lens[few].max(initial=0))
         tiles = QueryTiles(rows, begins_in_row, begins, lengths)
         return cls(
@@ -81,7 +81,7 @@ class DeviceBatch:
             positions,
             slots,
             logits_rows,
-            QueryStrips.of(of_strips, most=most_queries, longest=longest) if len(few) else None,
+            QueryGroups.of(of_query_groups, most=most_queries, longest=longest) if len(few) else None,
             PromptRows(
                 tiles, tables, contexts, batch.context_lens[several].tolist(), batch.query_lens[several].tolist()
             )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.runner import streams
-from engine.runner.streams import Lane
+from engine.runner.streams import DeviceStream
 
 
 def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
@@ -25,7 +25,7 @@ def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
         return lambda: [tensor.numpy() for tensor in tensors]
     tensors = [tensor.contiguous() for tensor in tensors]
     computed = ours.mark()
-    with copies_lane(device).entered():
+    with copy_stream(device).entered():
         computed.hold_up()
         hosts = [ours.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
         for host, tensor in zip(hosts, tensors, strict=True):
@@ -41,5 +41,5 @@ def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
 
 
 @cache
-def copies_lane(device: torch.device) -> Lane:
-    return streams.streams_of(device).lane()
+def copy_stream(device: torch.device) -> DeviceStream:
+    return streams.streams_of(device).device_stream()

@@ -47,7 +47,7 @@ class BlockManager:
         return self._block_of[prefix_hash]
 
     @property
-    def num_sealed(self) -> int:
+    def num_full(self) -> int:
         """Blocks that can be matched now."""
         return len(self._block_of)
 
@@ -140,7 +140,7 @@ class BlockManager:
             if block in free and prefix_hash not in self._block_of:
                 free.remove(block)
                 self._hash_of[block], self._block_of[prefix_hash] = prefix_hash, block
-                self._cached.sealed(prefix_hash)
+                self._cached.full(prefix_hash)
                 self._cached.add(block, prefix_hash, Origin.FIRST)
                 self._changes[prefix_hash] = True
         self._free = deque(block for block in self._free if block in free)
@@ -154,7 +154,7 @@ class BlockManager:
             self._forget(block)
             self._free.append(block)
 
-    def unseal(self, prefix_hash: bytes) -> None:
+    def unfill(self, prefix_hash: bytes) -> None:
         """Nobody is to find this content again, not even while somebody holds it."""
         self.discard(prefix_hash)
         block = self._block_of.get(prefix_hash)
@@ -168,14 +168,14 @@ class BlockManager:
             assert block in self._refs, f"block {block} is not held"
             self._refs[block] += 1
 
-    def seal(self, block: int, prefix_hash: bytes) -> None:
+    def fill_block(self, block: int, prefix_hash: bytes) -> None:
         """A held block is full and final: let others find it. A hash that is already known keeps its first block."""
         assert block in self._refs, f"block {block} is not held"
         if prefix_hash in self._block_of or block in self._hash_of:
             return
         self._hash_of[block] = prefix_hash
         self._block_of[prefix_hash] = block
-        self._cached.sealed(prefix_hash)
+        self._cached.full(prefix_hash)
         self._changes[prefix_hash] = True
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -220,7 +220,7 @@ class BlockManager:
         changes, self._changes = self._changes, {}
         return changes
 
-    def sealed_hashes(self) -> list[bytes]:
+    def full_hashes(self) -> list[bytes]:
         """Every prefix hash that can be matched now."""
         return list(self._block_of)
 

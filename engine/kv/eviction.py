@@ -35,7 +35,7 @@ class Eviction(Protocol):
         """The origin of a prompt's new blocks, `parent` being the last block of it that was known."""
         ...
 
-    def sealed(self, prefix_hash: bytes) -> None:
+    def full(self, prefix_hash: bytes) -> None:
         """A block with this content was computed, or computed again."""
         ...
 
@@ -79,7 +79,7 @@ class LeastRecentlyUsed:
     def origin_after(self, parent: bytes | None) -> Origin:
         return Origin.FIRST
 
-    def sealed(self, prefix_hash: bytes) -> None:
+    def full(self, prefix_hash: bytes) -> None:
         pass
 
     def restored(self, prefix_hash: bytes) -> None:
@@ -155,7 +155,7 @@ class ReuseValue:
         past = self._past.get(parent) if parent else None
         return Origin.FIRST if past is None or past.uses >= _POPULAR_USES else Origin.CONTINUED
 
-    def sealed(self, prefix_hash: bytes) -> None:
+    def full(self, prefix_hash: bytes) -> None:
         if prefix_hash in self._ghosts:
             del self._ghosts[prefix_hash]
             self._count_use(prefix_hash)

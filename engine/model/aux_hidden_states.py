@@ -10,7 +10,7 @@ from torch import Tensor
 # T tokens of the step, M of the largest that is recorded, E hidden_size
 
 
-class Taps:
+class AuxHiddenStates:
     """Of one step. It costs nothing but what is wanted."""
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -31,7 +31,7 @@ class Taps:
         return self._states[num_layers]
 
 
-class StaticTaps:
+class StaticAuxHiddenStates:
     """Where recorded steps leave hidden states that somebody wants, so that they can be found when one is replayed."""
 
     def __init__(
@@ -42,19 +42,19 @@ class StaticTaps:
             layer: torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device) for layer in frozenset(layers)
         }
 
-    def new(self) -> Taps:
+    def new(self) -> AuxHiddenStates:
         """For a step that is about to be recorded."""
-        return Taps(self._layers)
+        return AuxHiddenStates(self._layers)
 
-    def keep(self, taps: Taps) -> None:
+    def keep(self, aux_hidden_states: AuxHiddenStates) -> None:
         """It has been computed: also this is recorded."""
         for layer, states_ME in self._states.items():
-            states_ME[: len(taps[layer])].copy_(taps[layer])
+            states_ME[: len(aux_hidden_states[layer])].copy_(aux_hidden_states[layer])
 
-    def of(self, token_ids_T: Tensor) -> Taps:
+    def of(self, token_ids_T: Tensor) -> AuxHiddenStates:
         """Of these tokens, whose step was replayed last: until the next one."""
-        taps = self.new()
-        taps.token_ids_T = token_ids_T
+        aux_hidden_states = self.new()
+        aux_hidden_states.token_ids_T = token_ids_T
         for layer, states_ME in self._states.items():
-            taps.note(layer, states_ME[: len(token_ids_T)])
-        return taps
+            aux_hidden_states.note(layer, states_ME[: len(token_ids_T)])
+        return aux_hidden_states

@@ -17,7 +17,7 @@ from engine.cpu.structs import Call, ProductCall, RotaryCall, Step
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.gated_mlp import GatedMLP
 
@@ -46,7 +46,7 @@ class CompiledLayers:
         cos_T1F: Tensor,
         sin_T1F: Tensor,
         on_layer: Callable[[int], None] | None,
-        taps: Taps | None = None,
+        aux_hidden_states: AuxHiddenStates | None = None,
         *,
         is_whole: bool,
     ) -> Tensor:
@@ -56,26 +56,26 @@ class CompiledLayers:
             self._make_room(1 << (len(x_TE) - 1).bit_length())
         rows, begin = StepRows(batch, cos_T1F, sin_T1F), 0
         self._x_CE[: len(x_TE)] = x_TE
-        if on_layer is not None or taps is not None:
+        if on_layer is not None or aux_hidden_states is not None:
             for layer, (first, end) in enumerate(self._kv_calls):
-                if taps is not None and taps.wants(layer):
+                if aux_hidden_states is not None and aux_hidden_states.wants(layer):
                     if begin < first:
                         self._program.run(rows.step, first=begin, end=first)
                         begin = first
-                    taps.note(layer, self._x_CE[: len(x_TE)].clone())
+                    aux_hidden_states.note(layer, self._x_CE[: len(x_TE)].clone())
                 if on_layer is not None:
                     self._program.run(rows.step, first=begin, end=end)
                     on_layer(layer)
                     begin = end
         num_unwanted = batch.num_tokens - len(batch.logits_rows)
-        if taps is None and not is_whole and num_unwanted >= _WORTH_LEAVING_OUT:
+        if aux_hidden_states is None and not is_whole and num_unwanted >= _WORTH_LEAVING_OUT:
             end = self._kv_calls[-1][1]
             if begin < end:
                 self._program.run(rows.step, first=begin, end=end)
             return self._finish(rows, batch)
         self._program.run(rows.step, first=begin)
-        if taps is not None:
-            taps.note(len(self._kv_calls), self._x_CE[: len(x_TE)])
+        if aux_hidden_states is not None:
+            aux_hidden_states.note(len(self._kv_calls), self._x_CE[: len(x_TE)])
         x_TE = self._x_CE[: len(x_TE)]
         return x_TE if is_whole or not num_unwanted else x_TE[torch.from_numpy(batch.logits_rows)]
 

@@ -133,7 +133,7 @@ def _panels(matrix: Matrix) -> CodePanels | None:
     return matrix.panels if isinstance(matrix, CodedMatrix) else None
 
 
-class Shelf:
+class ExpertSlots:
     """Makes banks, one after another, and reads only experts that the last one did not have."""
 
     def __init__(self, read: Callable[[int], Expert]) -> None:

@@ -23,7 +23,7 @@ from engine.kernels.moe.expert_sum import ExpertSum
 from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model.expert_bank import Bank, Expert, ExpertList, Shelf
+from engine.model.expert_bank import Bank, Expert, ExpertList, ExpertSlots
 from engine.model.expert_parallel import Experts, SpreadExperts
 from engine.model.routing import Routing
 from engine.runner.parallel import TensorParallel
@@ -49,7 +49,7 @@ class SparseMLP:
         shape, parallel, block = config.experts, reader.parallel, _names(config, layer)[0]
         num_experts, num_features = shape.num_experts, shape.intermediate_size
         features = (0, num_features) if reader.spreads_experts else parallel.span(num_features)
-        shelf = Shelf(lambda index: _read_expert(reader, config, layer, index, features))
+        shelf = ExpertSlots(lambda index: _read_expert(reader, config, layer, index, features))
         if reader.spreads_experts:
             experts: Experts = SpreadExperts(
                 shelf, num_experts, parallel, redundant=reader.redundant_experts, turn=layer

@@ -34,7 +34,7 @@ from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model import decoder_layer, experts, gated_mlp, latent_layer
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
@@ -114,10 +114,11 @@ class Transformer:
         pool: KVPool,
         on_layer: OnLayer | None,
         on_logits: OnLogits | None = None,
-        taps: Taps | None = None,
+        aux_hidden_states: AuxHiddenStates | None = None,
     ) -> Tensor:
         """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is, `on_logits` the
-        logits (N, V) of the positions that are scored, slice by slice, and `taps` the hidden states that it wants.
+        logits (N, V) of the positions that are scored, slice by slice, and `aux_hidden_states` the hidden states that
+        it wants.
 
         Returns the logits (R, V) in fp32, on every rank.
         """
@@ -126,23 +127,28 @@ class Transformer:
             on_device = DeviceBatch.of(batch, device, most_queries=self.most_queries)
             prompts = self._flashinfer if on_device.prompts and batch.num_tokens >= MIN_TOKENS else None
             return self.compute(
-                on_device, pool, on_layer, on_logits, taps, partial(prompts.heads, batch) if prompts else None
+                on_device,
+                pool,
+                on_layer,
+                on_logits,
+                aux_hidden_states,
+                partial(prompts.heads, batch) if prompts else None,
             )
         token_ids_T = torch.from_numpy(batch.token_ids).to(device)
         x_TE = self._embedding(token_ids_T)
-        if taps is not None:
-            taps.token_ids_T = token_ids_T
+        if aux_hidden_states is not None:
+            aux_hidden_states.token_ids_T = token_ids_T
         cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
         if latent := self._config.latent:
             rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, taps)
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states)
         elif self._kernels is not None:
             is_shared = self._way == TORCH and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
-                compute = partial(compiled, x_TE, batch, cos_T1F, sin_T1F, on_layer, taps)
+                compute = partial(compiled, x_TE, batch, cos_T1F, sin_T1F, on_layer, aux_hidden_states)
                 if not is_scored:
                     return self.logits(compute(is_whole=False))
                 x_TE = compute(is_whole=True)
@@ -153,10 +159,10 @@ class Transformer:
                     heads = SharedHeads(*rows, self._config.sliding_windows)
                 else:
                     heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
-                x_TE = _pass(self._layers, x, heads, on_layer, taps)
+                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states)
         else:
             heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
-            x_TE = _pass(self._layers, x, heads, on_layer, taps)
+            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states)
         if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         if not batch.wants_all_logits:
@@ -169,7 +175,7 @@ class Transformer:
         pool: KVPool,
         on_layer: OnLayer | None = None,
         on_logits: OnLogits | None = None,
-        taps: Taps | None = None,
+        aux_hidden_states: AuxHiddenStates | None = None,
         others: Callable[[Heads], Heads] | None = None,
     ) -> Tensor:
         """The same of a batch that is on the device, by the GPU's kernels (on a CPU: their references). others: makes
@@ -178,17 +184,17 @@ class Transformer:
         Where `hindrance` knows of none, nothing here waits for the device, or depends on a number that is there.
         """
         x_TE = self._embedding(batch.token_ids_T)
-        if taps is not None:
-            taps.token_ids_T = batch.token_ids_T
+        if aux_hidden_states is not None:
+            aux_hidden_states.token_ids_T = batch.token_ids_T
         cos_T1F, sin_T1F = self._rotary(batch.positions_T, x_TE.dtype)
         x = Residual(x_TE, adds_late=True)
         if latent := self._config.latent:
             rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
             latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, taps)
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states)
         else:
             kernel_heads = KernelHeads(batch, pool, cos_T1F, sin_T1F)
-            x_TE = _pass(self._layers, x, others(kernel_heads) if others else kernel_heads, on_layer, taps)
+            x_TE = _pass(self._layers, x, others(kernel_heads) if others else kernel_heads, on_layer, aux_hidden_states)
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
         return self.logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
@@ -259,18 +265,22 @@ class Transformer:
 
 
 def _pass(
-    layers: Sequence[Layer[HeadsT]], x: Residual, heads: HeadsT, on_layer: OnLayer | None, taps: Taps | None
+    layers: Sequence[Layer[HeadsT]],
+    x: Residual,
+    heads: HeadsT,
+    on_layer: OnLayer | None,
+    aux_hidden_states: AuxHiddenStates | None,
 ) -> Tensor:
     """Through all layers: (T, E)."""
     for layer in layers:
-        if taps is not None and taps.wants(layer.index):
-            taps.note(layer.index, x.total())
+        if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
+            aux_hidden_states.note(layer.index, x.total())
         q_THD = layer.store(x, heads)
         if on_layer is not None:
             on_layer(layer.index)
         layer.finish(x, q_THD, heads)
-    if taps is not None:
-        taps.note(len(layers), x.total())
+    if aux_hidden_states is not None:
+        aux_hidden_states.note(len(layers), x.total())
     return x.total()
 
 

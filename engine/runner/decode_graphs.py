@@ -28,9 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import Batch, FedTokens
+from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.device_batch import DeviceBatch, upload
-from engine.kernels.attention.query_groups import QueryStrips, Strips, cut_strips
+from engine.kernels.attention.query_groups import QueryGroups, QueryGroupSizes, cut_query_groups
 
 # R rows of a batch, T its tokens, U its strips, N tokens that a graph computes, and as many strips, M those of the
 # largest, B blocks of the longest table, V vocabulary
@@ -119,15 +119,18 @@ class DecodeGraphs:
         num_tokens, width = batch.num_tokens, batch.block_tables.shape[1]
         if num_tokens > self._sizes[-1] or width > self._tables_MB.shape[1] or len(batch.scored_rows):
             return None
-        strips = None if num_tokens == len(batch.query_lens) else self._cut(batch)  # mostly None
-        if strips is not None and int(strips.contexts_U.sum() - batch.context_lens.sum()) > self._most_read_again:
+        query_groups = None if num_tokens == len(batch.query_lens) else self._cut(batch)  # mostly None
+        if (
+            query_groups is not None
+            and int(query_groups.contexts_U.sum() - batch.context_lens.sum()) > self._most_read_again
+        ):
             return None
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         more = [] if batch.wants_all_logits else [batch.logits_rows]
-        numbers, *wanted = self._upload_tables(batch, [self._numbers(batch, strips, size), *more], strips)
+        numbers, *wanted = self._upload_tables(batch, [self._numbers(batch, query_groups, size), *more], query_groups)
         self._numbers_7M[:, :size].copy_(numbers)
-        if batch.fed:
-            self._feed(batch.fed)
+        if batch.device_tokens:
+            self._feed(batch.device_tokens)
         self._replays[size]()
         return self._logits_MV[:num_tokens] if batch.wants_all_logits else self._logits_MV.index_select(0, wanted[0])
 
@@ -136,34 +139,37 @@ class DecodeGraphs:
         """Of the last step, on the device: the first are its tokens. The next call overwrites them."""
         return self._numbers_7M[_ID]
 
-    def _cut(self, batch: Batch) -> Strips:
-        return cut_strips(batch.query_lens, batch.context_lens, most=self._most_queries)
+    def _cut(self, batch: Batch) -> QueryGroupSizes:
+        return cut_query_groups(batch.query_lens, batch.context_lens, most=self._most_queries)
 
-    def _numbers(self, batch: Batch, strips: Strips | None, size: int) -> NDArray[np.int32]:
+    def _numbers(self, batch: Batch, query_groups: QueryGroupSizes | None, size: int) -> NDArray[np.int32]:
         """(7, N): see _ID. strips: None, each token is one, which is mostly so, and needs no cutting."""
         num_tokens, numbers_7N = batch.num_tokens, np.repeat(_ABSENT, size, axis=1)
         numbers_7N[: _SLOT + 1, :num_tokens] = batch.token_ids, batch.positions, batch.slots
-        if strips is None:
+        if query_groups is None:
             tokens = np.arange(num_tokens)
             numbers_7N[_SEAT, :num_tokens] = tokens * self._most_queries
             numbers_7N[_FIRST, :num_tokens], numbers_7N[_CONTEXT, :num_tokens] = tokens, batch.positions + 1
-            num_strips = num_tokens
+            num_query_groups = num_tokens
         else:
-            num_strips = len(strips.counts_U)
-            numbers_7N[_SEAT, :num_tokens] = strips.seats_N(self._most_queries)
-            numbers_7N[_FIRST, :num_strips] = np.cumsum(strips.counts_U) - strips.counts_U
-            numbers_7N[_COUNT, :num_strips], numbers_7N[_CONTEXT, :num_strips] = strips.counts_U, strips.contexts_U
-        numbers_7N[_SEAT, num_tokens:] = num_strips * self._most_queries  # of one that is not there
+            num_query_groups = len(query_groups.counts_U)
+            numbers_7N[_SEAT, :num_tokens] = query_groups.seats_N(self._most_queries)
+            numbers_7N[_FIRST, :num_query_groups] = np.cumsum(query_groups.counts_U) - query_groups.counts_U
+            numbers_7N[_COUNT, :num_query_groups], numbers_7N[_CONTEXT, :num_query_groups] = (
+                query_groups.counts_U,
+                query_groups.contexts_U,
+            )
+        numbers_7N[_SEAT, num_tokens:] = num_query_groups * self._most_queries  # of one that is not there
         return numbers_7N
 
-    def _upload_tables(self, batch: Batch, arrays: list[Any], strips: Strips | None) -> list[Tensor]:
+    def _upload_tables(self, batch: Batch, arrays: list[Any], query_groups: QueryGroupSizes | None) -> list[Tensor]:
         """Put the batch's block tables in their place, one for each strip. arrays: what goes to the device in the same
         copy; returned as they are there."""
         tables_RB, count = batch.block_tables, len(arrays)
         num_tokens, width = batch.num_tokens, tables_RB.shape[1]
-        if strips is not None:
-            *uploaded, tables, rows = upload([*arrays, tables_RB, strips.rows_U], self._device)
-            self._tables_MB[: len(strips.rows_U), :width].copy_(tables.index_select(0, rows))
+        if query_groups is not None:
+            *uploaded, tables, rows = upload([*arrays, tables_RB, query_groups.rows_U], self._device)
+            self._tables_MB[: len(query_groups.rows_U), :width].copy_(tables.index_select(0, rows))
             self._last = 0, None
             return uploaded
         if batch.new_cells is not None and self._is_next(batch):
@@ -178,15 +184,15 @@ class DecodeGraphs:
         self._last = batch.number, tables_RB.base
         return uploaded[:count]
 
-    def _feed(self, fed: FedTokens) -> None:
+    def _feed(self, device_tokens: DeviceTokens) -> None:
         """Put the tokens that the step before chooses where the graphs read them."""
         tokens_M = self._numbers_7M[_ID]
-        if fed.is_in_place:  # mostly
-            num_fed = len(fed.sources)
-            torch.clamp(fed.token_ids[:num_fed], min=0, out=tokens_M[:num_fed])
+        if device_tokens.is_in_place:  # mostly
+            num_device_tokens = len(device_tokens.sources)
+            torch.clamp(device_tokens.token_ids[:num_device_tokens], min=0, out=tokens_M[:num_device_tokens])
         else:
-            sources, places = upload([fed.sources, fed.places], self._device)
-            tokens_M[places] = fed.token_ids[sources].clamp_min(0)
+            sources, places = upload([device_tokens.sources, device_tokens.places], self._device)
+            tokens_M[places] = device_tokens.token_ids[sources].clamp_min(0)
 
     def _is_next(self, batch: Batch) -> bool:
         """The block tables of the step before are there, and in the same rows."""
@@ -196,7 +202,7 @@ class DecodeGraphs:
     def _step(self, size: int) -> None:
         """What is recorded."""
         token_ids, positions, slots, seats, firsts, counts, contexts = self._numbers_7M[:, :size].unbind()
-        strips = QueryStrips(
+        query_groups = QueryGroups(
             firsts,
             counts,
             self._tables_MB[:size],
@@ -206,7 +212,7 @@ class DecodeGraphs:
             most=self._most_queries,
             longest=self._longest,
         )
-        batch = DeviceBatch(token_ids, positions, slots, logits_rows=None, strips=strips, prompts=None)
+        batch = DeviceBatch(token_ids, positions, slots, logits_rows=None, query_groups=query_groups, prompts=None)
         self._logits_MV[:size].copy_(self._compute(batch))
 
 

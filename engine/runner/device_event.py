@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 
-class DeviceMark:
-    """Implements engine.timing.pace.StepMark."""
+class DeviceEvent:
+    """Implements engine.timing.pace.StepEvent."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
@@ -16,5 +16,5 @@ class DeviceMark:
     def is_past(self) -> bool:
         return bool(self._event.query())
 
-    def seconds_since(self, earlier: DeviceMark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         return float(earlier._event.elapsed_time(self._event)) / 1e3

@@ -12,7 +12,7 @@ from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.config import GIB
 from engine.kv.pool import KVPool
-from engine.model.aux_hidden_states import StaticTaps, Taps
+from engine.model.aux_hidden_states import AuxHiddenStates, StaticAuxHiddenStates
 from engine.model.transformer import Transformer
 from engine.runner.decode_graphs import Capture, DecodeGraphs, graph_sizes
 
@@ -26,19 +26,19 @@ READ_AGAIN_BYTES = 4 * GIB
 class RecordedSteps:
     """Of one rank, over one pool. Owned by the step thread."""
 
-    def __init__(self, graphs: DecodeGraphs, static_taps: StaticTaps | None) -> None:
+    def __init__(self, graphs: DecodeGraphs, static_aux_hidden_states: StaticAuxHiddenStates | None) -> None:
         self._graphs = graphs
-        self._static_taps = static_taps
+        self._static_aux_hidden_states = static_aux_hidden_states
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Taps | None] | None:
+    def __call__(self, batch: Batch) -> tuple[Tensor, AuxHiddenStates | None] | None:
         """The logits (R, V) fp32, and the hidden states that are wanted: both until the next step. None where no graph
         computes this batch."""
         logits_RV = self._graphs(batch)
         if logits_RV is None:
             return None
-        if self._static_taps is None:
+        if self._static_aux_hidden_states is None:
             return logits_RV, None
-        return logits_RV, self._static_taps.of(self._graphs.token_ids_M[: batch.num_tokens])
+        return logits_RV, self._static_aux_hidden_states.of(self._graphs.token_ids_M[: batch.num_tokens])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +60,14 @@ class Recorder:
         self, pool: KVPool, capture: Capture, *, max_context: int, num_sizes: int | None = None
     ) -> RecordedSteps:
         """num_sizes: only the largest so many."""
-        static_taps = None if self.tapped is None else self._static_taps(self.tapped)
+        static_aux_hidden_states = None if self.tapped is None else self._static_aux_hidden_states(self.tapped)
 
         def compute(batch: DeviceBatch) -> Tensor:
-            if static_taps is None:
+            if static_aux_hidden_states is None:
                 return self.model.compute(batch, pool)
-            taps = static_taps.new()
-            logits_NV = self.model.compute(batch, pool, taps=taps)
-            static_taps.keep(taps)
+            aux_hidden_states = static_aux_hidden_states.new()
+            logits_NV = self.model.compute(batch, pool, aux_hidden_states=aux_hidden_states)
+            static_aux_hidden_states.keep(aux_hidden_states)
             return logits_NV
 
         graphs = DecodeGraphs(
@@ -82,10 +82,10 @@ class Recorder:
             vocab_size=self.vocab_size,
             device=self.device,
         )
-        return RecordedSteps(graphs, static_taps)
+        return RecordedSteps(graphs, static_aux_hidden_states)
 
-    def _static_taps(self, layers: Sequence[int]) -> StaticTaps:
-        return StaticTaps(
+    def _static_aux_hidden_states(self, layers: Sequence[int]) -> StaticAuxHiddenStates:
+        return StaticAuxHiddenStates(
             layers,
             max_tokens=graph_sizes(self.max_rows)[-1],
             hidden_size=self.hidden_size,

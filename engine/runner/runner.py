@@ -23,7 +23,7 @@ from engine.kernels.log_sum_exp import launch_log_norms
 from engine.kernels.sample import NUM_NUMBERS, launch_choice
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.transformer import OnLayer, OnLogits, Transformer
 from engine.runner.decode_graphs import Capture, CudaCapture
 from engine.runner.device_memory import CudaGauge, Gauge, does_not_fit
@@ -158,15 +158,17 @@ class ModelRunner:
         """
         if batch.adapters.any():
             raise RequestError(f"the model has no adapter {batch.adapters.max()}", param="adapter")
-        if batch.fed and self.device.type == "cpu":
-            batch.fed.fill(batch.token_ids)
+        if batch.device_tokens and self.device.type == "cpu":
+            batch.device_tokens.fill(batch.token_ids)
         if self._recorded and on_layer is None and (replayed := self._recorded(batch)):
-            logits_RV, taps = replayed
+            logits_RV, aux_hidden_states = replayed
         else:
-            taps = Taps(self.heads.layers) if self.heads and not self.heads.pass_over(batch, on_layer) else None
-            logits_RV = self._model(batch, self.pool, on_layer, on_logits, taps)
-        if self.heads and taps:
-            self.heads.follow(batch, taps, on_layer)
+            aux_hidden_states = (
+                AuxHiddenStates(self.heads.layers) if self.heads and not self.heads.pass_over(batch, on_layer) else None
+            )
+            logits_RV = self._model(batch, self.pool, on_layer, on_logits, aux_hidden_states)
+        if self.heads and aux_hidden_states:
+            self.heads.follow(batch, aux_hidden_states, on_layer)
         return logits_RV
 
     @torch.inference_mode()
@@ -275,10 +277,10 @@ class ModelRunner:
         if self.heads is None:
             self._model(batch, pool, None)
             return
-        heads, taps = self.heads, Taps(self.heads.layers)
+        heads, aux_hidden_states = self.heads, AuxHiddenStates(self.heads.layers)
         heads.attach(pool)
-        self._model(batch, pool, None, None, taps)
-        heads.follow(batch, taps, None)
+        self._model(batch, pool, None, None, aux_hidden_states)
+        heads.follow(batch, aux_hidden_states, None)
         ends, tables = batch.context_lens.tolist(), batch.block_tables.tolist()
         rows = [HeadRow(0, end, [*table, table[0]]) for end, table in zip(ends, tables, strict=True)]  # behind it
         heads.draft(rows, 1, lambda logits, known, place: [0] * len(known))

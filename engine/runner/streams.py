@@ -44,7 +44,7 @@ class Event(Protocol):
         ...
 
 
-class Lane(Protocol):
+class DeviceStream(Protocol):
     """A stream of its own, beside the one that computes."""
 
     @property
@@ -70,7 +70,7 @@ class Streams(Protocol):
         """On the calling thread's current stream."""
         ...
 
-    def lane(self) -> Lane: ...
+    def device_stream(self) -> DeviceStream: ...
 
     def synchronize(self) -> None:
         """Wait for what was started on the calling thread's current stream."""
@@ -131,12 +131,12 @@ class CudaStreams:
     def mark(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self._device).record_event())
 
-    def lane(self) -> Lane:
+    def device_stream(self) -> DeviceStream:
         try:
             handle = self._left.get_nowait()
         except queue.Empty:
             handle = new_driver_stream(self._device)
-        return _CudaLane(handle, torch.cuda.ExternalStream(handle, self._device), self._left)
+        return _CudaDeviceStream(handle, torch.cuda.ExternalStream(handle, self._device), self._left)
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
@@ -171,7 +171,7 @@ class AtOnce:
     def mark(self) -> Event:
         return self
 
-    def lane(self) -> Lane:
+    def device_stream(self) -> DeviceStream:
         return self
 
     @property
@@ -228,7 +228,7 @@ class _CudaEvent:
         return bool(self._event.query())
 
 
-class _CudaLane:
+class _CudaDeviceStream:
     def __init__(self, handle: int, stream: torch.cuda.ExternalStream, left: queue.SimpleQueue[int]) -> None:
         self._handle = handle
         self._stream = stream

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from core.types.request import Sampling, TokenLogprob
 from engine.sampling.penalties import Penalties
-from engine.sampling.token_masks import RuledTokens
+from engine.sampling.token_masks import TokenRuleTensors
 
 Chosen = tuple[int, TokenLogprob | None]
 Logits = TypeVar("Logits", contravariant=True)
@@ -54,7 +54,7 @@ class TokenMask(Protocol):
         """Why it can say nothing any more; empty: it can."""
         ...
 
-    def may_forbid(self, tokens: Seq[int], start: int, num_coming: int, /) -> bool:
+    def may_forbid(self, tokens: Seq[int], start: int, num_in_flight: int, /) -> bool:
         """Whether some token may not follow tokens[start:] and so many more, whichever those are. Where that is not so,
         it need not be asked."""
         ...
@@ -83,10 +83,12 @@ class SamplingRow:
     tokens: Seq[int]  # all so far
     num_prompt_tokens: int
     mask: TokenMask | None = None  # None: all tokens are allowed
-    ruled: RuledTokens | None = None  # what its token rules say; made here where another choice has not handed it on
+    ruled: TokenRuleTensors | None = (
+        None  # what its token rules say; made here where another choice has not handed it on
+    )
     # How many tokens before the one to be chosen are not among `tokens`. While a step is planned, those that the one
     # before it is choosing: 0 or 1. See also `behind`.
-    num_coming: int = field(default=0, init=False)
+    num_in_flight: int = field(default=0, init=False)
     is_contradicted: bool = field(default=False, init=False)  # a sampler has found that what is asked leaves no token
     has_penalties: bool = field(init=False, repr=False)
     asks_more: bool = field(init=False, repr=False)  # than for the greatest logit, but for what its mask asks
@@ -98,7 +100,7 @@ class SamplingRow:
     def __post_init__(self) -> None:
         self.asks_more = not self.sampling.is_plain
         if self.ruled is None and self.sampling.token_rules is not None:
-            self.ruled = RuledTokens(self.sampling.token_rules)
+            self.ruled = TokenRuleTensors(self.sampling.token_rules)
         self.has_penalties = self.sampling.has_penalties
         self._reads_tokens = self.has_penalties or (self.ruled is not None and self.ruled.reads_tokens)
 
@@ -110,12 +112,12 @@ class SamplingRow:
     @property
     def is_masked(self) -> bool:
         """Its mask may forbid some token."""
-        return self._is_masked_behind(self.num_coming)
+        return self._is_masked_behind(self.num_in_flight)
 
     @property
     def position(self) -> int:
         """Of the token to be chosen."""
-        return len(self.tokens) + self.num_coming
+        return len(self.tokens) + self.num_in_flight
 
     @property
     def may_read_tokens(self) -> bool:
@@ -137,7 +139,7 @@ class SamplingRow:
         if not self.asks_more and self.mask is None:
             return self
         row = copy(self)
-        row.num_coming = num_drafted
+        row.num_in_flight = num_drafted
         return row
 
     @property
@@ -167,7 +169,7 @@ class SamplingRow:
             self._early_stops = np.array(self.sampling.stop_token_ids, np.int64)
         return self._early_stops
 
-    def forbidden(self, ruled: RuledTokens) -> list[int]:
+    def forbidden(self, ruled: TokenRuleTensors) -> list[int]:
         """What would end a bad word."""
         return ruled.forbidden(self.tokens, self.num_prompt_tokens)
 
@@ -183,9 +185,9 @@ class SamplingRow:
         token_id = self.mask.only(self.tokens, self.num_prompt_tokens)
         return token_id if token_id is not None and self._permits(token_id) else None
 
-    def _is_masked_behind(self, num_coming: int) -> bool:
+    def _is_masked_behind(self, num_in_flight: int) -> bool:
         mask = self.mask
-        return mask is not None and mask.may_forbid(self.tokens, self.num_prompt_tokens, num_coming)
+        return mask is not None and mask.may_forbid(self.tokens, self.num_prompt_tokens, num_in_flight)
 
     def _permits(self, token_id: int) -> bool:
         """Nothing else that is asked forbids it."""

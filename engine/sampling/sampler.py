@@ -35,7 +35,7 @@ from engine.kernels.sample import DRAW_BITS, NO_LOGIT_IS_FINITE, NOT_FINITE, NUM
 from engine.sampling.greedy import likeliest, penalise
 from engine.sampling.logprobs import logprobs_of, row_sums
 from engine.sampling.params import Chosen, Sampled, SamplingRow
-from engine.sampling.token_masks import RuledTokens
+from engine.sampling.token_masks import TokenRuleTensors
 
 # P positions, R rows, N those of them that draw at random, V vocabulary, U tokens that a row says something of
 
@@ -102,7 +102,7 @@ def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
         logits_RV[masked_N] = logits_RV[masked_N].masked_fill(~is_allowed_NV, -math.inf)
 
 
-def _apply_rules(logits_RV: Tensor, rows: Seq[tuple[int, SamplingRow, RuledTokens]]) -> None:
+def _apply_rules(logits_RV: Tensor, rows: Seq[tuple[int, SamplingRow, TokenRuleTensors]]) -> None:
     """What they say of single tokens. In place."""
     device = logits_RV.device
     if allowed := [(i, ruled.allowed) for i, _, ruled in rows if len(ruled.allowed)]:

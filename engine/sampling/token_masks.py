@@ -10,7 +10,7 @@ import numpy as np
 from core.types.token_rules import TokenRules
 
 
-class RuledTokens:
+class TokenRuleTensors:
     """Only reads after construction: all choices of a request share it."""
 
     def __init__(self, rules: TokenRules) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from core.types.request import OFFLINE
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.decoding import Decoding
-from engine.scheduler.local_decode import Guests
+from engine.scheduler.local_decode import LocalDecodes
 from engine.scheduler.prompts import Prompt, PromptQueue
 from engine.scheduler.sequence import Sequence
 
@@ -103,25 +103,29 @@ class AdmitInTime:
     """A prompt gets blocks when there is a chunk for it to compute; or before, when a part of it is fetched meanwhile
     and there is room for it and for all who came before. Guests that have no room yet are passed by."""
 
-    def __init__(self, blocks: BlockManager, prompts: PromptQueue, guests: Guests, *, max_running: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, prompts: PromptQueue, local_decodes: LocalDecodes, *, max_running: int
+    ) -> None:
         self._blocks = blocks
         self._prompts = prompts
-        self._guests = guests
+        self._local_decodes = local_decodes
         self._max_running = max_running
 
     @property
     def num_running(self) -> int:
-        to_ship = (prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if not prompt.is_guest)
-        return sum(1 for _ in to_ship) + self._guests.num_choices
+        to_ship = (
+            prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if not prompt.is_local_decode
+        )
+        return sum(1 for _ in to_ship) + self._local_decodes.num_choices
 
     def ahead(self) -> list[Prompt]:
-        self._guests.give_way()
+        self._local_decodes.give_way()
         prompts, begun = self._prompts, []
         num_ahead = 0  # blocks for those who came before, at most
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 break
-            if prompt.is_guest and not self._guests.has_room(prompt):
+            if prompt.is_local_decode and not self._local_decodes.has_room(prompt):
                 continue
             needed = prompt.sequence.num_blocks_for(len(prompt.sequence.tokens))
             if not prompts.check_offer(prompt) or prompts.is_on_its_way(prompt):
@@ -137,11 +141,11 @@ class AdmitInTime:
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 return
-            if prompts.is_on_its_way(prompt) or (prompt.is_guest and not self._guests.has_room(prompt)):
+            if prompts.is_on_its_way(prompt) or (prompt.is_local_decode and not self._local_decodes.has_room(prompt)):
                 continue  # others go on meanwhile
             if prompts.check_offer(prompt) or not prompts.admit(prompt):
                 return  # there was no room
             yield prompt
 
     def may_go_on(self, sequence: Sequence) -> bool:
-        return self.num_running < self._max_running and self._guests.may_go_on(sequence)
+        return self.num_running < self._max_running and self._local_decodes.may_go_on(sequence)

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from engine.batch.batch import FedTokens
+from engine.batch.batch import DeviceTokens
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import ScheduledStep
 
@@ -28,25 +28,25 @@ def may_be_followed(step: ScheduledStep, running: Collection[Sequence]) -> bool:
 
 def expect(step: ScheduledStep, running: Collection[Sequence]) -> list[Sequence]:
     """Those to whom a token is coming of this step; from now on they are planned with."""
-    coming = [sequence for sequence, _ in step.decoding if sequence in running]
-    for sequence in coming:
-        sequence.sampling_row.num_coming = 1
-    return coming
+    in_flight = [sequence for sequence, _ in step.decoding if sequence in running]
+    for sequence in in_flight:
+        sequence.sampling_row.num_in_flight = 1
+    return in_flight
 
 
-def fed_tokens(step: ScheduledStep, behind: ScheduledStep) -> FedTokens | None:
+def device_tokens_of(step: ScheduledStep, behind: ScheduledStep) -> DeviceTokens | None:
     """The tokens that `step` computes and `behind` chooses."""
     assert behind.sampled
     if step.next_tokens and behind.next_tokens and step.next_tokens.rows is behind.next_tokens.rows:  # mostly
         rows_R = step.next_tokens.rows.numbers_R
-        return FedTokens(token_ids=behind.sampled.token_ids, sources=rows_R, places=rows_R)
+        return DeviceTokens(token_ids=behind.sampled.token_ids, sources=rows_R, places=rows_R)
     place_of = {sequence: place for place, (sequence, _) in enumerate(behind.decoding)}
     begins, sources, places = 0, list[int](), list[int]()
     for sequence, num_tokens in step.decoding:
-        if sequence.num_coming:
+        if sequence.num_in_flight:
             sources.append(place_of[sequence])
             places.append(begins)
         begins += num_tokens
     if not sources:
         return None
-    return FedTokens(token_ids=behind.sampled.token_ids, sources=np.array(sources), places=np.array(places))
+    return DeviceTokens(token_ids=behind.sampled.token_ids, sources=np.array(sources), places=np.array(places))

@@ -46,7 +46,7 @@ class Decoding:
             self._keep_to(self._max_blocks)
         planned = self._next_tokens(list(self.running))
         if planned.may_be_over:
-            planned = self._next_tokens([one for one in self.running if not (one.num_coming and one.ends_with_next)])
+            planned = self._next_tokens([one for one in self.running if not (one.num_in_flight and one.ends_with_next)])
         sequences = planned.rows.sequences
         tables = [(sequences[row].blocks, place) for row, place in planned.first_of_blocks]
         if self._blocks.extend_each([table for table, place in tables if len(table) == place]):
@@ -63,7 +63,7 @@ class Decoding:
         num_kept = 0
         while num_kept < len(kept):
             sequence = kept[num_kept]
-            num_tokens, blocks = len(sequence.tokens) + sequence.num_coming, sequence.blocks
+            num_tokens, blocks = len(sequence.tokens) + sequence.num_in_flight, sequence.blocks
             if self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
                 num_kept += 1
                 continue

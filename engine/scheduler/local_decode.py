@@ -15,7 +15,7 @@ from engine.scheduler.prompts import Prompt, PromptQueue
 from engine.scheduler.sequence import Sequence
 
 
-class Guests:
+class LocalDecodes:
     """Owned by the step thread."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Guests:
     @property
     def num_waiting(self) -> int:
         """Choices that have no blocks."""
-        waiting = sum(len(prompt.choices) for prompt in self._prompts.waiting if prompt.is_guest)
+        waiting = sum(len(prompt.choices) for prompt in self._prompts.waiting if prompt.is_local_decode)
         return waiting + len(self._decoding.preempted)
 
     @property
@@ -74,12 +74,12 @@ class Guests:
 
     def _too_large_beside(self, num_blocks: int) -> Prompt | None:
         """The first prompt that waits, if it is larger than what their share leaves, or so many blocks of theirs."""
-        first = next((prompt for prompt in self._prompts.waiting if not prompt.is_guest), None)
+        first = next((prompt for prompt in self._prompts.waiting if not prompt.is_local_decode), None)
         left = self._blocks.num_blocks - max(self._max_blocks, num_blocks)
         return first if first and first.sequence.num_blocks_for(len(first.sequence.tokens)) > left else None
 
     def _admitted(self) -> Iterator[Prompt]:
-        return (prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if prompt.is_guest)
+        return (prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if prompt.is_local_decode)
 
 
 def _num_wanted(sequence: Sequence) -> int:

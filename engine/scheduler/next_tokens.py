@@ -35,7 +35,9 @@ class NextTokens:
     def __init__(self, rows: DecodingRows) -> None:
         self.rows = rows
         # Where each row ends: its last token is the one that is computed.
-        self.ends_R: Ints = np.array([len(row.tokens) + row.num_coming for row in rows.sampling_rows], dtype=np.int64)
+        self.ends_R: Ints = np.array(
+            [len(row.tokens) + row.num_in_flight for row in rows.sampling_rows], dtype=np.int64
+        )
         # The rows whose token is the first of a block, and which one of their table that is.
         places_R, in_block_R = np.divmod(self.ends_R - 1, rows.block_size)
         beginning = np.flatnonzero(in_block_R == 0)
@@ -48,4 +50,4 @@ class NextTokens:
 
     def token_ids(self) -> Ints:
         """(R,) 0 for one that is coming."""
-        return np.array([0 if row.num_coming else row.tokens[-1] for row in self.rows.sampling_rows], dtype=np.int64)
+        return np.array([0 if row.num_in_flight else row.tokens[-1] for row in self.rows.sampling_rows], dtype=np.int64)

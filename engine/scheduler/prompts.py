@@ -42,7 +42,7 @@ class Prompt:
     sequence: Sequence  # holds the blocks
     source: KVSource = KVSource.HERE
     fetch_only: bool = False  # its prefix is brought here, and nothing is computed
-    is_guest: bool = False  # of an engine that does not decode: this one is answered here all the same
+    is_local_decode: bool = False  # of an engine that does not decode: this one is answered here all the same
     is_restart: bool = False  # of one sequence that was preempted
     num_offered: int = 0  # leading tokens that a peer, or a tier below this pool, is said to hold; 0: not counted on
     num_matched: int = 0  # leading tokens that were in the prefix cache when it was queued
@@ -68,7 +68,7 @@ class Prompt:
         return self.num_cached + self.num_loaded
 
     @property
-    def num_pulled(self) -> int:
+    def num_from_peers(self) -> int:
         """Tokens whose KV a peer has shipped."""
         return self.num_fetched - self.num_loaded
 
@@ -143,7 +143,7 @@ class PromptQueue:
 
     def restart(self, sequence: Sequence) -> None:
         """A sequence that was preempted has blocks again, and is computed once more."""
-        prompt = Prompt(sequence, is_guest=True, is_restart=True, number=next(self._numbers))
+        prompt = Prompt(sequence, is_local_decode=True, is_restart=True, number=next(self._numbers))
         insort(self.computing, prompt, key=_turn)
 
     def remove(self, prompt: Prompt) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch.batch import Batch, FedTokens, KeptRows
+from engine.batch.batch import Batch, DeviceTokens, KeptRows
 from engine.batch.rows import Ints, Row, RowChanges, num_blocks
 from engine.scheduler.next_tokens import NextTokens
 from engine.scheduler.prompt_scoring import ScoredRow
@@ -40,7 +40,7 @@ class LastRows:
         """From the last step to one in which each of these computes its next so many tokens; drafts: and these, by row.
         Of those that have drafts the logits of all positions from their last own token on are wanted. branches: rows
         behind these, of no sequence, that nothing goes on from."""
-        starts = np.array([one.num_computed + one.sampling_row.num_coming for one in sequences])
+        starts = np.array([one.num_computed + one.sampling_row.num_in_flight for one in sequences])
         tables = [sequence.blocks for sequence in sequences]
         kept = self._places(sequences, tables, starts)
         self._sequences, self._tables = sequences, tables
@@ -83,9 +83,9 @@ class LastRows:
             blocks=np.array([tables[row][place] for row, place in planned.first_of_blocks], dtype=np.int64),
         )
 
-    def apply(self, changes: RowChanges, fed: FedTokens | None = None) -> Batch:
+    def apply(self, changes: RowChanges, device_tokens: DeviceTokens | None = None) -> Batch:
         """The batch of that step."""
-        return self._kept.apply(changes, fed)
+        return self._kept.apply(changes, device_tokens)
 
     def _places(self, sequences: list[Sequence], tables: list[list[int]], starts: Ints) -> Ints:
         """Which row of the last step each goes on from; -1: none, or from another position or with other blocks."""
@@ -108,7 +108,7 @@ def _with_rows(changes: RowChanges, more: RowChanges) -> RowChanges:
 
 
 def _num_logits(sequences: list[Sequence], ends: Ints, drafts: Mapping[int, Seq[int]]) -> Ints:
-    wanted: Ints = (ends == [len(one.tokens) + one.sampling_row.num_coming for one in sequences]).astype(np.int64)
+    wanted: Ints = (ends == [len(one.tokens) + one.sampling_row.num_in_flight for one in sequences]).astype(np.int64)
     for row, tokens in drafts.items():
         wanted[row] = 1 + len(tokens)
     return wanted
@@ -117,11 +117,11 @@ def _num_logits(sequences: list[Sequence], ends: Ints, drafts: Mapping[int, Seq[
 def _tokens(sequences: list[Sequence], num_tokens: Seq[int], drafts: Mapping[int, Seq[int]]) -> list[int]:
     """The tokens that are computed, row by row; 0 for one that is coming."""
     if len(num_tokens) == sum(num_tokens) and not drafts:  # mostly
-        return [0 if one.sampling_row.num_coming else one.tokens[one.num_computed] for one in sequences]
+        return [0 if one.sampling_row.num_in_flight else one.tokens[one.num_computed] for one in sequences]
     tokens: list[int] = []
     for row, (sequence, count) in enumerate(zip(sequences, num_tokens, strict=True)):
         start = sequence.num_computed
-        if sequence.num_coming:
+        if sequence.num_in_flight:
             tokens.append(0)
         elif count == 1:
             tokens.append(sequence.tokens[start])

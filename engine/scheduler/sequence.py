@@ -18,7 +18,7 @@ from core.types.request import (
 )
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SamplingRow
-from engine.sampling.token_masks import RuledTokens
+from engine.sampling.token_masks import TokenRuleTensors
 from engine.scheduler.prompt_scoring import ScoredRow
 
 _TOLD_STEPS = 32  # without a draft, until it is told that there was none; a client that leaves does not hear of these
@@ -40,7 +40,7 @@ class Sequence:
         block_size: int,
         max_context: int,
         hashes: Iterable[bytes] = (),
-        ruled: RuledTokens | None = None,
+        ruled: TokenRuleTensors | None = None,
     ) -> None:
         """hashes: those of the leading full blocks, as far as somebody has worked them out before. ruled: of another
         choice of the request."""
@@ -70,7 +70,7 @@ class Sequence:
         self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)
         self._hashes = list(hashes)  # of the full blocks of `tokens`, as far as they have been asked for
-        self.seals_at = block_size  # with so many positions computed, a block is full that nobody can find yet
+        self.fills_block_at = block_size  # with so many positions computed, a block is full that nobody can find yet
         self._depth = 0  # of the first block that was not to be found when somebody last looked
 
     @property
@@ -91,9 +91,9 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
-    def num_coming(self) -> int:
+    def num_in_flight(self) -> int:
         """See SamplingRow."""
-        return self.sampling_row.num_coming
+        return self.sampling_row.num_in_flight
 
     @property
     def ends_with_next(self) -> bool:
@@ -145,20 +145,20 @@ class Sequence:
         """Take a block table whose first `num_cached` blocks hold this sequence's prefix already."""
         self.blocks = blocks
         self.num_computed = num_cached * self.block_size
-        self.seals_at = self.num_computed + self.block_size
+        self.fills_block_at = self.num_computed + self.block_size
 
     def computed(self, num_tokens: int, blocks: BlockManager) -> None:
         """The KV of the next `num_tokens` positions is in the pool: let others find the blocks that became full."""
         self.num_computed += num_tokens
-        if self.num_computed >= self.seals_at:
-            self.seal(blocks)
+        if self.num_computed >= self.fills_block_at:
+            self.fill_block(blocks)
 
-    def seal(self, blocks: BlockManager) -> None:
-        """Let others find the blocks that are full: `seals_at` positions are computed, or more."""
+    def fill_block(self, blocks: BlockManager) -> None:
+        """Let others find the blocks that are full: `fills_block_at` positions are computed, or more."""
         num_full, hashes = self.num_computed // self.block_size, self.hashes()
-        for number in range(self.seals_at // self.block_size - 1, num_full):
-            blocks.seal(self.blocks[number], hashes[number])
-        self.seals_at = (num_full + 1) * self.block_size
+        for number in range(self.fills_block_at // self.block_size - 1, num_full):
+            blocks.fill_block(self.blocks[number], hashes[number])
+        self.fills_block_at = (num_full + 1) * self.block_size
 
     def append(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
         """Take the next token, and say whether it is the last."""
@@ -195,7 +195,11 @@ class Sequence:
             return None
         blocks.share(self.blocks[:num_full])
         twin.blocks = self.blocks[:num_full] + own
-        twin.num_computed, twin.seals_at, twin._hashes = self.num_computed, self.seals_at, list(self._hashes)
+        twin.num_computed, twin.fills_block_at, twin._hashes = (
+            self.num_computed,
+            self.fills_block_at,
+            list(self._hashes),
+        )
         return twin, (self.blocks[num_full], own[0]) if own else None
 
     def without_blocks(self, choice: int) -> Sequence:
@@ -240,5 +244,5 @@ class Sequence:
         """Give all blocks back. What was sealed stays in the cache until its space is needed."""
         blocks.free(self.blocks)
         self.blocks = []
-        self.sampling_row.num_coming = 0  # that token is chosen again
-        self.num_computed, self.seals_at = 0, self.block_size
+        self.sampling_row.num_in_flight = 0  # that token is chosen again
+        self.num_computed, self.fills_block_at = 0, self.block_size

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from core.types.request import SampledToken
-from engine.batch.batch import Batch, FedTokens
+from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.rows import Row, RowChanges
 from engine.sampling.params import Sampled, SamplingRow
 from engine.scheduler.next_tokens import NextTokens
@@ -38,7 +38,7 @@ class ScheduledStep:
     fetched: list[Prompt] = field(default_factory=list)  # those that only fetch, and have got what there is
     known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # what sequences got before it
     orders: Orders = field(default_factory=Orders)
-    fed: FedTokens | None = None  # those that are computed here before anybody knows them
+    device_tokens: DeviceTokens | None = None  # those that are computed here before anybody knows them
     logits: Any = None  # where some drafts are judged one token after another
     sampled: Sampled | None = None  # of every sequence that decodes; then, for each prompt that is whole, every choice
 
@@ -137,7 +137,7 @@ class ScheduledStep:
 
     @cached_property
     def batch(self) -> Batch:
-        return self.last_rows.apply(self.changes, self.fed)
+        return self.last_rows.apply(self.changes, self.device_tokens)
 
 
 @dataclass(frozen=True, slots=True)

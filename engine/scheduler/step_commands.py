@@ -38,7 +38,7 @@ class CommitOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivalOrder:
+class IncomingTransferOrder:
     """KV of positions [start, end) of a table has come from elsewhere, and what is known of the last: see
     engine.spec_decode.heads.features. Rank 0 has noted it already."""
 
@@ -57,7 +57,7 @@ class DraftOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class FedOrder:
+class DeviceTokenOrder:
     """Tokens of the batch that the step before chooses, perhaps at this moment: rank 0 hands them on from device to
     device. See FedTokens."""
 
@@ -71,16 +71,18 @@ class Orders:
     """Carried out in this order, then the step's batch is computed, if there is one. The parts of rank 0 that have
     something to order add to the lists; whoever leads the step sends it, and it is not changed after that."""
 
-    arrivals: list[ArrivalOrder] = field(default_factory=list)
+    incoming_transfers: list[IncomingTransferOrder] = field(default_factory=list)
     tiers: list[TierOrders] = field(default_factory=list)  # before anything is written to the pool
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: source, target
-    grants: list[BeginOrder] = field(default_factory=list)  # prefixes that others pull: all of each is in the pool
+    served_fetches: list[BeginOrder] = field(
+        default_factory=list
+    )  # prefixes that others pull: all of each is in the pool
     begins: list[BeginOrder] = field(default_factory=list)
     ships: list[ShipOrder] = field(default_factory=list)
     commits: list[CommitOrder] = field(default_factory=list)
     aborts: list[HandoffKey] = field(default_factory=list)  # no longer wanted
     rows: list[HandoffKey | None] = field(default_factory=list)  # where each of the batch is shipped
-    fed: FedOrder | None = None  # of the batch
+    device_tokens: DeviceTokenOrder | None = None  # of the batch
     draft: DraftOrder | None = None  # and no batch
     stop: bool = False  # the replica ends
 
@@ -90,7 +92,7 @@ class Orders:
     @property
     def reads_pool(self) -> bool:
         """Whether the bytes of blocks leave the pool, before the batch is computed."""
-        return bool(self.tiers or self.grants or self.begins or self.ships)
+        return bool(self.tiers or self.served_fetches or self.begins or self.ships)
 
 
 _NOTHING = Orders()

@@ -49,7 +49,7 @@ class _Tried(NamedTuple):
 @dataclass(eq=False, slots=True)
 class _Method:
     proposer: Computing
-    learnt: LearntAskPrice = field(default_factory=LearntAskPrice)
+    learned: LearntAskPrice = field(default_factory=LearntAskPrice)
     num_asked: int = 0  # times
     num_looks: int = 0  # since then
     num_in_vain: int = 0  # looks since it was worth it
@@ -76,7 +76,7 @@ class _Method:
 
     def price(self, step: StepPrice) -> AskPrice:
         """Until it has been asked, a guess."""
-        return self.learnt.price or AskPrice(0.0, step.plain / 2, step.token)
+        return self.learned.price or AskPrice(0.0, step.plain / 2, step.token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,5 +325,5 @@ class Asking:
         result = work()
         spent_s = self._clock() - begin
         self._spent_s += spent_s
-        method.learnt.saw(depth, num_tokens, spent_s)
+        method.learned.saw(depth, num_tokens, spent_s)
         return result

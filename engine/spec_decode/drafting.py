@@ -66,7 +66,7 @@ class Drafting:
         they leave of a step's tokens, and no more logits than those of the largest batch, for which there is memory.
 
         Not for a step that is launched behind another one."""
-        assert not any(sequence.num_coming for sequence in rows)
+        assert not any(sequence.num_in_flight for sequence in rows)
         if self._speculation is None or not rows:
             return {}
         most = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)

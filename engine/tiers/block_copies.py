@@ -28,7 +28,7 @@ class BlockCopies:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._streams = streams.streams_of(pool.device)
-        self._down, self._up = self._streams.lane(), self._streams.lane()
+        self._down, self._up = self._streams.device_stream(), self._streams.device_stream()
         self._going_down = cycle([_Staging(pool), _Staging(pool)])
         self._going_up = _Staging(pool)
 

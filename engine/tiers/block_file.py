@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.identity.signing import SEAL_BYTES, is_sealed, seal
+from core.identity.signing import SIGNATURE_BYTES, is_signed, sign
 from engine.kv.layout import KVLayout
 
 VERSION = 2
 
 _FIELDS = struct.Struct("<8sII16sI16s32s")
-_HEADER_BYTES = _FIELDS.size + SEAL_BYTES
+_HEADER_BYTES = _FIELDS.size + SIGNATURE_BYTES
 _MAGIC = b"KVBLOCK\n"
 
 
@@ -51,20 +51,20 @@ class Stamp:
         return self.layout.block_bytes
 
     def header(self, prefix_hash: bytes, payload: Tensor) -> bytes:
-        fields = _FIELDS.pack(*self._ours, prefix_hash, seal(self.key, b"payload", prefix_hash, payload.numpy().data))
-        return fields + seal(self.key, b"header", fields)
+        fields = _FIELDS.pack(*self._ours, prefix_hash, sign(self.key, b"payload", prefix_hash, payload.numpy().data))
+        return fields + sign(self.key, b"header", fields)
 
     def read_header(self, data: bytes) -> Header | None:
         """None if this is no header of ours."""
         fields, shown = data[: _FIELDS.size], data[_FIELDS.size :]
-        if len(data) != _HEADER_BYTES or not is_sealed(shown, self.key, b"header", fields):
+        if len(data) != _HEADER_BYTES or not is_signed(shown, self.key, b"header", fields):
             return None
-        *ours, prefix_hash, payload_seal = _FIELDS.unpack(fields)
-        return Header(prefix_hash, payload_seal) if tuple(ours) == self._ours else None
+        *ours, prefix_hash, payload_signature = _FIELDS.unpack(fields)
+        return Header(prefix_hash, payload_signature) if tuple(ours) == self._ours else None
 
-    def has_sealed(self, header: Header, payload: memoryview) -> bool:
+    def has_signed(self, header: Header, payload: memoryview) -> bool:
         """Whether this is the payload that the header was written for."""
-        return is_sealed(header.payload_seal, self.key, b"payload", header.prefix_hash, payload)
+        return is_signed(header.payload_signature, self.key, b"payload", header.prefix_hash, payload)
 
     @property
     def _ours(self) -> tuple[bytes, int, int, bytes, int]:
@@ -76,7 +76,7 @@ class Header:
     """What a file says of itself, and has proved."""
 
     prefix_hash: bytes
-    payload_seal: bytes
+    payload_signature: bytes
 
 
 def write_block(path: Path, stamp: Stamp, prefix_hash: bytes, payload: Tensor) -> None:
@@ -108,7 +108,7 @@ def read_block(path: Path, stamp: Stamp, prefix_hash: bytes) -> Tensor | None:
         if header is None or header.prefix_hash != prefix_hash:
             return None
         payload = np.fromfile(file, dtype=np.uint8)
-    is_whole = len(payload) == stamp.payload_bytes and stamp.has_sealed(header, payload.data)
+    is_whole = len(payload) == stamp.payload_bytes and stamp.has_signed(header, payload.data)
     return torch.from_numpy(payload) if is_whole else None
 
 

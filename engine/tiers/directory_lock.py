@@ -26,7 +26,7 @@ _KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Claim:
+class DirectoryLock:
     """Held until it is released, or the process has ended."""
 
     name: str
@@ -53,20 +53,20 @@ def open_key(root: Path) -> bytes:
     return key
 
 
-def choose_claim(root: Path, *, replica: str, rank: int = 0) -> Claim:
+def choose_lock(root: Path, *, replica: str, rank: int = 0) -> DirectoryLock:
     """A claim that nobody holds, the one used last if there are several; or a new one. Raises OSError."""
     _make_private(root)
     for directory in sorted((path for path in root.iterdir() if path.is_dir()), key=_age):
-        if found := take_claim(root, name=directory.name, rank=rank):
+        if found := take_lock(root, name=directory.name, rank=rank):
             return found
     for number in range(1000):
         name = f"{replica}-{number}" if number else replica
-        if not (root / name).exists() and (made := take_claim(root, name=name, rank=rank)):
+        if not (root / name).exists() and (made := take_lock(root, name=name, rank=rank)):
             return made
     raise FileExistsError(f"{root}: a thousand claims of {replica}")
 
 
-def take_claim(root: Path, *, name: str, rank: int) -> Claim | None:
+def take_lock(root: Path, *, name: str, rank: int) -> DirectoryLock | None:
     """This very claim; None if somebody holds it. Raises OSError."""
     directory = root / name / f"rank-{rank}"
     _make_private(directory.parent)
@@ -76,7 +76,7 @@ def take_claim(root: Path, *, name: str, rank: int) -> Claim | None:
         lock.acquire(timeout=0)
     except Timeout:
         return None
-    return Claim(name, directory, lock)
+    return DirectoryLock(name, directory, lock)
 
 
 def _make_private(directory: Path) -> None:

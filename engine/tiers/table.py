@@ -172,12 +172,12 @@ class TierTable(Generic[T]):
         """Nobody is to find this content again."""
         for manager in self._lower.values():
             for prefix_hash in hashes:
-                manager.unseal(prefix_hash)
+                manager.unfill(prefix_hash)
 
     # What the world is told.
 
     def num_blocks(self, tier: Tier) -> int:
-        return self._lower[tier].num_sealed if tier in self._lower else 0
+        return self._lower[tier].num_full if tier in self._lower else 0
 
     def bytes_per_s(self, tier: Tier) -> float:
         """Of all ranks, from there to the device; 0 until something was measured."""
@@ -205,8 +205,8 @@ class TierTable(Generic[T]):
         """Every block that is here, and the best tier that holds it."""
         held: dict[bytes, Tier] = {}
         for tier, manager in reversed(self._lower.items()):
-            held.update(dict.fromkeys(manager.sealed_hashes(), tier))
-        return held | dict.fromkeys(self._device.sealed_hashes(), Tier.DEVICE)
+            held.update(dict.fromkeys(manager.full_hashes(), tier))
+        return held | dict.fromkeys(self._device.full_hashes(), Tier.DEVICE)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block and every place is in one state, and only loads hold places."""
@@ -291,6 +291,6 @@ def _take(manager: BlockManager, prefix_hash: bytes) -> int | None:
     if taken is None:
         return None
     [place], _ = taken
-    manager.seal(place, prefix_hash)
+    manager.fill_block(place, prefix_hash)
     manager.free([place])
     return place

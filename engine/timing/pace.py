@@ -11,10 +11,10 @@ from core.types.step_timing import StepTiming
 from engine.batch.batch import Batch
 from engine.timing.draft_cost import TOLD_EVERY, LearntDraftCost
 from engine.timing.rate import Rate
-from engine.timing.step_time_model import LearntTiming
+from engine.timing.step_time_model import StepTimeModel
 
 
-class StepMark(Protocol):
+class StepEvent(Protocol):
     """A moment in the work of whoever computes steps: behind all that was launched before it was made."""
 
     @property
@@ -25,7 +25,7 @@ class StepMark(Protocol):
         ...
 
 
-class HostMark:
+class HostEvent:
     """Implements StepMark, where what was launched is done."""
 
     is_past = True
@@ -33,7 +33,7 @@ class HostMark:
     def __init__(self) -> None:
         self._at = time.monotonic()
 
-    def seconds_since(self, earlier: HostMark) -> float:
+    def seconds_since(self, earlier: HostEvent) -> float:
         return self._at - earlier._at
 
 
@@ -41,8 +41,8 @@ class _Step(NamedTuple):
     batch: Batch
     has_prompts: bool
     has_drafts: bool | None
-    begin: StepMark
-    end: StepMark
+    begin: StepEvent
+    end: StepEvent
     aside_s: float  # before it, for something else than what steps take
 
 
@@ -51,14 +51,14 @@ class Pace:
     booking, counts as part of the second. Where steps are computed while the host goes on, a step counts as soon as it
     is seen to be over; nothing here waits for that."""
 
-    def __init__(self, mark: Callable[[], StepMark] = HostMark) -> None:
+    def __init__(self, mark: Callable[[], StepEvent] = HostEvent) -> None:
         self._mark = mark
         self._steps = Rate()
         self._tokens = Rate()
-        self._timing = LearntTiming()
+        self._timing = StepTimeModel()
         self._draft_cost = LearntDraftCost()
         self._num_plain = 0  # steps without drafts
-        self._last: StepMark | None = None  # the end of the last step; the begin of the next one if it follows at once
+        self._last: StepEvent | None = None  # the end of the last step; the begin of the next one if it follows at once
         self._aside_s = 0.0  # since the last step
         self._launched: deque[_Step] = deque()  # those that have not been seen to be over
 

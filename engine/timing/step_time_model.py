@@ -17,7 +17,7 @@ _NUM_FEATURES = 4  # as StepTiming has numbers
 _Step = tuple[float, int, int, int, float]  # 1, tokens, pairs, context, seconds
 
 
-class LearntTiming:
+class StepTimeModel:
     """Least squares with forgetting over steps of seconds ~ base + token · T + pair · A + context · C, none below 0.
 
     Errors count relative to what was expected, so that a step of a second does not drown many short ones. (Relative

@@ -93,7 +93,7 @@ class _Waits:
     """Implements Runner and Sampler where a step is over when it was launched: of the same logits in every step, as if
     they had just been computed."""
 
-    runs_ahead = False
+    is_async = False
 
     def __init__(self, num_rows: int, vocabulary: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.vocabulary = vocabulary
@@ -124,7 +124,7 @@ class _Waits:
 class _Ahead:
     """Implements Runner and Sampler: a device that computes while the host goes on, each step for so long."""
 
-    runs_ahead = True
+    is_async = True
     vocabulary = _FEW_TOKENS
 
     def __init__(self, num_rows: int, *, step_s: float) -> None:
@@ -168,7 +168,7 @@ class _Steps:
             *(model, model.sample, blocks, limits),
             block_size=_BLOCK_SIZE,
             pace=Pace(),
-            runs_ahead=model.runs_ahead,
+            is_async=model.is_async,
         )
         numbers = np.random.default_rng(0)
         for i in range(batch):

@@ -25,7 +25,7 @@ from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.kv_write import write_kv
 from engine.kernels.attention.latent_attention import latent_decode_attention, splits_of_latents
 from engine.kernels.attention.prefill_attention import prefill_attention
-from engine.kernels.attention.query_groups import QueryStrips, most_queries
+from engine.kernels.attention.query_groups import QueryGroups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
 from engine.kernels.attention.rotary import rotate
 from engine.kernels.kv_wire import pack_kv, unpack_kv
@@ -275,15 +275,15 @@ def _decode(
         table[: len(part)] = part
     tokens = torch.arange(len(lens) * num_queries, dtype=torch.int32, device=device)
     firsts, counts = tokens[::num_queries].contiguous(), torch.full_like(contexts, num_queries)
-    of_strips = (firsts, counts, tables, contexts, tokens, tokens)
-    strips = QueryStrips.of(of_strips, most=num_queries, longest=max(lens))
+    of_query_groups = (firsts, counts, tables, contexts, tokens, tokens)
+    query_groups = QueryGroups.of(of_query_groups, most=num_queries, longest=max(lens))
     resident = resident_programs(has_scales=scales is not None)
     splits = Splits.of(contexts, window=None, num_heads=_K, longest=max(lens), resident=resident)
     return lambda: decode_attention(
         q,
         codes,
         scales,
-        strips=strips,
+        query_groups=query_groups,
         window=None,
         splits=splits,
         out_THD=out,

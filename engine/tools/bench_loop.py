@@ -67,7 +67,7 @@ def bench_steps(runner: ModelRunner) -> Iterator[dict[str, Any]]:
         found: dict[str, Any] = {"rows": num_rows, "context": context, "asks": name}
         said = {}
         for kind in ("waits", "ahead"):
-            seconds, said[kind] = _steps(runner, num_rows, context, _SAMPLINGS[name], runs_ahead=kind == "ahead")
+            seconds, said[kind] = _steps(runner, num_rows, context, _SAMPLINGS[name], is_async=kind == "ahead")
             found[f"{kind}_ms"] = round(seconds / _NUM_STEPS * 1e3, 3)
         found["device_ms"] = round(_device_ms(runner, num_rows, context, _SAMPLINGS[name]), 3)
         is_whole = all(len(tokens) == _NUM_STEPS for tokens in said["ahead"])
@@ -80,12 +80,12 @@ def num_blocks_of_steps() -> int:
 
 
 def _steps(
-    runner: ModelRunner, num_rows: int, context: int, sampling: Sampling, *, runs_ahead: bool
+    runner: ModelRunner, num_rows: int, context: int, sampling: Sampling, *, is_async: bool
 ) -> tuple[float, list[list[int]]]:
     """The quickest of some tries, and what was said in the last."""
     best = float("inf")
     for _ in range(_TRIES):
-        engine, sequences = running_engine(runner, num_rows, context, sampling, runs_ahead=runs_ahead)
+        engine, sequences = running_engine(runner, num_rows, context, sampling, is_async=is_async)
         for _ in range(3):
             engine.step()
         torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def running_engine(
     context: int,
     sampling: Sampling,
     *,
-    runs_ahead: bool = False,
+    is_async: bool = False,
     speculation: Speculation | None = None,
 ) -> tuple[Engine[Tensor], list[Sequence]]:
     """Of sequences whose KV is whatever lies in the pool. With a speculation, which drafts whatever a step takes."""
@@ -118,7 +118,7 @@ def running_engine(
         limits,
         block_size=size,
         pace=None if speculation else Pace(),
-        runs_ahead=runs_ahead,
+        is_async=is_async,
         speculation=speculation,
     )
     sequences = []
@@ -138,7 +138,7 @@ def running_engine(
 
 
 def _device_ms(runner: ModelRunner, num_rows: int, context: int, sampling: Sampling) -> float:
-    engine, sequences = running_engine(runner, num_rows, context, sampling, runs_ahead=False)
+    engine, sequences = running_engine(runner, num_rows, context, sampling, is_async=False)
     step = engine.launch()
     rows = [sequence.sampling_row for sequence in sequences]
     return _device_us(lambda: sample(runner.forward(step.batch), rows)) / 1e3

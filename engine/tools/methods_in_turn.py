@@ -30,7 +30,7 @@ from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.draft_models.own_layers import OwnLayers
 from engine.spec_decode.proposer import Computing
 from engine.spec_decode.speculation import Speculation
-from engine.timing.pace import HostMark, Pace
+from engine.timing.pace import HostEvent, Pace
 
 BLOCK_SIZE = 16
 MOST_DRAFTED = 16  # tokens of a row
@@ -112,7 +112,7 @@ class MethodReplica:
     def __init__(self, method: str, parts: MethodParts, *, cpu_time: bool) -> None:
         self.method = method
         may_branch, method = not method.endswith(LINEAR), method.removesuffix(LINEAR)
-        self.pace = None if parts.every_step else Pace(_CpuMark if cpu_time else HostMark)
+        self.pace = None if parts.every_step else Pace(_CpuEvent if cpu_time else HostEvent)
         self.corpus = Corpus()
         self.runner, self.blocks = parts.with_runner(method)
         self.num_rounds = 0
@@ -141,7 +141,7 @@ class MethodReplica:
         return drafted, accepted
 
 
-class _CpuMark:
+class _CpuEvent:
     """Implements StepMark by the time that this thread has had."""
 
     is_past = True
@@ -149,7 +149,7 @@ class _CpuMark:
     def __init__(self) -> None:
         self._at = time.thread_time()
 
-    def seconds_since(self, earlier: _CpuMark) -> float:
+    def seconds_since(self, earlier: _CpuEvent) -> float:
         return self._at - earlier._at
 
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from core.process.child_process import OrderedProcess
+from core.process.child_process import ChildProcess
 from core.types.step_timing import StepTiming, pairs
-from engine.timing.step_time_model import LearntTiming
+from engine.timing.step_time_model import StepTimeModel
 
 _PROMPTS = (32, 128, 512, 1024)  # tokens
 _BATCHES, _CONTEXTS = (1, 4), (64, 512)
@@ -45,7 +45,7 @@ def profile_steps(
     with ExitStack() as stack:
         steppers = []
         for _ in range(num_replicas):
-            steppers.append(OrderedProcess("engine.tools.stepper", json.dumps(options), answer_s=_ANSWER_S))
+            steppers.append(ChildProcess("engine.tools.stepper", json.dumps(options), answer_s=_ANSWER_S))
             stack.callback(steppers[-1].close)
             steppers[-1].tell("ready")
         for stepper in steppers:
@@ -57,24 +57,24 @@ def profile_steps(
         }
 
 
-def _prefill_timing(stepper: OrderedProcess, seconds: float) -> StepTiming:
-    learnt = LearntTiming()
+def _prefill_timing(stepper: ChildProcess, seconds: float) -> StepTiming:
+    learned = StepTimeModel()
     for num_tokens in _PROMPTS:
         step_s = _mean_s([stepper], "prefill", num_tokens=num_tokens, seconds=seconds)
-        learnt.add(num_tokens=num_tokens, num_pairs=pairs(num_tokens, after=0), num_context=0, seconds=step_s)
-    return _settled(learnt)
+        learned.add(num_tokens=num_tokens, num_pairs=pairs(num_tokens, after=0), num_context=0, seconds=step_s)
+    return _settled(learned)
 
 
-def _decode_timing(stepper: OrderedProcess, seconds: float) -> StepTiming:
-    learnt = LearntTiming()
+def _decode_timing(stepper: ChildProcess, seconds: float) -> StepTiming:
+    learned = StepTimeModel()
     for context in _CONTEXTS:
         for batch in _BATCHES:
             step_s = _mean_s([stepper], "decode", batch=batch, context=context, seconds=seconds)
-            learnt.add(num_tokens=batch, num_pairs=0, num_context=batch * context, seconds=step_s)
-    return _settled(learnt)
+            learned.add(num_tokens=batch, num_pairs=0, num_context=batch * context, seconds=step_s)
+    return _settled(learned)
 
 
-def _slowdown(steppers: Seq[OrderedProcess], seconds: float) -> list[float]:
+def _slowdown(steppers: Seq[ChildProcess], seconds: float) -> list[float]:
     """The mean over prompts and over decoding."""
     found = [
         [_mean_s(steppers[:count], order, seconds=seconds, **of) for order, of in _BESIDE.items()]
@@ -83,14 +83,14 @@ def _slowdown(steppers: Seq[OrderedProcess], seconds: float) -> list[float]:
     return [sum(s / alone for s, alone in zip(beside, found[0], strict=True)) / len(_BESIDE) for beside in found]
 
 
-def _mean_s(steppers: Seq[OrderedProcess], order: str, **arguments: Any) -> float:
+def _mean_s(steppers: Seq[ChildProcess], order: str, **arguments: Any) -> float:
     """Of all that take the same steps at the same time."""
     for stepper in steppers:
         stepper.tell(order, **arguments)
     return sum(float(stepper.answer()) for stepper in steppers) / len(steppers)
 
 
-def _settled(learnt: LearntTiming) -> StepTiming:
-    timing = learnt.timing
+def _settled(learned: StepTimeModel) -> StepTiming:
+    timing = learned.timing
     assert timing
     return timing

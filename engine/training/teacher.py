@@ -17,7 +17,7 @@ from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.transformer import Transformer
 from engine.runner.parallel import TensorParallel
 from engine.weights.open_checkpoint import open_checkpoint
@@ -79,10 +79,10 @@ class Teacher:
             rows.append(Row(token_ids=tokens, start=0, blocks=range(first, first + num_blocks), num_logits=0))
             first += num_blocks
         pool = KVPool(self._layout, num_blocks=first, device=torch.device("cpu"))
-        taps = Taps((*self.layers, self.config.num_layers))
-        self._model(Batch.of(rows, block_size=_BLOCK_SIZE), pool, None, taps=taps)
-        fused_TE3 = torch.cat([taps[layer] for layer in self.layers], dim=1).bfloat16()
-        last_TE = self._model.normed(taps[self.config.num_layers]).bfloat16()
+        aux_hidden_states = AuxHiddenStates((*self.layers, self.config.num_layers))
+        self._model(Batch.of(rows, block_size=_BLOCK_SIZE), pool, None, aux_hidden_states=aux_hidden_states)
+        fused_TE3 = torch.cat([aux_hidden_states[layer] for layer in self.layers], dim=1).bfloat16()
+        last_TE = self._model.normed(aux_hidden_states[self.config.num_layers]).bfloat16()
         counts = [len(tokens) for tokens in texts]
         return [
             HiddenStates(fused.clone(), last.clone())

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from core.index.key_channel import KeyReader
 from core.index.redis_client import connect_redis
 from core.process.supervisor import Supervisor
-from core.types.api_key import KeyBook
+from core.types.api_key import KeyRegistry
 from core.types.errors import ClusterError, outcome_of
 from frontend.access.identity import Client
 from frontend.access.keyring import Keyring
@@ -39,13 +39,13 @@ class Access:
         index_url: str,
         *,
         name: str,
-        seal_key: bytes,
+        signing_key: bytes,
         salt_key: bytes,
         is_required: bool,
         is_cache_told: bool,
         num_routers: int,
         count: Count,
-        known: KeyBook | None = None,
+        known: KeyRegistry | None = None,
         tasks: Supervisor | None = None,
     ) -> Access:
         """Of the deployment `name`: with what its controller says now, and from now on.
@@ -55,7 +55,7 @@ class Access:
         """
         for_keys, for_limits = connect_redis(index_url), connect_redis(index_url, within_s=_LIMITS_S)
         least_version = known.version if known else 0
-        reader = KeyReader(for_keys, name=name, seal_key=seal_key, least_version=least_version)
+        reader = KeyReader(for_keys, name=name, signing_key=signing_key, least_version=least_version)
         keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
         limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers))
         access = cls(keyring, limits, for_keys, for_limits, count=count)

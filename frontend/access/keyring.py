@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from core.index.key_channel import KeyReader
 from core.index.redis_client import RedisReach
-from core.types.api_key import OPERATOR, KeyBook, digest_of
+from core.types.api_key import OPERATOR, KeyRegistry, digest_of
 from core.types.errors import KeysUnknown, Unauthenticated
 from frontend.access.identity import Client
 
@@ -75,11 +75,11 @@ class Keyring:
         none of them."""
         return self._has_many_tenants
 
-    def take(self, book: KeyBook) -> None:
+    def take(self, registry: KeyRegistry) -> None:
         """From now on these keys count, and no others."""
         salt_key = self._anybody.salt_key
-        self._clients = {key.digest: Client(key=key, salt_key=salt_key) for key in book.keys}
-        tenants = {key.tenant for key in book.keys if key.name != OPERATOR}
+        self._clients = {key.digest: Client(key=key, salt_key=salt_key) for key in registry.keys}
+        tenants = {key.tenant for key in registry.keys if key.name != OPERATOR}
         self._has_many_tenants = len(tenants) > (1 if self._is_required else 0)
 
     async def read(self) -> None:
@@ -87,9 +87,9 @@ class Keyring:
         if self._reader is None:
             return
         try:
-            if (book := await self._reader.read()) is not None:
-                self.take(book)
-                logger.info("API keys: %d, version %d", len(book.keys), book.version)
+            if (registry := await self._reader.read()) is not None:
+                self.take(registry)
+                logger.info("API keys: %d, version %d", len(registry.keys), registry.version)
             self._reach.found()
         except RedisError as error:
             self._reach.missed(error)

@@ -15,7 +15,7 @@ WINDOW = 62
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class LimitStatus:
     """How much of its limits one key has used, at one moment."""
 
     num_requests: int  # in the window, with this one
@@ -45,7 +45,7 @@ class Reservation:
     id: str
     second: int  # of the limiter's clock, in which its tokens were taken
     num_tokens: int
-    standing: Standing
+    standing: LimitStatus
 
     def with_tokens(self, number: int) -> Reservation:
         """With so many of those that it has: the others are given back."""
@@ -80,7 +80,7 @@ class Limiter(Protocol):
         ...
 
 
-def refusal(key: ApiKey, what: str, *, retry_after_s: float, standing: Standing) -> RateLimited:
+def rejection(key: ApiKey, what: str, *, retry_after_s: float, standing: LimitStatus) -> RateLimited:
     """what: requests, tokens or concurrency."""
     limit = {
         "requests": f"{key.rpm} requests a minute",

@@ -17,7 +17,7 @@ from core.types.api_key import ApiKey
 from core.types.errors import ClusterError, RateLimited
 from frontend.access.identity import Client
 from frontend.access.limiter import LEASE_S, Limiter, Reservation
-from frontend.access.request_context import Held, Visit
+from frontend.access.request_context import Held, RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Limits:
         self._local = local
         self._under_way: dict[str, Held] = {}  # their places
         self._settling: set[asyncio.Task[None]] = set()
-        self._away_until = 0.0
+        self._unavailable_until = 0.0
         self._reach = RedisReach("this router's own part of each limit counts")
         self._has_failed = False  # for one key: Redis is there
         self._is_closing = False
@@ -53,25 +53,25 @@ class Limits:
         self._ahead: dict[str, int] = {}  # by key: about the most tokens that its latest requests took
 
     @asynccontextmanager
-    async def entered(self, client: Client) -> AsyncIterator[Visit]:
+    async def entered(self, client: Client) -> AsyncIterator[RequestContext]:
         """Hold a place for one request of this client for as long as the block lasts, from before its body is read.
 
         It counts as a request, whatever becomes of it. Raises RateLimited, also where the key has no token left.
         """
         key = client.key
         if key is None or not key.is_limited:
-            yield Visit(None, self._take_tokens)
+            yield RequestContext(None, self._take_tokens)
             return
         self._check(key)
-        visit = Visit(place := await self._reserve(key), self._take_tokens)
+        request_context = RequestContext(place := await self._reserve(key), self._take_tokens)
         self._under_way[place[1].id] = place
-        lapse = asyncio.get_running_loop().call_later(self._ahead_s, self._lapse, visit)
+        lapse = asyncio.get_running_loop().call_later(self._ahead_s, self._lapse, request_context)
         try:
-            yield visit
+            yield request_context
         finally:
             lapse.cancel()
             del self._under_way[place[1].id]
-            self._start(self._leave(visit, visit.used_tokens))
+            self._start(self._leave(request_context, request_context.used_tokens))
 
     async def keep_forever(self) -> None:
         """Renew what is under way: the places of a router that dies come back when their leases end."""
@@ -114,7 +114,7 @@ class Limits:
         id, ahead = secrets.token_hex(8), self._ahead.get(key.id, 0)
         if self._shared is not None and self._asks_shared:
             try:
-                if self._reach.is_away:  # leases have ended meanwhile, and what runs still counts
+                if self._reach.is_unavailable:  # leases have ended meanwhile, and what runs still counts
                     await self._renew()
                 taken = await self._shared.enter(key, id=id, ahead=ahead)
                 self._reach.found()
@@ -123,30 +123,30 @@ class Limits:
                 self._note(error)
         return self._local, await self._local.enter(key, id=id, ahead=ahead)
 
-    async def _take_tokens(self, visit: Visit, num_tokens: int) -> Reservation:
-        assert visit.place
-        limiter, taken = place = visit.place
+    async def _take_tokens(self, request_context: RequestContext, num_tokens: int) -> Reservation:
+        assert request_context.place
+        limiter, taken = place = request_context.place
         latest = self._ahead.get(taken.key.id, 0)
         self._ahead[taken.key.id] = max(num_tokens, latest - (latest - num_tokens) // 8)
-        visit.is_charged = True
+        request_context.is_charged = True
         if num_tokens <= taken.num_tokens:
-            self._keep(visit, num_tokens)
-            return visit.place[1]
-        visit.place = limiter, taken.with_tokens(0)
+            self._keep(request_context, num_tokens)
+            return request_context.place[1]
+        request_context.place = limiter, taken.with_tokens(0)
         # A client that goes meanwhile does not end this: what is counted is given back when it is known.
-        visit.charging = asyncio.create_task(self._charge(place, num_tokens))
-        return (await asyncio.shield(visit.charging))[1]
+        request_context.charging = asyncio.create_task(self._charge(place, num_tokens))
+        return (await asyncio.shield(request_context.charging))[1]
 
-    def _lapse(self, visit: Visit) -> None:
+    def _lapse(self, request_context: RequestContext) -> None:
         """It takes long to be read: nothing is held for it."""
-        if not visit.is_charged:
-            self._keep(visit, 0)
+        if not request_context.is_charged:
+            self._keep(request_context, 0)
 
-    def _keep(self, visit: Visit, num_tokens: int) -> None:
+    def _keep(self, request_context: RequestContext, num_tokens: int) -> None:
         """Of the tokens that were taken ahead."""
-        assert visit.place
-        limiter, taken = visit.place
-        visit.place = limiter, taken.with_tokens(num_tokens)
+        assert request_context.place
+        limiter, taken = request_context.place
+        request_context.place = limiter, taken.with_tokens(num_tokens)
         if spared := taken.num_tokens - num_tokens:
             self._start(self._noting(limiter.give_back(taken, num_tokens=spared)))
 
@@ -158,19 +158,19 @@ class Limits:
             self._note(error)
         return self._local, await self._local.charge(taken.with_tokens(0), num_tokens=num_tokens)
 
-    async def _leave(self, visit: Visit, used: int) -> None:
-        assert visit.place
-        (limiter, taken) = held = visit.place
-        if visit.charging:
+    async def _leave(self, request_context: RequestContext, used: int) -> None:
+        assert request_context.place
+        (limiter, taken) = held = request_context.place
+        if request_context.charging:
             with suppress(ClusterError):  # it was told so
-                held = await visit.charging
+                held = await request_context.charging
         if held[0] is not limiter:
             await self._noting(limiter.settle(taken, used=0))
         await self._noting(held[0].settle(held[1], used=used))
 
     @property
     def _asks_shared(self) -> bool:
-        return self._shared is not None and time.monotonic() >= self._away_until
+        return self._shared is not None and time.monotonic() >= self._unavailable_until
 
     async def _noting(self, told: Coroutine[Any, Any, None]) -> None:
         try:
@@ -205,4 +205,4 @@ class Limits:
             self._has_failed = True
             return
         self._reach.missed(error)
-        self._away_until = time.monotonic() + self._try_again_s
+        self._unavailable_until = time.monotonic() + self._try_again_s

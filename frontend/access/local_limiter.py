@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from core.types.api_key import ApiKey
-from frontend.access.limiter import WINDOW, Reservation, Standing, refusal
+from frontend.access.limiter import WINDOW, LimitStatus, Reservation, rejection
 
 
 @dataclass
@@ -57,7 +57,7 @@ class LocalLimiter:
         used, now, part = self._used[key.id], self._now(), self._part_of(key)
         _check(part, used, now, num_requests=1, num_tokens=1)
         if part.concurrency is not None and len(used.running) >= part.concurrency:
-            raise refusal(part, "concurrency", retry_after_s=1.0, standing=_standing(used, now))
+            raise rejection(part, "concurrency", retry_after_s=1.0, standing=_standing(used, now))
         used.requests.add(int(now), 1)
         used.running.add(id)
         if part.tpm is None or used.tokens.used(now) + 2 * ahead > part.tpm:
@@ -100,11 +100,11 @@ def _check(part: ApiKey, used: _Used, now: float, *, num_requests: int, num_toke
     for what, limit, window, wanted in asked:
         if limit is not None and wanted and (excess := window.used(now) + wanted - limit) > 0:
             retry_s = window.room_in_s(now, excess=excess)
-            raise refusal(part, what, retry_after_s=retry_s, standing=_standing(used, now))
+            raise rejection(part, what, retry_after_s=retry_s, standing=_standing(used, now))
 
 
-def _standing(used: _Used, now: float) -> Standing:
-    return Standing(
+def _standing(used: _Used, now: float) -> LimitStatus:
+    return LimitStatus(
         num_requests=used.requests.used(now),
         requests_reset_s=used.requests.reset_s(now),
         num_tokens=used.tokens.used(now),

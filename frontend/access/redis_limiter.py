@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 
 from core.index.key_channel import places_of
 from core.types.api_key import ApiKey
-from frontend.access.limiter import LEASE_S, WINDOW, Reservation, Standing, refusal
+from frontend.access.limiter import LEASE_S, WINDOW, LimitStatus, Reservation, rejection
 
 _NONE = -1  # no limit of this kind
 _RIDE_S = 0.05  # that what is given back may wait for a trip of its key's
@@ -167,15 +167,15 @@ class RedisLimiter:
             keys=places_of(self._name, key.id),
             args=[self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *asked, *self._owed.pop(key.id, [])],
         )
-        refused, retry_ms, second, num_tokens, num_in_window, requests_ms, tokens_in_window, tokens_ms = answer
-        standing = Standing(
+        rejected, retry_ms, second, num_tokens, num_in_window, requests_ms, tokens_in_window, tokens_ms = answer
+        standing = LimitStatus(
             num_requests=num_in_window,
             requests_reset_s=requests_ms / 1e3,
             num_tokens=tokens_in_window,
             tokens_reset_s=tokens_ms / 1e3,
         )
-        if refused:
-            raise refusal(key, _WHAT[refused.decode()], retry_after_s=retry_ms / 1e3, standing=standing)
+        if rejected:
+            raise rejection(key, _WHAT[rejected.decode()], retry_after_s=retry_ms / 1e3, standing=standing)
         return Reservation(key=key, id=id, second=second, num_tokens=num_tokens, standing=standing)
 
     async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:

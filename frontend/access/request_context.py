@@ -7,16 +7,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from core.types.errors import ClusterError, RequestError
-from frontend.access.limiter import Limiter, Reservation, refusal
+from frontend.access.limiter import Limiter, Reservation, rejection
 from frontend.text.completion import Completion
 
 Held: TypeAlias = tuple[Limiter, Reservation]  # what was taken, and of whom
 
 
-class Visit:
+class RequestContext:
     """A request at a door, once it was let in, and what it has taken; Limits gives it, and takes everything back."""
 
-    def __init__(self, place: Held | None, take_tokens: Callable[[Visit, int], Awaitable[Reservation]]) -> None:
+    def __init__(
+        self, place: Held | None, take_tokens: Callable[[RequestContext, int], Awaitable[Reservation]]
+    ) -> None:
         """place: None where there is nothing to count."""
         self.place = place
         self.charging: asyncio.Task[Held] | None = None  # of its tokens, where those taken ahead were too few
@@ -42,7 +44,7 @@ class Visit:
             )
         if num_tokens > taken.key.tpm - taken.with_tokens(0).standing.num_tokens:
             retry_s = taken.standing.tokens_reset_s
-            raise refusal(taken.key, "tokens", retry_after_s=retry_s, standing=taken.standing)
+            raise rejection(taken.key, "tokens", retry_after_s=retry_s, standing=taken.standing)
 
     async def charge(self, completions: Sequence[Completion]) -> Mapping[str, str]:
         """Take all the tokens that these might use, once; what they have not used is given back after them. Gives the
@@ -61,7 +63,7 @@ class Visit:
                 taken = await self._take_tokens(self, sum(one.most_tokens for one in completions))
         except ClusterError as error:
             for one in completions[:1]:  # they are one request
-                one.refuse(error)
+                one.reject(error)
             raise
         return taken.standing.headers(taken.key)
 

@@ -61,11 +61,11 @@ def create_admin_app(
 
     @app.get("/debug/routes/{request_id:path}")
     async def report_route(request: Request, request_id: str) -> Response:
-        return (page and page.refused(request)) or _found(explain_route, request_id)
+        return (page and page.rejected(request)) or _found(explain_route, request_id)
 
     @app.get("/debug/lives/{request_id:path}")
     async def report_life(request: Request, request_id: str) -> Response:
-        return (page and page.refused(request)) or _found(lives, request_id)
+        return (page and page.rejected(request)) or _found(lives, request_id)
 
     return app
 

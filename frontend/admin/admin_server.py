@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from core.identity.deployment_secrets import Credentials, Purpose
+from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.index.redis_client import connect_redis
 from core.index.router_addresses import RouterAddresses
 from core.process.supervisor import Supervisor
@@ -20,7 +20,7 @@ from router.telemetry.view import RouterView
 _ANY = ("0.0.0.0", "::")
 
 
-class AdminDoor:
+class AdminServer:
     """Lives on the event loop of its router."""
 
     def __init__(self, listener: HttpListener, addresses: RouterAddresses, scaling: list[Mapping[str, Any]]) -> None:
@@ -32,7 +32,7 @@ class AdminDoor:
     async def open(
         cls,
         spec: Spec,
-        credentials: Credentials,
+        credentials: DeploymentSecrets,
         *,
         router: str,
         node: str,
@@ -40,7 +40,7 @@ class AdminDoor:
         metrics: Metrics,
         health: Callable[[], Mapping[str, int]],
         tasks: Supervisor,
-    ) -> AdminDoor:
+    ) -> AdminServer:
         """node: the address of this machine among the others. health: usable replicas by role. tasks: among which its
         own run. Raises DeployError."""
         known: dict[str, str] = {}

@@ -57,18 +57,18 @@ class UiPage:
         app.add_api_route("/debug/view", self.view, methods=["GET"])
 
     async def file(self, request: Request) -> Response:
-        if refused := self.refused(request):
-            return refused
+        if rejected := self.rejected(request):
+            return rejected
         name, kind = _FILES[request.url.path]
         return Response(await asyncio.to_thread((_HERE / name).read_bytes), media_type=kind, headers=HEADERS)
 
     async def view(self, request: Request) -> Response:
-        return self.refused(request) or JSONResponse(self._view(True), headers=HEADERS)
+        return self.rejected(request) or JSONResponse(self._view(True), headers=HEADERS)
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: first all, then twice a second what is new."""
-        if refused := self.refused(request):
-            return refused
+        if rejected := self.rejected(request):
+            return rejected
         if self._num_watching >= _MAX_WATCHING:
             return JSONResponse({"error": "too many pages are open"}, status_code=503)
         return StreamingResponse(self._told(), media_type="text/event-stream", headers=HEADERS)
@@ -91,7 +91,7 @@ class UiPage:
             self._made = now, made
         return made
 
-    def refused(self, request: Request) -> Response | None:
+    def rejected(self, request: Request) -> Response | None:
         """Where it is asked by a name that is not this machine's. For whatever tells of requests."""
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host

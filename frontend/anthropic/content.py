@@ -8,7 +8,7 @@ import msgspec
 
 from frontend.http.event_stream import data
 from frontend.http.json_response import JSON, to_json
-from frontend.text.answer_reader import CallSaid
+from frontend.text.answer_reader import CallText
 from frontend.text.events import Delta
 
 _SIGNATURE = (
@@ -24,7 +24,7 @@ class ContentBlocks(Protocol):
 
     def text(self, text: str) -> None: ...
 
-    def call(self, call: CallSaid) -> None: ...
+    def call(self, call: CallText) -> None: ...
 
 
 def say(delta: Delta, blocks: ContentBlocks) -> None:
@@ -54,7 +54,7 @@ class WholeContent:
     def text(self, text: str) -> None:
         self._of("text").append(text)
 
-    def call(self, call: CallSaid) -> None:
+    def call(self, call: CallText) -> None:
         if call.broken is not None:
             self._blocks.pop()  # nothing has come since it began
             self.text(call.broken)
@@ -97,7 +97,7 @@ class StreamedContent:
             self._open({"type": "text", "text": ""}, "text_delta", "text")
         self._add(text)
 
-    def call(self, call: CallSaid) -> None:
+    def call(self, call: CallText) -> None:
         if call.broken is not None:
             if call.rest:  # which begins another block
                 self.text(call.rest)
@@ -139,7 +139,7 @@ class StreamedContent:
         return data({"type": name, "index": self._index, **content}, name=name)
 
 
-def _call(call: CallSaid) -> JSON:
+def _call(call: CallText) -> JSON:
     return {"type": "tool_use", "id": call.id, "name": call.name}
 
 

@@ -11,7 +11,7 @@ from frontend.structured_output.special_tokens import SpecialTokens
 
 
 @dataclass(frozen=True)
-class Dialect:
+class OutputFormat:
     """What one model writes beside text: the format of its calls, and whether it thinks."""
 
     calls: str | None = None  # one of CALL_FORMATS; None: we read none
@@ -19,7 +19,7 @@ class Dialect:
     special: SpecialTokens = field(default_factory=SpecialTokens, compare=False)
 
     @classmethod
-    def of(cls, template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
+    def of(cls, template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> OutputFormat:
         """As the operator says, or as its chat template does."""
         calls = find_call_format(template) if tool_parser == "auto" else tool_parser
         thinks = END_THINK in template if reasoning_parser == "auto" else reasoning_parser == "think"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.types.errors import UnsupportedField
 from core.types.thinking_budget import ThinkingBudget
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import END_THINK, THINK
 from frontend.structured_output.constrained_answer import may_think
 from frontend.text.completion_request import CompletionRequest
@@ -13,14 +13,14 @@ from frontend.text.tokenizer import Tokenizer
 
 
 def thinking_budget(
-    request: CompletionRequest, dialect: Dialect, tokenizer: Tokenizer, prompt: str
+    request: CompletionRequest, output_format: OutputFormat, tokenizer: Tokenizer, prompt: str
 ) -> ThinkingBudget | None:
     """None where the request asks for none, or leaves no room for thinking. prompt: its end is enough. Raises
     UnsupportedField where the model does not think."""
     num_tokens, field = request.thinking_token_budget, request.thinking_field
     if num_tokens is None:
         return None
-    if not dialect.thinks:
+    if not output_format.thinks:
         text = f"{field}: this model does not think; where it does, the operator can say so (model.reasoning_parser)"
         raise UnsupportedField(text, param=field)
     chat, grammar = request.prompt, request.grammar

@@ -201,10 +201,10 @@ def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) ->
 def _refusing(error: ClusterError) -> Any:
     """A handler that only says why, and reads nothing."""
 
-    async def refuse(requests: object, context: _Context) -> NoReturn:
+    async def reject(requests: object, context: _Context) -> NoReturn:
         await _abort(context, error)
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(reject)
 
 
 async def _abort(context: _Context, error: ClusterError) -> NoReturn:

@@ -20,10 +20,10 @@ from core.types.errors import ClusterError, DeployError, RateLimited, ReplicaLos
 from core.wire.channel import PINGS_ALLOWED, keepalive
 from frontend.access.access import Access
 from frontend.access.identity import Client
-from frontend.access.request_context import Visit
+from frontend.access.request_context import RequestContext
 from frontend.grpc.admission import KeyInterceptor, authorization_of
 from frontend.grpc.errors import status_of
-from frontend.grpc.health import DoorHealth
+from frontend.grpc.health import EndpointHealth
 from frontend.grpc.messages import (
     ResponseBytes,
     detokenize_request_of,
@@ -33,7 +33,7 @@ from frontend.grpc.messages import (
     tokenize_request_of,
 )
 from frontend.http.certificates import Certificates
-from frontend.http.connections import GRPC_DOOR, ConnectionLimits
+from frontend.http.connections import GRPC_ENDPOINT, ConnectionLimits
 from frontend.http.polled_call import PolledCall
 from frontend.http.polled_server import open_server
 from frontend.text.completion import Completion, Completions
@@ -74,7 +74,7 @@ async def open_grpc_api(
     port: int,
     is_port_shared: bool = False,
     certificates: Certificates | None = None,
-    limits: ConnectionLimits = GRPC_DOOR,
+    limits: ConnectionLimits = GRPC_ENDPOINT,
 ) -> GrpcApi:
     """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
 
@@ -108,9 +108,9 @@ async def open_grpc_api(
             ("grpc.so_reuseport", int(is_port_shared)),
         ),
     )
-    door_health = DoorHealth()
+    endpoint_health = EndpointHealth()
     pb_grpc.add_InferenceServicer_to_server(inference, server)
-    health_pb2_grpc.add_HealthServicer_to_server(door_health, server)
+    health_pb2_grpc.add_HealthServicer_to_server(endpoint_health, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
         if certificates is None:
@@ -120,9 +120,9 @@ async def open_grpc_api(
     except RuntimeError as error:
         raise DeployError(f"gRPC port {host}:{port} cannot be opened; is it in use?") from error
     await server.start()
-    door = GrpcApi(server, inference, door_health, bound)
-    door.set_health(is_ready=True)
-    return door
+    endpoint = GrpcApi(server, inference, endpoint_health, bound)
+    endpoint.set_health(is_ready=True)
+    return endpoint
 
 
 def _ms(seconds: float) -> int:
@@ -136,7 +136,7 @@ class GrpcApi:
         self,
         server: grpc.aio.Server,
         inference: InferenceServicer,
-        health: DoorHealth,
+        health: EndpointHealth,
         port: int,
     ) -> None:
         self.port = port
@@ -173,7 +173,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._models = models
         self._access = access
         self._bytes = ResponseBytes()
-        self._visits: dict[_Context, Visit] = {}  # of the calls under way
+        self._request_contexts: dict[_Context, RequestContext] = {}  # of the calls under way
 
     @asynccontextmanager
     async def entered(self, context: _Context) -> AsyncIterator[None]:
@@ -182,18 +182,20 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             async with _statuses(context):
                 client = self._client(context)
                 with self._noted("", context, client):
-                    self._visits[context] = await stack.enter_async_context(self._access.limits.entered(client))
+                    self._request_contexts[context] = await stack.enter_async_context(
+                        self._access.limits.entered(client)
+                    )
             try:
                 yield
             finally:
-                del self._visits[context]
+                del self._request_contexts[context]
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         async with _statuses(context), self._counted(), self._traced(context) as trace:
-            visit = self._visits[context]
-            served, asked = await self._asked(request, context, visit)
+            request_context = self._request_contexts[context]
+            served, asked = await self._asked(request, context, request_context)
             completion = await served.open(asked, trace=trace)
-            if told := await visit.charge([completion]):  # of its limits, before the first token
+            if told := await request_context.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
             is_first, tokenizer = True, completion.service.tokenizer
 
@@ -246,7 +248,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def _tell(self, context: _Context) -> None:
         """Of its key's limits, of which it takes no tokens."""
-        if told := await self._visits[context].charge([]):
+        if told := await self._request_contexts[context].charge([]):
             await context.send_initial_metadata(tuple(told.items()))
 
     @asynccontextmanager
@@ -286,7 +288,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         return self._access.identify(authorization_of(context.invocation_metadata()))
 
     async def _asked(
-        self, request: pb.GenerateRequest, context: _Context, visit: Visit
+        self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext
     ) -> tuple[Completions, CompletionRequest]:
         """Of which model, and what."""
         peer, deadline_s = context.peer(), context.time_remaining()
@@ -296,7 +298,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             max_context = served.model.max_context
             making = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
             asked = client.bound(await self._made(making, request, client))
-            visit.check(served.prompts.least_tokens(asked))
+            request_context.check(served.prompts.least_tokens(asked))
         return served, asked
 
     async def _made(

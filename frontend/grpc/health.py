@@ -13,7 +13,7 @@ _Status = health_pb2.HealthCheckResponse
 _MAX_WATCHERS = 1024
 
 
-class DoorHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gRPC's stubs have no types
+class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gRPC's stubs have no types
     """What it says is one table. No watcher can hold up another, nor whoever sets it: each looks for itself, when it
     can. Lives on the door's event loop."""
 

@@ -23,14 +23,14 @@ from frontend.anthropic.api import AnthropicApi
 from frontend.anthropic.errors import AnthropicErrors
 from frontend.http.batches_api import BatchesApi
 from frontend.http.body import BodyReader
-from frontend.http.connections import HTTP_DOOR
+from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.error_format import ErrorForm
 from frontend.http.errors import answer_to, error_response, handle_errors
 from frontend.http.files_api import FilesApi
 from frontend.http.held_streams import HeldStreams
 from frontend.http.inner_calls import InnerCalls
 from frontend.http.openapi import OpenapiApi
-from frontend.http.request_contexts import Endpoints, HttpVisits
+from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.http.streams_api import StreamsApi
 from frontend.http.tracing import HttpTraces, tell_trace
 from frontend.openai.api import OpenAIApi
@@ -54,9 +54,9 @@ def create_app(
     *,
     access: Access,
     is_healthy: Callable[[], bool],
-    max_body_s: float = HTTP_DOOR.message_s,
+    max_body_s: float = HTTP_ENDPOINT.message_s,
     probes: HealthProbes | None = None,
-    refuses_unknown_fields: bool = False,
+    rejects_unknown_fields: bool = False,
     cors_origins: Sequence[str] = (),
     stored: StoredResponses | None = None,
     batches: Batches | None = None,
@@ -75,11 +75,11 @@ def create_app(
         models.default.threads,
         max_context=lambda: models.max_context,
         within_s=max_body_s,
-        refuses_unknown_fields=refuses_unknown_fields,
+        rejects_unknown_fields=rejects_unknown_fields,
     )
-    visits = HttpVisits(models, access.limits, bodies)
-    openai, anthropic = OpenAIApi(models, visits), AnthropicApi(models, visits)
-    responses = ResponsesApi(models, visits, stored or StoredResponses.in_memory(_IN_MEMORY))
+    request_contexts = HttpRequestContexts(models, access.limits, bodies)
+    openai, anthropic = OpenAIApi(models, request_contexts), AnthropicApi(models, request_contexts)
+    responses = ResponsesApi(models, request_contexts, stored or StoredResponses.in_memory(_IN_MEMORY))
     batched = {**openai.endpoints, **responses.endpoints}
     answering = {**batched, **anthropic.endpoints}
     if batches:
@@ -95,14 +95,14 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
-    TokensApi(models, visits).add_to(app)
-    RenderApi(models, visits).add_to(app)
+    TokensApi(models, request_contexts).add_to(app)
+    RenderApi(models, request_contexts).add_to(app)
     OpenapiApi(models).add_to(app)
     openai.add_to(app)
     responses.add_to(app)
     StreamsApi(streams).add_to(app)
-    FilesApi(visits, batches).add_to(app)
-    BatchesApi(visits, batches).add_to(app)
+    FilesApi(request_contexts, batches).add_to(app)
+    BatchesApi(request_contexts, batches).add_to(app)
     # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
     for path, endpoint in answering.items():
         app.add_api_route(path, endpoint, methods=["POST"])

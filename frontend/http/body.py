@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from core.types.errors import ContextLengthExceeded, RequestError, RequestTooLarge
 from frontend.openai.fields import OpenAIObject, explain, unknown_fields
-from frontend.responses.byte_budget import HeldBytes
+from frontend.responses.byte_budget import ByteBudget
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from frontend.text.text_threads import TextThreads
 
@@ -47,15 +47,15 @@ class BodyReader:
         *,
         max_context: Callable[[], int],
         within_s: float,
-        refuses_unknown_fields: bool = False,
+        rejects_unknown_fields: bool = False,
     ) -> None:
         """max_context: the longest of the models that are served now. within_s: how long a client may take to send
         one."""
-        self._refuses_unknown_fields = refuses_unknown_fields
+        self._rejects_unknown_fields = rejects_unknown_fields
         self._threads = threads
         self._max_context = max_context
         self._within_s = within_s
-        self._held = HeldBytes(_MAX_HELD, "requests")  # by key
+        self._held = ByteBudget(_MAX_HELD, "requests")  # by key
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T], *, key_id: str = "") -> T:
         """What `make` makes of the body, on the thread that has parsed it: nothing that visits all of a large one is
@@ -102,7 +102,7 @@ class BodyReader:
             parsed = kind.model_validate_json(body)
         except ValidationError as error:
             raise explain(error) from None
-        if self._refuses_unknown_fields and (name := next(unknown_fields(parsed), None)):
+        if self._rejects_unknown_fields and (name := next(unknown_fields(parsed), None)):
             raise RequestError(f"{name[:_MAX_NAME]}: unknown field", param=name[:_MAX_NAME])
         return parsed
 

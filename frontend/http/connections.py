@@ -20,6 +20,6 @@ class ConnectionLimits:
     connections: int = 16_384  # of one listener; of more, those end that have been idle longest. gRPC has no limit
 
 
-GRPC_DOOR = ConnectionLimits(idle_s=600.0)
-HTTP_DOOR = ConnectionLimits(idle_s=60.0)
+GRPC_ENDPOINT = ConnectionLimits(idle_s=600.0)
+HTTP_ENDPOINT = ConnectionLimits(idle_s=60.0)
 ADMIN = ConnectionLimits(idle_s=30.0, connections=64)

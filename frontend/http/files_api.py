@@ -12,13 +12,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from core.types.errors import RequestError, RequestTooLarge
-from frontend.access.request_context import Visit
+from frontend.access.request_context import RequestContext
 from frontend.http.batches_api import has_batches
 from frontend.http.json_response import json_answer
 from frontend.http.multipart import Field, FileBegin, MultipartReader
 from frontend.http.pagination import is_newest_first, page, page_size
-from frontend.http.request_contexts import HttpVisits, tenant_of
-from frontend.responses.byte_budget import HeldBytes
+from frontend.http.request_contexts import HttpRequestContexts, tenant_of
+from frontend.responses.byte_budget import ByteBudget
 from frontend.responses.store import SMALL_BYTES
 from router.batches.batches import Batches
 from router.batches.bounds import MAX_FILES
@@ -36,10 +36,10 @@ _LEAST_KEPT_S = 3600  # what a client may ask for at least
 class FilesApi:
     """The endpoints. A key's limits count each call as a request."""
 
-    def __init__(self, visits: HttpVisits, batches: Batches | None) -> None:
-        self._visits = visits
+    def __init__(self, request_contexts: HttpRequestContexts, batches: Batches | None) -> None:
+        self._request_contexts = request_contexts
         self._batches = batches
-        self._held = HeldBytes(MAX_HELD, "files")  # by tenant
+        self._held = ByteBudget(MAX_HELD, "files")  # by tenant
 
     def add_to(self, app: FastAPI) -> None:
         for path, method, endpoint in (
@@ -49,10 +49,10 @@ class FilesApi:
             ("/v1/files/{id}", "DELETE", self._delete),
             ("/v1/files/{id}/content", "GET", self._content),
         ):
-            app.add_api_route(path, self._visits.route(endpoint), methods=[method])
+            app.add_api_route(path, self._request_contexts.route(endpoint), methods=[method])
 
-    async def _create(self, request: Request, visit: Visit) -> Response:
-        with self._visits.noted(request):
+    async def _create(self, request: Request, request_context: RequestContext) -> Response:
+        with self._request_contexts.noted(request):
             batches = has_batches(self._batches)
             upload = _Upload(batches.new_file(tenant_of(request)), max_file_bytes=batches.max_file_bytes)
             announced = request.headers.get("content-length", "")
@@ -62,11 +62,11 @@ class FilesApi:
             except BaseException:
                 await asyncio.shield(upload.file.drop())
                 raise
-        return json_answer(record.published(), await visit.charge([]))
+        return json_answer(record.published(), await request_context.charge([]))
 
-    async def _list(self, request: Request, visit: Visit) -> Response:
+    async def _list(self, request: Request, request_context: RequestContext) -> Response:
         query = request.query_params
-        with self._visits.noted(request):
+        with self._request_contexts.noted(request):
             limit = page_size(query, default=MAX_FILES, most=10 * MAX_FILES)
             is_descending = is_newest_first(query)
             batches = has_batches(self._batches)
@@ -74,28 +74,28 @@ class FilesApi:
             found = await batches.files(tenant_of(request), after=after, is_newest_first=is_descending)
         published = [record.published() for record in found if query.get("purpose") in (None, record.purpose)]
         listed = page(published[:limit], has_more=len(published) > limit)
-        return json_answer(listed, await visit.charge([]))
+        return json_answer(listed, await request_context.charge([]))
 
-    async def _read(self, request: Request, visit: Visit) -> Response:
-        return json_answer((await self._found(request)).published(), await visit.charge([]))
+    async def _read(self, request: Request, request_context: RequestContext) -> Response:
+        return json_answer((await self._found(request)).published(), await request_context.charge([]))
 
-    async def _delete(self, request: Request, visit: Visit) -> Response:
+    async def _delete(self, request: Request, request_context: RequestContext) -> Response:
         id = request.path_params["id"]
-        with self._visits.noted(request):
+        with self._request_contexts.noted(request):
             await has_batches(self._batches).delete_file(tenant_of(request), id)
-        return json_answer({"id": id, "object": "file", "deleted": True}, await visit.charge([]))
+        return json_answer({"id": id, "object": "file", "deleted": True}, await request_context.charge([]))
 
-    async def _content(self, request: Request, visit: Visit) -> Response:
+    async def _content(self, request: Request, request_context: RequestContext) -> Response:
         record, tenant = await self._found(request), tenant_of(request)
         with ExitStack() as held:
             if record.num_bytes > SMALL_BYTES:
-                with self._visits.noted(request):
+                with self._request_contexts.noted(request):
                     held.enter_context(self._held.during(tenant, min(record.num_bytes, READ_BYTES)))
-            headers = {**await visit.charge([]), "content-length": str(record.num_bytes)}
+            headers = {**await request_context.charge([]), "content-length": str(record.num_bytes)}
             return _Content(has_batches(self._batches).content(tenant, record), headers, held.pop_all())
 
     async def _found(self, request: Request) -> FileRecord:
-        with self._visits.noted(request):
+        with self._request_contexts.noted(request):
             return await has_batches(self._batches).file(tenant_of(request), request.path_params["id"])
 
 

@@ -189,7 +189,7 @@ class HttpConnection(HttpToolsProtocol):
         """What is no request, or has too large a header, ends the connection: with a word, unless an answer is under
         way, which such a word would garble."""
         if not self._is_busy:
-            self.transport.write(_refusal(431 if self._is_too_large else 400))
+            self.transport.write(_rejection(431 if self._is_too_large else 400))
         self.transport.close()
         self._await_the_rest()
 
@@ -272,7 +272,7 @@ def _date(second: int) -> list[tuple[bytes, bytes]]:
 
 
 @cache
-def _refusal(status: int) -> bytes:
+def _rejection(status: int) -> bytes:
     said = {400: "this is no HTTP/1.1 request", 431: "the header of the request is too large"}[status]
     body = to_json(http_error(HTTPStatus(status).phrase, said))
     head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)

@@ -18,7 +18,7 @@ _RETRY_AFTER = b"retry-after"  # full, or its model is away: another time it is 
 
 
 class InnerCalls:
-    """Implements router.batches.answering.LineDoor."""
+    """Implements router.batches.answering.LineEndpoint."""
 
     def __init__(self, app: ASGIApp, *, models: Callable[[], Sequence[str]], endpoints: Collection[str]) -> None:
         """app: behind the door's gate, for who asks is known. models: that are served, or are to be."""

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 from fastapi import Request
 
-from frontend.access.request_context import Visit
-from frontend.http.request_contexts import HttpVisits, client_of, peer_of
+from frontend.access.request_context import RequestContext
+from frontend.http.request_contexts import HttpRequestContexts, client_of, peer_of
 from frontend.http.tracing import trace_of
 from frontend.openai.fields import OpenAIObject, ignored_header
 from frontend.text.completion import Completion
@@ -54,21 +54,21 @@ class Asked(Generic[B]):
 class Opener:
     """Every prompt of a body is checked and tokenised before any is dispatched."""
 
-    def __init__(self, models: Models, visits: HttpVisits) -> None:
+    def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
-        self._visits = visits
+        self._request_contexts = request_contexts
 
     async def read(self, kind: type[B], request: Request) -> Asked[B]:
         """Raises as BodyReader does."""
-        return await self._visits.read(kind, request, partial(Asked.of, request))
+        return await self._request_contexts.read(kind, request, partial(Asked.of, request))
 
-    async def open(self, asked: Asked[B], request: Request, visit: Visit) -> list[Completion]:
+    async def open(self, asked: Asked[B], request: Request, request_context: RequestContext) -> list[Completion]:
         """One for each of its requests, with nothing charged yet. Raises RequestError and its kin."""
         opened = list[Completion]()
-        with self._visits.noted(request):
+        with self._request_contexts.noted(request):
             served = self._models.find(asked.requests[0].model)
             requests = [client_of(request).bound(one) for one in asked.requests]
-            visit.check(sum(served.prompts.least_tokens(one) for one in requests))
+            request_context.check(sum(served.prompts.least_tokens(one) for one in requests))
         num_all = sum(num_chars(one.prompt) for one in requests)
         for one in requests:
             num_beside = num_all - num_chars(one.prompt)

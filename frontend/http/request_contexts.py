@@ -14,15 +14,15 @@ from starlette.types import Receive, Scope, Send
 from core.types.errors import ClusterError
 from frontend.access.identity import Client
 from frontend.access.limits import Limits
-from frontend.access.request_context import Visit
+from frontend.access.request_context import RequestContext
 from frontend.http.body import Body, BodyReader, T
 from frontend.text.models import Models
 
-Endpoint: TypeAlias = Callable[[Request, Visit], Awaitable[Response]]
+Endpoint: TypeAlias = Callable[[Request, RequestContext], Awaitable[Response]]
 Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  # by path, all by POST
 
 
-class HttpVisits:
+class HttpRequestContexts:
     """Holds a key's place while a request over HTTP is answered; one for all of a router's door."""
 
     def __init__(self, models: Models, limits: Limits, bodies: BodyReader) -> None:
@@ -40,14 +40,14 @@ class HttpVisits:
 
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """What `endpoint` makes of it, while its key's place is held."""
-        return _DuringVisit(self._entered(request), partial(endpoint, request))
+        return _DuringRequest(self._entered(request), partial(endpoint, request))
 
     @asynccontextmanager
-    async def _entered(self, request: Request) -> AsyncIterator[Visit]:
+    async def _entered(self, request: Request) -> AsyncIterator[RequestContext]:
         async with AsyncExitStack() as stack:
             with self.noted(request):
-                visit = await stack.enter_async_context(self._limits.entered(client_of(request)))
-            yield visit
+                request_context = await stack.enter_async_context(self._limits.entered(client_of(request)))
+            yield request_context
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
         """The body of this request, read as BodyReader does; what is refused is in the trail."""
@@ -80,17 +80,19 @@ def peer_of(request: Request) -> str:
     return f"{request.client.host}:{request.client.port}" if request.client else ""
 
 
-class _DuringVisit(Response):
+class _DuringRequest(Response):
     """An answer that is made, and sent, while a key's place is held: from before the body is read, to whatever end."""
 
     def __init__(
-        self, entered: AbstractAsyncContextManager[Visit], make: Callable[[Visit], Awaitable[Response]]
+        self,
+        entered: AbstractAsyncContextManager[RequestContext],
+        make: Callable[[RequestContext], Awaitable[Response]],
     ) -> None:
         super().__init__()
         self._entered = entered
         self._make = make
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._entered as visit:
-            answer = await self._make(visit)
+        async with self._entered as request_context:
+            answer = await self._make(request_context)
             await answer(scope, receive, send)

@@ -13,7 +13,7 @@ from frontend.http.event_stream import DONE, data
 from frontend.http.json_response import JSON
 from frontend.openai.chunks import ChoiceChunks
 from frontend.openai.forms import Form, ending
-from frontend.openai.prompt_logprobs import PromptSaid, said_of
+from frontend.openai.prompt_logprobs import PromptScores, said_of
 from frontend.openai.tool_calls import WholeChoice
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
@@ -72,7 +72,7 @@ class OpenAIAnswer:
         """Server-sent events, the last of them [DONE]. Raises ClusterError."""
         usage = TokenUsage()
         chunks: dict[int, ChoiceChunks] = {}
-        said: dict[int, PromptSaid] = {}
+        said: dict[int, PromptScores] = {}
         async with _run_all(self.completions) as arrivals:
             async for number, events in arrivals:
                 written: list[bytes] = []
@@ -99,7 +99,7 @@ class OpenAIAnswer:
     def _head(self, kind: str) -> JSON:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    async def _said(self, number: int) -> PromptSaid:
+    async def _said(self, number: int) -> PromptScores:
         """Of a prompt, whose events have begun to come."""
         form = self.forms[number]
         return await said_of(
@@ -111,7 +111,7 @@ class OpenAIAnswer:
             echo=form.echo,
         )
 
-    def _chunks_of(self, number: int, index: int, said: PromptSaid) -> ChoiceChunks:
+    def _chunks_of(self, number: int, index: int, said: PromptScores) -> ChoiceChunks:
         form = self.forms[number]
         return ChoiceChunks(
             index,
@@ -122,7 +122,7 @@ class OpenAIAnswer:
             echoed=said.echoed,
         )
 
-    def _written(self, choice: _Choice, said: PromptSaid) -> JSON:
+    def _written(self, choice: _Choice, said: PromptScores) -> JSON:
         if not choice.form.has_answer:
             finished = Finished(0, FinishReason.LENGTH)
             choice = _Choice(choice.form, finished=finished)

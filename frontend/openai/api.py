@@ -8,11 +8,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from core.types.errors import RequestError
-from frontend.access.request_context import Visit
+from frontend.access.request_context import RequestContext
 from frontend.http.event_stream import EventStream, whole_answer
 from frontend.http.json_response import JSON
 from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Asked, Opener
-from frontend.http.request_contexts import Endpoints, HttpVisits
+from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.openai.answer import OpenAIAnswer
 from frontend.openai.forms import ChatForm, Form, TextForm
 from frontend.openai.types import ChatBody, TextBody
@@ -24,17 +24,17 @@ from frontend.text.models import Models
 class OpenAIApi:
     """The endpoints."""
 
-    def __init__(self, models: Models, visits: HttpVisits) -> None:
+    def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
-        self._visits = visits
-        self._opener = Opener(models, visits)
+        self._request_contexts = request_contexts
+        self._opener = Opener(models, request_contexts)
 
     @property
     def endpoints(self) -> Endpoints:
         """Those that bring answers."""
         return {
-            "/v1/completions": self._visits.route(self._text),
-            "/v1/chat/completions": self._visits.route(self._chat),
+            "/v1/completions": self._request_contexts.route(self._text),
+            "/v1/chat/completions": self._request_contexts.route(self._chat),
         }
 
     def add_to(self, app: FastAPI) -> None:
@@ -48,21 +48,21 @@ class OpenAIApi:
     async def model(self, model_id: str) -> Response:
         return JSONResponse(_model(self._models.card(model_id)))
 
-    async def _text(self, request: Request, visit: Visit) -> Response:
+    async def _text(self, request: Request, request_context: RequestContext) -> Response:
         asked = await self._opener.read(TextBody, request)
-        opened = await self._opener.open(asked, request, visit)
-        with self._visits.noted(request):
+        opened = await self._opener.open(asked, request, request_context)
+        with self._request_contexts.noted(request):
             forms = await self._text_forms(asked.body, opened)
-        return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
+        return await self._answer(request, asked, opened, forms, headers=await request_context.charge(opened))
 
-    async def _chat(self, request: Request, visit: Visit) -> Response:
+    async def _chat(self, request: Request, request_context: RequestContext) -> Response:
         asked = await self._opener.read(ChatBody, request)
-        opened = await self._opener.open(asked, request, visit)
+        opened = await self._opener.open(asked, request, request_context)
         if asked.body.stream:  # else the answer has the prompt once
-            with self._visits.noted(request):
+            with self._request_contexts.noted(request):
                 _check_repeated(asked.body, opened, 0)
         forms = [ChatForm(opened[0].service.tokenizer)]
-        return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
+        return await self._answer(request, asked, opened, forms, headers=await request_context.charge(opened))
 
     async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
         forms, num_echoed, tokenizer = list[Form](), 0, opened[0].service.tokenizer

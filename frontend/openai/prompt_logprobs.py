@@ -25,7 +25,7 @@ def finite(logprob: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSaid:
+class PromptScores:
     """In an answer; None: nothing in that place."""
 
     listed: list[Any] | None = None  # vLLM's `prompt_logprobs`
@@ -46,15 +46,15 @@ async def said_of(
     num_listed: int | None,
     num_echoed: int | None,
     echo: str,
-) -> PromptSaid:
+) -> PromptScores:
     """Of a completion's prompt, once events have come. num_listed, num_echoed: likeliest tokens in either; None: it is
     not asked for. Another thread writes what is much. Raises CapacityError."""
     if (told := completion.prompt_logprobs) is None:
-        return PromptSaid()
+        return PromptScores()
     writer = _PromptWriter(tokenizer=tokenizer, prompt_ids=completion.prompt_ids, told=told)
 
-    def write() -> PromptSaid:
-        return PromptSaid(
+    def write() -> PromptScores:
+        return PromptScores(
             listed=None if num_listed is None else writer.listed(num_listed),
             echoed=None if num_echoed is None else writer.echoed(num_echoed, echo=echo),
         )

@@ -11,10 +11,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from core.types.errors import RequestError
-from frontend.access.request_context import Visit
+from frontend.access.request_context import RequestContext
 from frontend.http.json_response import JSON, json_answer
 from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener
-from frontend.http.request_contexts import HttpVisits
+from frontend.http.request_contexts import HttpRequestContexts
 from frontend.openai.types import ChatBody, TextBody
 from frontend.text.completion import Completion
 from frontend.text.models import Models
@@ -24,22 +24,24 @@ class RenderApi:
     """Takes the same bodies as the endpoints that answer, within the same bounds, by the same code. A key's limits
     count each call as a request, and no tokens of it."""
 
-    def __init__(self, models: Models, visits: HttpVisits) -> None:
-        self._visits = visits
-        self._opener = Opener(models, visits)
+    def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
+        self._request_contexts = request_contexts
+        self._opener = Opener(models, request_contexts)
 
     def add_to(self, app: FastAPI) -> None:
         text, chat = partial(self._render, TextBody), partial(self._render, ChatBody)
-        app.add_api_route("/v1/completions/render", self._visits.route(text), methods=["POST"])
-        app.add_api_route("/v1/chat/completions/render", self._visits.route(chat), methods=["POST"])
+        app.add_api_route("/v1/completions/render", self._request_contexts.route(text), methods=["POST"])
+        app.add_api_route("/v1/chat/completions/render", self._request_contexts.route(chat), methods=["POST"])
 
-    async def _render(self, kind: type[TextBody] | type[ChatBody], request: Request, visit: Visit) -> Response:
+    async def _render(
+        self, kind: type[TextBody] | type[ChatBody], request: Request, request_context: RequestContext
+    ) -> Response:
         """Of texts one object for each prompt, in a list; of a chat one object."""
         asked = await self._opener.read(kind, request)
-        opened = await self._opener.open(asked, request, visit)
-        with self._visits.noted(request):
+        opened = await self._opener.open(asked, request, request_context)
+        with self._request_contexts.noted(request):
             rendered = await self._rendered(opened)
-        headers = {**await visit.charge([]), **asked.ignored}
+        headers = {**await request_context.charge([]), **asked.ignored}
         content = rendered if kind is TextBody else rendered[0]
         return json_answer(content, headers)
 

@@ -9,9 +9,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from core.types.errors import RequestError
-from frontend.access.request_context import Visit
+from frontend.access.request_context import RequestContext
 from frontend.http.json_response import json_answer
-from frontend.http.request_contexts import HttpVisits, client_of, peer_of
+from frontend.http.request_contexts import HttpRequestContexts, client_of, peer_of
 from frontend.openai.fields import OpenAIObject, ignored_header
 from frontend.openai.messages import ChatSettings, Messages
 from frontend.text.completion_request import CompletionRequest
@@ -42,13 +42,13 @@ class DetokenizeBody(OpenAIObject):
 class TokensApi:
     """A key's limits count these as requests, and no tokens of theirs."""
 
-    def __init__(self, models: Models, visits: HttpVisits) -> None:
+    def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
-        self._visits = visits
+        self._request_contexts = request_contexts
 
     def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/tokenize", self._visits.route(self._tokenize), methods=["POST"])
-        app.add_api_route("/detokenize", self._visits.route(self._detokenize), methods=["POST"])
+        app.add_api_route("/tokenize", self._request_contexts.route(self._tokenize), methods=["POST"])
+        app.add_api_route("/detokenize", self._request_contexts.route(self._detokenize), methods=["POST"])
         app.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
 
@@ -64,7 +64,7 @@ class TokensApi:
     async def version(self) -> Response:
         return JSONResponse({"version": version(PACKAGE)})
 
-    async def _tokenize(self, request: Request, visit: Visit) -> Response:
+    async def _tokenize(self, request: Request, request_context: RequestContext) -> Response:
         def made(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
             if (body.prompt is None) == (body.messages is None):
                 raise RequestError("prompt: give a prompt or messages, one of them", param="prompt")
@@ -79,8 +79,8 @@ class TokensApi:
             num_chars(asked.prompt)  # a chat keeps it
             return body, asked, ignored_header(body)
 
-        body, asked, ignored = await self._visits.read(TokenizeBody, request, made)
-        with self._visits.noted(request):
+        body, asked, ignored = await self._request_contexts.read(TokenizeBody, request, made)
+        with self._request_contexts.noted(request):
             served = self._models.find(asked.model)
             ids = await served.prompts.tokenize(client_of(request).bound(asked))
         text_of = served.tokenizer.token_text
@@ -90,21 +90,21 @@ class TokensApi:
             "tokens": ids,
             "token_strs": [text_of(token_id) for token_id in ids] if body.return_token_strs else None,
         }
-        return await _answer(answer, ignored, visit)
+        return await _answer(answer, ignored, request_context)
 
-    async def _detokenize(self, request: Request, visit: Visit) -> Response:
+    async def _detokenize(self, request: Request, request_context: RequestContext) -> Response:
         def made(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
             asked = CompletionRequest(
                 id=request.state.request_id, prompt=tuple(body.tokens), model=body.model or "", peer=peer_of(request)
             )
             return asked, ignored_header(body)
 
-        asked, ignored = await self._visits.read(DetokenizeBody, request, made)
-        with self._visits.noted(request):
+        asked, ignored = await self._request_contexts.read(DetokenizeBody, request, made)
+        with self._request_contexts.noted(request):
             served = self._models.find(asked.model)
             text = await served.prompts.detokenize(client_of(request).bound(asked))
-        return await _answer({"prompt": text}, ignored, visit)
+        return await _answer({"prompt": text}, ignored, request_context)
 
 
-async def _answer(answer: dict[str, Any], ignored: dict[str, str], visit: Visit) -> Response:
-    return json_answer(answer, {**await visit.charge([]), **ignored})
+async def _answer(answer: dict[str, Any], ignored: dict[str, str], request_context: RequestContext) -> Response:
+    return json_answer(answer, {**await request_context.charge([]), **ignored})

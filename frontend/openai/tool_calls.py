@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.text.answer_reader import CallSaid
+from frontend.text.answer_reader import CallText
 from frontend.text.events import Delta
 
 
-def chunk_of(call: CallSaid) -> dict[str, Any]:
+def chunk_of(call: CallText) -> dict[str, Any]:
     """More of a call, in a delta."""
     if call.id:
         function = {"name": call.name, "arguments": call.arguments}
@@ -22,7 +22,7 @@ class WholeChoice:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._calls: dict[int, CallSaid] = {}
+        self._calls: dict[int, CallText] = {}
         self._arguments: dict[int, list[str]] = {}
 
     def add(self, delta: Delta) -> None:

@@ -160,7 +160,7 @@ class _Sampled(AskingBody):
     def _shared(self) -> dict[str, Any]:
         """The fields of CompletionRequest that the client set; those it left out keep their defaults. Raises
         RequestError."""
-        refuse_fields_of_others(self)
+        reject_fields_of_others(self)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -282,7 +282,7 @@ class ChatBody(_Sampled, ChatSettings):
         return "" if isinstance(self.tool_choice, str) else self.tool_choice.name
 
 
-def refuse_fields_of_others(body: OpenAIObject) -> None:
+def reject_fields_of_others(body: OpenAIObject) -> None:
     """Raises UnsupportedField for a field that another endpoint takes: here it would change nothing."""
     for name, value in (body.model_extra or {}).items():
         if name in {*TextBody.model_fields, *ChatBody.model_fields} and value not in (None, False, [], {}):

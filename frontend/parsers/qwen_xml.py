@@ -56,7 +56,7 @@ def _as_json(value: str, schema: Any) -> str:
     if types & _BY_JSON and ("string" not in types or text.strip() == "null"):
         for word in (text.strip(), text.strip().lower()):  # Python's True, False
             try:
-                json.loads(word, parse_constant=_refuse)
+                json.loads(word, parse_constant=_reject)
             except (ValueError, RecursionError):
                 continue
             return word
@@ -80,5 +80,5 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _refuse(constant: str) -> None:
+def _reject(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")

@@ -16,7 +16,7 @@ class ThinkingReader:
         self._held = ""
         self._state = "opened" if is_open else "before"
 
-    def anew(self) -> ThinkingReader:
+    def again(self) -> ThinkingReader:
         """One of the same answer, at its beginning."""
         return ThinkingReader(is_open=self._is_open)
 

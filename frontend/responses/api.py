@@ -12,14 +12,14 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from core.types.errors import RequestError, UnsupportedField
-from frontend.access.request_context import Visit
-from frontend.http.connections import HTTP_DOOR
+from frontend.access.request_context import RequestContext
+from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.event_stream import EventStream, whole_answer
 from frontend.http.held_answer import HeldAnswer
 from frontend.http.json_response import JSON, json_answer, to_json
 from frontend.http.open_requests import Opener
 from frontend.http.pagination import is_newest_first, page_size
-from frontend.http.request_contexts import Endpoints, HttpVisits, client_of, tenant_of
+from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of, tenant_of
 from frontend.openai.forms import ChatForm
 from frontend.responses.answer import ResponseAnswer
 from frontend.responses.errors import ResponsesErrors
@@ -39,10 +39,10 @@ _LISTED, _MAX_LISTED = 20, 100  # items of a page
 class ResponsesApi:
     """The endpoints. A key's limits count each call as a request."""
 
-    def __init__(self, models: Models, visits: HttpVisits, stored: StoredResponses) -> None:
+    def __init__(self, models: Models, request_contexts: HttpRequestContexts, stored: StoredResponses) -> None:
         self._models = models
-        self._visits = visits
-        self._opener = Opener(models, visits)
+        self._request_contexts = request_contexts
+        self._opener = Opener(models, request_contexts)
         self._stored = stored
 
     @property
@@ -57,20 +57,20 @@ class ResponsesApi:
             ("/v1/responses/{id}", "DELETE", self._delete),
             ("/v1/responses/{id}/input_items", "GET", self._list),
         ):
-            app.add_api_route(path, self._visits.route(endpoint), methods=[method])
+            app.add_api_route(path, self._request_contexts.route(endpoint), methods=[method])
 
     async def create(self, request: Request) -> Response:
         request.state.errors = ResponsesErrors()
-        return self._visits.answer(request, self._create)
+        return self._request_contexts.answer(request, self._create)
 
-    async def _create(self, request: Request, visit: Visit) -> Response:
+    async def _create(self, request: Request, request_context: RequestContext) -> Response:
         id = f"resp_{secrets.token_hex(16)}"
-        turn = await self._visits.read(ResponsesBody, request, partial(Turn.of, request, id))
+        turn = await self._request_contexts.read(ResponsesBody, request, partial(Turn.of, request, id))
         if turn.asked is None:
             turn = await self._completed(turn, request)
         assert turn.asked
-        (completion,) = await self._opener.open(turn.asked, request, visit)
-        headers = {**await visit.charge([completion]), **turn.asked.ignored}
+        (completion,) = await self._opener.open(turn.asked, request, request_context)
+        headers = {**await request_context.charge([completion]), **turn.asked.ignored}
         body, tenant = turn.asked.body, tenant_of(request)
 
         async def keep(response: JSON) -> bool:
@@ -94,7 +94,7 @@ class ResponsesApi:
     async def _completed(self, turn: Turn, request: Request) -> Turn:
         """With what it goes on from. Raises UnknownResponse, StoreUnavailable and what a body may raise."""
         stored, num_bytes = dict[str, bytes](), 0
-        with self._visits.noted(request), ExitStack() as held:
+        with self._request_contexts.noted(request), ExitStack() as held:
             for id, field in turn.needed.items():
                 stored[id] = await self._stored.get(tenant_of(request), id, held, param=field)
                 num_bytes += len(stored[id])
@@ -103,32 +103,34 @@ class ResponsesApi:
                     raise RequestError(text, param="input")
             return await self._aside(request, num_bytes, turn.completed, stored, request)
 
-    async def _read(self, request: Request, visit: Visit) -> Response:
+    async def _read(self, request: Request, request_context: RequestContext) -> Response:
         if request.query_params.get("stream") in ("true", "True", "1"):
             raise UnsupportedField("stream: what is stored is not streamed again", param="stream")
-        return await self._shown(request, visit, lambda turn: turn.response)
+        return await self._shown(request, request_context, lambda turn: turn.response)
 
-    async def _delete(self, request: Request, visit: Visit) -> Response:
+    async def _delete(self, request: Request, request_context: RequestContext) -> Response:
         id = request.path_params["id"]
-        with self._visits.noted(request):
+        with self._request_contexts.noted(request):
             await self._stored.delete(tenant_of(request), id)
-        return json_answer({"id": id, "object": "response", "deleted": True}, await visit.charge([]))
+        return json_answer({"id": id, "object": "response", "deleted": True}, await request_context.charge([]))
 
-    async def _list(self, request: Request, visit: Visit) -> Response:
-        return await self._shown(request, visit, partial(_page, query=dict(request.query_params)))
+    async def _list(self, request: Request, request_context: RequestContext) -> Response:
+        return await self._shown(request, request_context, partial(_page, query=dict(request.query_params)))
 
-    async def _shown(self, request: Request, visit: Visit, part: Callable[[StoredTurn], object]) -> Response:
+    async def _shown(
+        self, request: Request, request_context: RequestContext, part: Callable[[StoredTurn], object]
+    ) -> Response:
         """A part of what is stored, which counts as held until it has been written."""
 
         def written(value: bytes) -> bytes:
             return to_json(part(StoredTurn.of(value)))
 
         with ExitStack() as held:
-            with self._visits.noted(request):
+            with self._request_contexts.noted(request):
                 value = await self._stored.get(tenant_of(request), request.path_params["id"], held)
                 body = await self._aside(request, len(value), written, value)
-            headers = await visit.charge([])
-            return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_DOOR.message_s)
+            headers = await request_context.charge([])
+            return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_ENDPOINT.message_s)
 
     async def _aside(
         self, request: Request, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from core.types.errors import CapacityError
 
 
-class HeldBytes:
+class ByteBudget:
     """Counts them, and says when they are too many: of all, or a quarter of that of one who asks. Belongs to an event
     loop."""
 

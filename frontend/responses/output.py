@@ -9,13 +9,13 @@ from typing import Protocol
 from core.types.request import FinishReason
 from frontend.http.json_response import JSON
 from frontend.responses.events import part_of
-from frontend.text.answer_reader import CallSaid
+from frontend.text.answer_reader import CallText
 from frontend.text.events import Delta, Finished
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class Teller(Protocol):
+class Reporter(Protocol):
     """Who hears of items as they come."""
 
     def begin(self, item: JSON, *, index: int) -> None: ...
@@ -31,11 +31,11 @@ class ResponseOutput:
     is text. Of the whole it is no part: all of its text is.
     """
 
-    def __init__(self, id: str, logprobs_of: Callable[[Delta], list[JSON]], teller: Teller | None = None) -> None:
+    def __init__(self, id: str, logprobs_of: Callable[[Delta], list[JSON]], reporter: Reporter | None = None) -> None:
         """id: in those of its items. teller: None: nobody hears of them before the end."""
         self._id = id
         self._logprobs_of = logprobs_of
-        self._teller = teller
+        self._reporter = reporter
         self._items: list[_Item] = []
         self._open: _Item | None = None
 
@@ -59,7 +59,7 @@ class ResponseOutput:
     def finish(self, finished: Finished | None) -> None:
         """None: it failed, and nobody hears more of its items. Of a whole answer there is always one."""
         if finished is None:
-            self._teller = None
+            self._reporter = None
         if finished and not self._items:
             self._opened("message")
         if self._open:
@@ -76,10 +76,10 @@ class ResponseOutput:
             return self._piece(text)
         item.texts.append(text)
         item.logprobs = [*(item.logprobs or ()), *logprobs]
-        if self._teller:
-            self._teller.piece_with(text, logprobs)
+        if self._reporter:
+            self._reporter.piece_with(text, logprobs)
 
-    def _call(self, call: CallSaid) -> None:
+    def _call(self, call: CallText) -> None:
         if call.broken is not None:
             assert self._open
             self._open.is_broken = True
@@ -97,8 +97,8 @@ class ResponseOutput:
     def _piece(self, text: str) -> None:
         assert self._open
         self._open.texts.append(text)
-        if self._teller:
-            self._teller.piece(text)
+        if self._reporter:
+            self._reporter.piece(text)
 
     def _opened(self, kind: str) -> _Item:
         return self._open if self._open and self._open.kind == kind else self._begin(kind)
@@ -109,17 +109,17 @@ class ResponseOutput:
         index = len(self._items)
         item = self._open = _Item(kind, f"{_PREFIX[kind]}_{self._id}_{index}", index, more)
         self._items.append(item)
-        if self._teller:
-            self._teller.begin(item.begun(), index=index)
+        if self._reporter:
+            self._reporter.begin(item.begun(), index=index)
         return item
 
     def _close(self, status: str) -> None:
         item, self._open = self._open, None
         assert item
         item.status = status
-        if self._teller:
+        if self._reporter:
             text = "".join(item.texts)
-            self._teller.end(item.written(text), index=item.index, text=text, logprobs=item.logprobs)
+            self._reporter.end(item.written(text), index=item.index, text=text, logprobs=item.logprobs)
 
 
 @dataclass

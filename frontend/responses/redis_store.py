@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from redis.asyncio import Redis
 
 from core.identity.keyed_hash import keyed_hash
-from core.identity.signing import SEAL_BYTES, opened, sealed
+from core.identity.signing import SIGNATURE_BYTES, signed, verified
 from frontend.responses.store import ENTRY_BYTES, MAX_VALUE_BYTES, SMALL_BYTES, StoreBounds
 
 P = ParamSpec("P")
@@ -131,19 +131,19 @@ class RedisResponses:
     async def put(self, tenant: str, id: str, value: bytes) -> None:
         place = self._place(tenant, id)
         size, bounds = len(value) + ENTRY_BYTES, self._bounds
-        sealed = await _aside(len(value), self._sealed, place, value)
+        signed = await _aside(len(value), self._sealed, place, value)
         ttl_ms = round(bounds.ttl_s * 1e3)
         most = bounds.max_of_tenant, bounds.max_bytes
-        args = [self._name, self._now_ms(), *place, sealed, size, ttl_ms, *most]
+        args = [self._name, self._now_ms(), *place, signed, size, ttl_ms, *most]
         await self._put(keys=self._tables, args=args, client=self._large if len(value) > SMALL_BYTES else None)
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
         """As get does."""
         place = self._place(tenant, id)
-        found: Any = await self._look(keys=[self._key_of(place)], args=[SEAL_BYTES + SMALL_BYTES])
+        found: Any = await self._look(keys=[self._key_of(place)], args=[SIGNATURE_BYTES + SMALL_BYTES])
         if not isinstance(found, int):
             return self._opened(place, found)
-        return found - SEAL_BYTES if found <= SEAL_BYTES + MAX_VALUE_BYTES else None  # none of ours is larger
+        return found - SIGNATURE_BYTES if found <= SIGNATURE_BYTES + MAX_VALUE_BYTES else None  # none of ours is larger
 
     async def get(self, tenant: str, id: str) -> bytes | None:
         """None also where the seal is not this deployment's."""
@@ -153,17 +153,17 @@ class RedisResponses:
 
     async def delete(self, tenant: str, id: str) -> bool:
         place = self._place(tenant, id)
-        beside = ENTRY_BYTES - SEAL_BYTES
+        beside = ENTRY_BYTES - SIGNATURE_BYTES
         return bool(await self._delete(keys=self._tables, args=[self._name, *place, beside]))
 
     def _key_of(self, place: tuple[str, str]) -> str:
         return "{}:response:{}:{}".format(self._name, *place)
 
     def _sealed(self, place: tuple[str, str], value: bytes) -> bytes:
-        return sealed(value, self._key, _bytes(place))
+        return signed(value, self._key, _bytes(place))
 
     def _opened(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
-        return None if found is None else opened(found, self._key, _bytes(place))
+        return None if found is None else verified(found, self._key, _bytes(place))
 
     def _place(self, tenant: str, id: str) -> tuple[str, str]:
         """Hashes of the tenant, and of the id among that tenant's."""
@@ -175,7 +175,7 @@ class RedisResponses:
 
 async def _aside(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `work` returns, which takes 5 ms for each 4 MiB. Of large ones there are only a few at a time."""
-    if num_bytes <= SMALL_BYTES + SEAL_BYTES:
+    if num_bytes <= SMALL_BYTES + SIGNATURE_BYTES:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 

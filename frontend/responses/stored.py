@@ -15,7 +15,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from core.index.redis_client import RedisReach, connect_redis
 from core.types.errors import CapacityError, StoreUnavailable, UnknownResponse
-from frontend.responses.byte_budget import HeldBytes
+from frontend.responses.byte_budget import ByteBudget
 from frontend.responses.large_transfers import LargeTransfers
 from frontend.responses.memory_store import MemoryResponses
 from frontend.responses.redis_store import RedisResponses
@@ -44,8 +44,8 @@ class StoredResponses:
         self._redises = redises
         self._try_again_s = try_again_s
         self._reach = RedisReach("responses are not stored")
-        self._away_until = 0.0
-        self._held = HeldBytes(_MAX_HELD, "responses")
+        self._unavailable_until = 0.0
+        self._held = ByteBudget(_MAX_HELD, "responses")
         self._transfers = LargeTransfers()
 
     @classmethod
@@ -111,13 +111,13 @@ class StoredResponses:
     async def _asked(self, ask: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
         """Raises StoreUnavailable, within a second or two; of what is large, within some more. That this comes too late
         says nothing of what is small."""
-        if time.monotonic() >= self._away_until:
+        if time.monotonic() >= self._unavailable_until:
             try:
                 answer = await ask()
             except (RedisUnreachable, RedisTimeout) as error:
                 if not (is_large and isinstance(error, RedisTimeout)):
                     self._reach.missed(error)
-                    self._away_until = time.monotonic() + self._try_again_s
+                    self._unavailable_until = time.monotonic() + self._try_again_s
             except RedisError as error:  # it is there, and cannot do this: it may be full
                 logger.warning("Redis does not store responses: %s", error)
             else:

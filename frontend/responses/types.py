@@ -23,7 +23,7 @@ from frontend.openai.messages import (
     ToolGiven,
     ToolNamed,
 )
-from frontend.openai.types import ChatBody, refuse_fields_of_others
+from frontend.openai.types import ChatBody, reject_fields_of_others
 from frontend.responses.items import Id, Items, Kinds, messages_of
 from frontend.text.completion_request import MAX_LOGPROBS, CompletionRequest
 
@@ -170,7 +170,7 @@ class ResponsesBody(AskingBody):
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """The one request, as of a chat that says the same. Raises RequestError."""
-        refuse_fields_of_others(self)
+        reject_fields_of_others(self)
         self.check_items()
         (request,) = self._chat().requests(request_id, peer=peer)
         is_formatted = request.grammar_field.startswith("response_format")

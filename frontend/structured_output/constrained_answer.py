@@ -11,7 +11,7 @@ from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
 from core.types.json_schema import DROPPED, rewritten
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import END_THINK, THINK
 from frontend.structured_output.json_schema import in_lark, lenient, moved
 from frontend.structured_output.structural_tag import structural_tag_rules
@@ -47,68 +47,68 @@ def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
     )
 
 
-def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
+def bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
     """What the whole answer keeps to. Raises RequestError where that cannot be said. prompt: its end is enough."""
     try:
-        return _bound_answer(request, dialect, prompt)
+        return _bound_answer(request, output_format, prompt)
     except RecursionError:
         text = f"{request.grammar_field}: something of it, or a schema of tools, is nested too deeply"
         raise RequestError(text, param=request.grammar_field) from None
 
 
-def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
+def _bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
     grammar, chat = request.grammar, request.prompt
     if grammar is not None and grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA:
         grammar.check(request.grammar_field)
         schema = lenient(_object(grammar.text, request.grammar_field))
         grammar = Grammar(kind=grammar.kind, text=json.dumps(schema))
     if grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG:
-        thinks = isinstance(chat, Chat) and dialect.thinks and may_think(grammar, chat, prompt)
+        thinks = isinstance(chat, Chat) and output_format.thinks and may_think(grammar, chat, prompt)
         rules = [f"start: {'thought ' if thinks else ''}answer"]
         if thinks:
-            rules += _thought(dialect, prompt)
+            rules += _thought(output_format, prompt)
         # Calls, too, are what these say.
-        rules += structural_tag_rules(grammar.text, request.grammar_field, dialect.special)
+        rules += structural_tag_rules(grammar.text, request.grammar_field, output_format.special)
         return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
     tools = chat.tools if chat.forced is None else ()
-    thinks = dialect.thinks and may_think(grammar, chat, prompt)
+    thinks = output_format.thinks and may_think(grammar, chat, prompt)
     if not tools and not thinks:
         return grammar
     grammar.check(request.grammar_field)
     rules = [f"start: {'thought ' if thinks else ''}body", f"body: {'answer | calls' if tools else 'answer'}"]
     if thinks:
-        rules += _thought(dialect, prompt)
+        rules += _thought(output_format, prompt)
     if tools:
-        rules += _calls(request, chat, dialect)
+        rules += _calls(request, chat, output_format)
     schema = _object(grammar.text, request.grammar_field)
     rules.append(_rule("answer", schema, is_lenient=grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA))
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
 
 
-def _thought(dialect: Dialect, prompt: str) -> Iterator[str]:
+def _thought(output_format: OutputFormat, prompt: str) -> Iterator[str]:
     is_open = prompt.rstrip().endswith(THINK)
     yield f"thought: {'said' if is_open else '(opening said)?'}"
     if not is_open:
-        token = dialect.special.begun(THINK)
+        token = output_format.special.begun(THINK)
         yield f"opening: opened {f'| {token[0]}' if token else ''}"
         yield f"opened[lazy]: {json.dumps(THINK)}"  # also where an answer may begin with any text
     yield "said: thinking gap"
-    token = dialect.special.begun(END_THINK)
+    token = output_format.special.begun(END_THINK)
     yield f"thinking: ended {f'| anything {token[0]}' if token else ''}"
     yield f"ended[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
     yield "anything: /(?s:.*)/"
     yield r"gap: /\n{0,2}/"
 
 
-def _calls(request: CompletionRequest, chat: Chat, dialect: Dialect) -> Iterator[str]:
+def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) -> Iterator[str]:
     assert request.grammar is not None
-    form = _CALLS.get(dialect.calls or "")
+    form = _CALLS.get(output_format.calls or "")
     if form is None or request.grammar.kind not in _SCHEMAS:
         text = f"tools: with {request.grammar_field} no call could be made here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
-    opening, closing, between = map(dialect.special.literal, (form.opening, form.closing, form.between))
+    opening, closing, between = map(output_format.special.literal, (form.opening, form.closing, form.between))
     yield f"calls: call ({between} call)*" if chat.is_parallel else "calls: call"
     yield f"call: {' | '.join(f'{opening} call{number} {closing}' for number in range(len(chat.tools)))}"
     for number, (name, parameters) in enumerate(chat.parameters.items()):

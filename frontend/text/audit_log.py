@@ -21,12 +21,12 @@ from frontend.text.events import TokenUsage
 _MAX_BYTES, _NUM_BACKUPS = 64 * 2**20, 4
 
 
-class RequestTrail:
+class RequestAuditLog:
     """Writes to a file of its own, which only its owner can read; or nowhere."""
 
     def __init__(self, path: Path | None = None, *, max_bytes: int = _MAX_BYTES) -> None:
         """max_bytes: of one file; then it becomes path.1, that path.2, and so on to the fourth."""
-        self._logger = logging.Logger("trail")
+        self._logger = logging.Logger("audit_log")
         if path is None:
             self._logger.disabled = True
             return
@@ -53,7 +53,7 @@ class RequestTrail:
             ttft_ms=round(ttft_s * 1e3, 1),
         )
 
-    def refused(self, request: CompletionRequest, error: ClusterError) -> None:
+    def rejected(self, request: CompletionRequest, error: ClusterError) -> None:
         """It was not let in."""
         self._write(**_who(request), **_why(error))
 

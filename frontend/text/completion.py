@@ -24,14 +24,14 @@ from core.types.request import Sampling, SequenceRequest
 from core.types.thinking_budget import ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking_budget import thinking_budget
 from frontend.structured_output.constrained_answer import bound_answer, may_think
 from frontend.structured_output.grammar_check import GrammarCheck
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.answer_events import AnswerEvents
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.audit_log import RequestTrail
+from frontend.text.audit_log import RequestAuditLog
 from frontend.text.best_of import best_of
 from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import (
@@ -71,9 +71,9 @@ class Completions:
         metrics: Metrics,
         max_request_s: float,
         max_unread_s: float = 60.0,
-        trail: RequestTrail | None = None,
+        audit_log: RequestAuditLog | None = None,
         traffic: TrafficRecord | None = None,
-        dialect: Dialect | None = None,
+        output_format: OutputFormat | None = None,
         grammars: GrammarCompiler | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -88,14 +88,14 @@ class Completions:
         self.max_request_s = max_request_s
         self.max_unread_s = max_unread_s
         self.threads = TextThreads()
-        self.trail = trail or RequestTrail()
+        self.audit_log = audit_log or RequestAuditLog()
         self.traffic = traffic
         special = SpecialTokens(grammars.special_tokens if grammars else None)
         self.prompts = PromptEncoder(
             tokenizer,
             chat_template,
             model=model,
-            dialect=replace(dialect or Dialect.of(chat_template.source), special=special),
+            output_format=replace(output_format or OutputFormat.of(chat_template.source), special=special),
             threads=self.threads,
         )
         self._grammars = GrammarCheck(grammars)
@@ -113,7 +113,7 @@ class Completions:
             num_numbers = num_prompt_numbers(request, len(prompt_ids))
             check_prompt_numbers(num_numbers, param=request.prompt_logprobs_field)
             grammar, end = None, self.prompts.end_of(prompt_ids)
-            thinking = thinking_budget(request, self.prompts.dialect, self.tokenizer, end)
+            thinking = thinking_budget(request, self.prompts.output_format, self.tokenizer, end)
             self._grammars.check_thinking(thinking, request.thinking_field)
             if request.grammar:
                 grammar = await self._bound(request, request.grammar, end)
@@ -127,7 +127,7 @@ class Completions:
             )
         except ClusterError as error:
             self.metrics.requests.labels(outcome_of(error).code).inc()
-            self.trail.refused(request, error)
+            self.audit_log.rejected(request, error)
             raise
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
         return Completion(
@@ -144,7 +144,7 @@ class Completions:
         )
 
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
-        making = partial(bound_answer, request, self.prompts.dialect, prompt)
+        making = partial(bound_answer, request, self.prompts.output_format, prompt)
         num_beside = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # tools are among these
         if len(grammar.text) + num_beside < _LARGE:
             return making()
@@ -153,12 +153,12 @@ class Completions:
     def close(self) -> None:
         self.threads.close()
         self._grammars.close()
-        self.trail.close()
+        self.audit_log.close()
 
     def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
         """A door could not even make a request of what came, or did not look at it."""
         self.metrics.requests.labels(outcome_of(error).code).inc()
-        self.trail.unreadable(request_id, error, key=key, peer=peer)
+        self.audit_log.unreadable(request_id, error, key=key, peer=peer)
 
 
 class Completion:
@@ -197,7 +197,7 @@ class Completion:
             model=service.model.id,
             clock=clock,
             metrics=service.metrics,
-            trail=service.trail,
+            audit_log=service.audit_log,
             traffic=service.traffic,
             trace=trace,
         )
@@ -219,7 +219,7 @@ class Completion:
             return None
         end = service.prompts.end_of(self.prompt_ids)
         thinks = may_think(self.request.grammar, self.request.prompt, end)
-        return AnswerReader.of(self.request.prompt, service.prompts.dialect, end, may_think=thinks)
+        return AnswerReader.of(self.request.prompt, service.prompts.output_format, end, may_think=thinks)
 
     @asynccontextmanager
     async def run(
@@ -285,9 +285,9 @@ class Completion:
         self._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
         self.max_answer_tokens = self.num_choices * self._sampling.max_tokens
 
-    def refuse(self, error: ClusterError) -> None:
+    def reject(self, error: ClusterError) -> None:
         """It is not to be run, for its key may not ask for it at present."""
-        self._account.refused(error)
+        self._account.rejected(error)
 
     @property
     def most_tokens(self) -> int:
@@ -310,7 +310,7 @@ class Completion:
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=num_tokens,
             reasoning_tokens=sum(choice.num_thinking for choice in self._choices),
-            cached_tokens=self._route.cached_tokens + self._route.pulled_tokens,
+            cached_tokens=self._route.cached_tokens + self._route.fetched_tokens,
             accepted_prediction_tokens=min(drafts.accepted, num_tokens),  # a stop string may have cut some off
             rejected_prediction_tokens=drafts.drafted - drafts.accepted,
         )

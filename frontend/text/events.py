@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.types.request import FinishReason, SampledToken
-from frontend.text.answer_reader import CallSaid, Said
+from frontend.text.answer_reader import AnswerText, CallText
 from router.generation import RequestRoute
 
 
@@ -19,7 +19,7 @@ class Delta:
     tokens: list[SampledToken]  # at least one; all have a logprob, or none has
     text_offsets: list[int]  # characters of the choice before each
     thinking: str = ""  # before the answer
-    calls: list[CallSaid] = field(default_factory=list)
+    calls: list[CallText] = field(default_factory=list)
 
     @property
     def has_logprobs(self) -> bool:
@@ -30,7 +30,7 @@ class Delta:
         """Than text."""
         return bool(self.thinking or self.calls)
 
-    def add(self, said: Said) -> None:
+    def add(self, said: AnswerText) -> None:
         for call in said.calls:
             call.at += len(self.text)
             if self.calls and call.goes_on_from(self.calls[-1]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.types.errors import ModelAway, UnknownModel
+from core.types.errors import ModelUnavailable, UnknownModel
 from frontend.text.completion import Completions
 from frontend.text.completion_request import ModelCard, not_served
 
@@ -16,7 +16,7 @@ class Models:
         """default: of the deployment whose doors these are; meant where a request names none."""
         self.default = default
         self._others: dict[str, Completions] = {}
-        self._away: dict[str, str] = {}  # of models that are known by name alone: why they are not there
+        self._unavailable: dict[str, str] = {}  # of models that are known by name alone: why they are not there
 
     @classmethod
     def of(cls, served: Completions | Models) -> Models:
@@ -27,7 +27,7 @@ class Models:
         name = served.model.id
         if name == self.default.model.id or name in self._others:
             return False
-        self._away.pop(name, None)
+        self._unavailable.pop(name, None)
         self._others[name] = served
         return True
 
@@ -36,18 +36,18 @@ class Models:
         if self._others.get(served.model.id) is served:
             del self._others[served.model.id]
 
-    def say_away(self, name: str, why: str) -> None:
+    def report_unavailable(self, name: str, why: str) -> None:
         """This model should be here, and cannot be served by this router at present."""
         if name != self.default.model.id and name not in self._others:
-            self._away[name] = why
+            self._unavailable[name] = why
 
-    def forget_away(self, name: str) -> None:
+    def forget_unavailable(self, name: str) -> None:
         """It should not be here any more."""
-        self._away.pop(name, None)
+        self._unavailable.pop(name, None)
 
     def is_known(self, name: str) -> bool:
         """Whether it is here, or should be."""
-        return name in (self.default.model.id, *self._others, *self._away)
+        return name in (self.default.model.id, *self._others, *self._unavailable)
 
     def find(self, name: str) -> Completions:
         """Raises UnknownModel and ModelAway."""
@@ -55,8 +55,8 @@ class Models:
             return self.default
         if (served := self._others.get(name)) is not None:
             return served
-        if name in self._away:
-            raise ModelAway(f"model {name!r} is not served by this router at present: {self._away[name]}")
+        if name in self._unavailable:
+            raise ModelUnavailable(f"model {name!r} is not served by this router at present: {self._unavailable[name]}")
         raise UnknownModel(not_served(name, self.names), param="model")
 
     def card(self, name: str) -> ModelCard:
@@ -77,7 +77,7 @@ class Models:
     @property
     def expected(self) -> Sequence[str]:
         """The same, then those that should be here."""
-        return [*self.names, *sorted(self._away)]
+        return [*self.names, *sorted(self._unavailable)]
 
     @property
     def max_context(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from core.types.errors import ContextLengthExceeded, RequestError, UnsupportedField
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.text.bad_words import bad_words_as_tokens
 from frontend.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
 from frontend.text.text_threads import TextThreads
@@ -32,11 +32,11 @@ class PromptEncoder:
         chat_template: ChatTemplate,
         *,
         model: ModelCard,
-        dialect: Dialect,
+        output_format: OutputFormat,
         threads: TextThreads,
     ) -> None:
-        self.dialect = dialect
-        self.shown_ids = tokenizer.ids_of(dialect.markers)  # special tokens that are for who reads answers
+        self.output_format = output_format
+        self.shown_ids = tokenizer.ids_of(output_format.markers)  # special tokens that are for who reads answers
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._model = model
@@ -109,7 +109,9 @@ class PromptEncoder:
         return self._bad_words_as_tokens(words)
 
     def _has_unread_calls(self, chat: Chat) -> bool:
-        return bool(chat.tools) and self.chat_template.knows_tools and not self.dialect.calls and chat.forced is None
+        return (
+            bool(chat.tools) and self.chat_template.knows_tools and not self.output_format.calls and chat.forced is None
+        )
 
     def _variables(self, chat: Chat) -> Mapping[str, Any]:
         """Of the template. The client's own word for one of them counts."""
@@ -121,7 +123,7 @@ class PromptEncoder:
             return {_EFFORT: effort, **variables}
         if effort == "none" and _THINKING in known:
             return {_THINKING: False, **variables}
-        if effort == "none" and not self.dialect.thinks:
+        if effort == "none" and not self.output_format.thinks:
             return variables
         text = f"{chat.effort_field}: this model's chat template knows no {effort!r}"
         raise UnsupportedField(text, param=chat.effort_field)
@@ -130,7 +132,7 @@ class PromptEncoder:
         """Where it is asked for. Raises UnsupportedField."""
         if _THINKING in self.chat_template.variables:
             return {_THINKING: True}
-        if not self.dialect.thinks and _EFFORT not in self.chat_template.variables:
+        if not self.output_format.thinks and _EFFORT not in self.chat_template.variables:
             raise UnsupportedField("thinking: this model does not think", param="thinking")
         return {}
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from core.types.errors import CapacityError, ModelAway
+from core.types.errors import CapacityError, ModelUnavailable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,8 +107,8 @@ class TextThreads:
             self._start_some()
 
 
-def _closed() -> ModelAway:
-    return ModelAway("this router leaves the model that was asked for: ask again")
+def _closed() -> ModelUnavailable:
+    return ModelUnavailable("this router leaves the model that was asked for: ask again")
 
 
 def _less(counts: Counter[str], key_id: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from core.types.errors import ClusterError, outcome_of
 from core.types.request import OFFLINE
-from core.types.timeline import Life, LifeState
-from frontend.text.audit_log import RequestTrail
+from core.types.timeline import RequestPhase, Timeline
+from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.events import TokenUsage
 from frontend.text.token_timing import TokenClock
@@ -30,7 +30,7 @@ class Account:
         model: str,
         clock: TokenClock,
         metrics: Metrics,
-        trail: RequestTrail,
+        audit_log: RequestAuditLog,
         traffic: TrafficRecord | None,
         trace: Trace | None,
     ) -> None:
@@ -39,16 +39,16 @@ class Account:
         self._model = model
         self._clock = clock
         self._metrics = metrics
-        self._trail = trail
+        self._audit_log = audit_log
         self._traffic = None if request.priority >= OFFLINE else traffic  # nobody waits for those
         self._trace = trace
         self._seen_as = range(0)  # its numbers in the record
-        self._life = Life()
+        self._life = Timeline()
 
-    def refused(self, error: ClusterError) -> None:
+    def rejected(self, error: ClusterError) -> None:
         """It is not to be run."""
         self._metrics.requests.labels(outcome_of(error).code).inc()
-        self._trail.refused(self._request, error)
+        self._audit_log.rejected(self._request, error)
 
     def arrived(self, prompt_ids: Sequence[int]) -> None:
         """It is to be run: whoever looks at the traffic counts it from now on."""
@@ -61,11 +61,11 @@ class Account:
                 ttft_s=lambda: clock.ttft_s,
             )
 
-    def started(self, life: Life) -> None:
+    def started(self, life: Timeline) -> None:
         """It runs; `life`, which its generation writes, began when that did, and now begins with the request."""
         self._life = life
         entered, life.began = life.began, self._clock.began
-        life.add(LifeState.PREPARE, "", life.began, entered)
+        life.add(RequestPhase.PREPARE, "", life.began, entered)
         life.trace_id = self._trace.id if self._trace else ""
 
     def over(
@@ -84,11 +84,11 @@ class Account:
         life.ended, life.outcome, life.first_s = clock.began + clock.elapsed_s, outcome, ttft_s
         if self._trace and self._trace.is_sampled:
             self._trace.tell(self._told(outcome, usage, route), life)
-        self._trail.done(request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
+        self._audit_log.done(request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
         logger.info(
             "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "
             "completion_tokens=%d prefill=%s decode=%s blocks=%d bytes=%d attempts=%d ttft_ms=%.1f itl_ms=%.1f ms=%.1f",
-            request.id, outcome, usage.prompt_tokens, route.cached_tokens, route.pulled_tokens,
+            request.id, outcome, usage.prompt_tokens, route.cached_tokens, route.fetched_tokens,
             usage.completion_tokens,
             route.prefill_replica, route.decode_replica, route.blocks_shipped, route.wire_bytes, route.attempts,
             clock.ttft_s * 1e3, clock.itl_s * 1e3, clock.elapsed_s * 1e3,

@@ -19,7 +19,7 @@ from core.wire.channel import open_channel
 from kvtransfer.bench.near_side import FAR, HOST, NEAR, TIMEOUT_S, NearSide
 from kvtransfer.links.backends import make_link
 from kvtransfer.links.link import LinkEnd, LinkGuard
-from kvtransfer.transfer.rendezvous import Meeting, local_store, remote_store
+from kvtransfer.transfer.rendezvous import Rendezvous, local_store, remote_store
 from kvtransfer.transfer.staging import StagingRing
 
 _CPU = torch.device("cpu")
@@ -54,9 +54,9 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
 
 
 def receive_over_link(
-    meeting: Meeting, guard: LinkGuard, backend: str, prefix: str, *, num_bytes: int, count: int
+    rendezvous: Rendezvous, guard: LinkGuard, backend: str, prefix: str, *, num_bytes: int, count: int
 ) -> float:
-    link = make_link(backend, _end(local_store(meeting, timeout_s=TIMEOUT_S), guard, prefix, is_sender=False))
+    link = make_link(backend, _end(local_store(rendezvous, timeout_s=TIMEOUT_S), guard, prefix, is_sender=False))
     link.meet()
     ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     begin = 0.0

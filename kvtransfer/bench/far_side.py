@@ -56,7 +56,7 @@ class FarSide:
         )
         self._servicer.receiver = Receiver(
             config,
-            meeting=self._servicer.meeting,
+            rendezvous=self._servicer.rendezvous,
             on_landed=lambda landing: self._landings.put((landing.handoff, time.monotonic())),
         )
 
@@ -74,8 +74,8 @@ class FarSide:
         return at
 
     def receive_over_link(self, backend: str, prefix: str, num_bytes: int, count: int) -> float:
-        meeting, guard = self._servicer.meeting, self._agreed
-        return receive_over_link(meeting, guard, backend, prefix, num_bytes=num_bytes, count=count)
+        rendezvous, guard = self._servicer.rendezvous, self._agreed
+        return receive_over_link(rendezvous, guard, backend, prefix, num_bytes=num_bytes, count=count)
 
     def receive_over_tcp(self, port: int, num_bytes: int, count: int, num_buffers: int) -> float:
         return receive_over_tcp(port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)

@@ -10,13 +10,13 @@ from uuid import uuid4
 
 from core.identity.credentials import Identity
 from core.identity.process_name import ProcessName
-from core.process.child_process import OrderedProcess
+from core.process.child_process import ChildProcess
 from core.types.errors import TransferError
 from core.types.handoff import Handoff
 from core.wire.rank_server import RankHost
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.protocol.rank_transfer import Passage, Shipment
+from kvtransfer.protocol.rank_transfer import RankTransfer, Shipment
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.sender import Sender
 
@@ -33,7 +33,7 @@ class NearSide:
         self.host = RankHost(HOST, NEAR)
         self.guard = LinkGuard(secrets.token_bytes(32), is_encrypted=is_encrypted)
         self._senders: list[Sender] = []
-        self.far = OrderedProcess("kvtransfer.bench.far_side", answer_s=TIMEOUT_S)
+        self.far = ChildProcess("kvtransfer.bench.far_side", answer_s=TIMEOUT_S)
         self.far.ask("agree", secret=self.guard.secret.hex(), is_encrypted=is_encrypted)
         self.address: str = self.far.ask("address")
 
@@ -78,7 +78,7 @@ class MeasuredSender:
         self._sender = sender
         self._shipments = shipments
 
-    def begin(self, num_tokens: int) -> Passage:
+    def begin(self, num_tokens: int) -> RankTransfer:
         """A handoff of positions [0, num_tokens), which lie in the first blocks of either pool."""
         layout = self._sender.config.pool.layout
         num_blocks = -(-num_tokens // layout.block_size)
@@ -94,13 +94,13 @@ class MeasuredSender:
             ttl_s=TIMEOUT_S,
         )
         self._near.far.ask("open", handoff=handoff.id, num_tokens=num_tokens, num_blocks=num_blocks)
-        passage = self._sender.begin(handoff, range(num_blocks))
-        assert passage
-        return passage
+        transfer = self._sender.begin(handoff, range(num_blocks))
+        assert transfer
+        return transfer
 
-    def finish(self, passage: Passage) -> tuple[Shipment, float]:
+    def finish(self, transfer: RankTransfer) -> tuple[Shipment, float]:
         """Wait until a committed passage has landed: its shipment, and when. Raises TransferError."""
         shipment = self._shipments.get(timeout=TIMEOUT_S)
         if shipment.error:
-            raise TransferError(f"{passage.handoff.id}: {shipment.error}")
-        return shipment, self._near.far.ask("landed", handoff=passage.handoff.id)
+            raise TransferError(f"{transfer.handoff.id}: {shipment.error}")
+        return shipment, self._near.far.ask("landed", handoff=transfer.handoff.id)

@@ -86,11 +86,11 @@ def _handoff(near: NearSide, wire_dtype: str, backend: str, num_bytes: int, coun
     sender = near.sender(pool, wire_dtype=wire_dtype, backend=backend, group_bytes=1)
 
     def carry() -> float:
-        passage = sender.begin(num_tokens)
+        transfer = sender.begin(num_tokens)
         for layer in range(layout.num_layers):
-            passage.layer_ready(layer, 0, num_tokens)
-        passage.commit(num_tokens, [1])
-        shipment, _ = sender.finish(passage)
+            transfer.layer_ready(layer, 0, num_tokens)
+        transfer.commit(num_tokens, [1])
+        shipment, _ = sender.finish(transfer)
         return shipment.seconds * num_bytes * count / shipment.wire_bytes
 
     return carry

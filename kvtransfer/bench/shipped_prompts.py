@@ -66,24 +66,24 @@ class ShippedPrompts:
 
     def _ship_while_computing(self, num_tokens: int) -> tuple[float, float]:
         """Seconds of the computation, and from its end until everything has landed."""
-        passage = self._sender.begin(num_tokens)
+        transfer = self._sender.begin(num_tokens)
 
         def on_layer(batch: Batch, layer: int) -> None:
-            passage.layer_ready(layer, int(batch.positions[0]), int(batch.positions[-1]) + 1)
+            transfer.layer_ready(layer, int(batch.positions[0]), int(batch.positions[-1]) + 1)
 
         begin = time.monotonic()
         seconds = self._compute(num_tokens, on_layer)
-        passage.commit(num_tokens, [1])
-        _, landed_at = self._sender.finish(passage)
+        transfer.commit(num_tokens, [1])
+        _, landed_at = self._sender.finish(transfer)
         return seconds, landed_at - begin - seconds
 
     def _ship_alone(self, num_tokens: int) -> tuple[float, int]:
         """Seconds of the transfer when everything has been computed before, and its bytes."""
-        passage = self._sender.begin(num_tokens)
+        transfer = self._sender.begin(num_tokens)
         begin = time.monotonic()
-        passage.all_layers_ready(0, num_tokens)
-        passage.commit(num_tokens, [1])
-        shipment, landed_at = self._sender.finish(passage)
+        transfer.all_layers_ready(0, num_tokens)
+        transfer.commit(num_tokens, [1])
+        shipment, landed_at = self._sender.finish(transfer)
         return landed_at - begin, shipment.wire_bytes
 
 

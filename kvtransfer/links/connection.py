@@ -13,7 +13,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore
 
 from core.types.errors import LinkClosed
-from kvtransfer.links.acceptor import Doorway
+from kvtransfer.links.acceptor import Acceptor
 from kvtransfer.links.handshake import NONCE_BYTES, PROOF_BYTES, Handshake, new_nonce
 from kvtransfer.links.link import LinkEnd
 
@@ -96,9 +96,9 @@ def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
     family = socket.AF_INET6 if ":" in end.host else socket.AF_INET
     deadline = time.monotonic() + end.timeout_s
     with socket.create_server((end.host, 0), family=family) as server:
-        doorway = Doorway(server, _handshake(end))
+        acceptor = Acceptor(server, _handshake(end))
         PrefixStore(end.prefix, end.store).set(_PLACE, f"{end.host} {server.getsockname()[1]}")
-        return doorway.wait(until=deadline)
+        return acceptor.wait(until=deadline)
 
 
 def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:

@@ -16,7 +16,7 @@ import torch
 from engine.runner import streams
 
 
-class Mark:
+class StreamEvent:
     """What a thread has started on a device up to now."""
 
     def __init__(self, device: torch.device) -> None:
@@ -38,11 +38,11 @@ class Mark:
 
 
 @contextmanager
-def own_lane(device: torch.device) -> Iterator[int]:
+def own_stream(device: torch.device) -> Iterator[int]:
     """Inside, what the calling thread starts on the device goes to a stream that nobody else has: its handle."""
-    lane = streams.streams_of(device).lane()
+    device_stream = streams.streams_of(device).device_stream()
     try:
-        with lane.entered():
-            yield lane.handle
+        with device_stream.entered():
+            yield device_stream.handle
     finally:
-        lane.close()
+        device_stream.close()

@@ -21,7 +21,7 @@ TAG_BYTES = 16
 _NONCE_BYTES = 12
 
 
-def sealed_size(num_bytes: int) -> int:
+def encrypted_size(num_bytes: int) -> int:
     """What a payload of so many bytes takes on the wire."""
     return num_bytes + TAG_BYTES * -(-num_bytes // PIECE_BYTES)
 
@@ -34,17 +34,17 @@ class Cipher:
         self._aead = AESGCM(key)
         self._count = 0
 
-    def seal(self, payload: memoryview, sealed: memoryview) -> Iterator[int]:
-        """Fill `sealed`, of sealed_size(len(payload)) bytes, piece by piece; after each, how much is filled."""
+    def fill_block(self, payload: memoryview, encrypted: memoryview) -> Iterator[int]:
+        """Fill `encrypted`, of sealed_size(len(payload)) bytes, piece by piece; after each, how much is filled."""
         for start, end in _pieces(len(payload)):
-            into = sealed[sealed_size(start) : sealed_size(end)]
+            into = encrypted[encrypted_size(start) : encrypted_size(end)]
             self._aead.encrypt_into(self._next_nonce(), payload[start:end], None, into)
-            yield sealed_size(end)
+            yield encrypted_size(end)
 
-    def open(self, sealed: memoryview, piece: memoryview) -> None:
+    def open(self, encrypted: memoryview, piece: memoryview) -> None:
         """Fill `piece`, the next one of a payload. Raises LinkClosed if this is not what the other end has sealed."""
         try:
-            self._aead.decrypt_into(self._next_nonce(), sealed, None, piece)
+            self._aead.decrypt_into(self._next_nonce(), encrypted, None, piece)
         except InvalidTag:
             raise LinkClosed("tcp: what came is not what was sent") from None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from core.types.errors import LinkClosed
-from kvtransfer.links.device_stream import Mark, own_lane
+from kvtransfer.links.device_stream import StreamEvent, own_stream
 from kvtransfer.links.link import LinkEnd, Operation
 from kvtransfer.links.nccl_library import Nccl, NcclError, loaded_nccl
 
@@ -47,7 +47,7 @@ class NcclLink:
         self.device = end.device
         self._end = end
         self._nccl = nccl or loaded_nccl()
-        self._todo: queue.SimpleQueue[tuple[Tensor, Mark] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[Tensor, StreamEvent] | None] = queue.SimpleQueue()
         self._num_started = 0  # belongs to the thread that uses the link
         self._launching: Tensor | None = None  # what NCCL is given right now; belongs to the link's thread
         # Under this lock, and told by it:
@@ -82,7 +82,7 @@ class NcclLink:
     def _start(self, payload: Tensor) -> Operation:
         self._check_open()
         self._num_started += 1
-        self._todo.put((payload, Mark(self.device)))
+        self._todo.put((payload, StreamEvent(self.device)))
         return _NcclOperation(self, self._num_started)
 
     def _wait(self, is_so: Callable[[], bool], *, timeout_s: float, what: str) -> None:
@@ -124,7 +124,7 @@ class NcclLink:
 
     def _run(self) -> None:
         try:
-            with _on(self.device), own_lane(self.device) as stream:
+            with _on(self.device), own_stream(self.device) as stream:
                 self._work(stream)
         except Exception as error:  # the edge of this thread: whoever waits must hear of it
             self._fail(LinkClosed(f"nccl: {error}"))
@@ -135,11 +135,11 @@ class NcclLink:
             thread_places().release()
 
     def _work(self, stream: int) -> None:
-        under_way: deque[tuple[Tensor, Mark]] = deque()
+        under_way: deque[tuple[Tensor, StreamEvent]] = deque()
         try:
             self._make()
             greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            under_way.append(self._launch(greeting, Mark(self.device), stream))
+            under_way.append(self._launch(greeting, StreamEvent(self.device), stream))
             self._until(lambda: under_way[0][1].is_over)
             under_way.clear()
             with self._changed:
@@ -151,7 +151,7 @@ class NcclLink:
         finally:
             self._abort()
             # Until then the device may write to what is under way, and to what NCCL was given and has said nothing of.
-            Mark(self.device).wait()
+            StreamEvent(self.device).wait()
             self._launching = None
 
     def _make(self) -> None:
@@ -191,7 +191,7 @@ class NcclLink:
             self._communicator = communicator
         self._until(lambda: self._nccl.is_ready(communicator))
 
-    def _serve(self, under_way: deque[tuple[Tensor, Mark]], stream: int) -> None:
+    def _serve(self, under_way: deque[tuple[Tensor, StreamEvent]], stream: int) -> None:
         communicator = self._communicator
         while communicator is not None:
             self._check_open()
@@ -208,7 +208,7 @@ class NcclLink:
                 self._nccl.is_ready(communicator)  # raises for a peer that is gone
                 time.sleep(_POLL_S)
 
-    def _launch(self, payload: Tensor, before: Mark, stream: int) -> tuple[Tensor, Mark]:
+    def _launch(self, payload: Tensor, before: StreamEvent, stream: int) -> tuple[Tensor, StreamEvent]:
         """Give an operation to the device; it comes behind `before`. Returns what it holds, and its own end."""
         communicator = self._communicator
         if communicator is None:
@@ -221,7 +221,7 @@ class NcclLink:
             self._nccl.recv(communicator, payload.data_ptr(), payload.numel(), of=_SENDER, stream=stream)
         self._until(lambda: self._nccl.is_ready(communicator))
         self._launching = None
-        return payload, Mark(self.device)
+        return payload, StreamEvent(self.device)
 
     def _until(self, is_so: Callable[[], bool]) -> None:
         """Look again and again. Raises LinkClosed when the link is closed meanwhile."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from core.types.errors import LinkClosed, SpecError
-from kvtransfer.links.device_stream import Mark
+from kvtransfer.links.device_stream import StreamEvent
 from kvtransfer.links.link import LinkEnd, Operation
 
 _POLL_S = 5e-5
@@ -63,7 +63,7 @@ class NixlLink:
         self._agent_lock = threading.Lock()  # of all below: of the thread that uses the link, and of who ends it
         self._agent: _Agent | None = None
         self._num_started = self._num_done = 0  # operations
-        self._receives: deque[tuple[int, Tensor, Mark]] = deque()  # not begun
+        self._receives: deque[tuple[int, Tensor, StreamEvent]] = deque()  # not begun
         self._offers: dict[int, bytes] = {}  # that nobody has read yet
         self._reads: deque[tuple[Tensor, Any]] = deque()  # under way
         self._sends: dict[int, Tensor] = {}
@@ -95,7 +95,7 @@ class NixlLink:
         operation.wait(timeout_s=max(0.0, until - time.monotonic()))
 
     def send(self, payload: Tensor) -> Operation:
-        Mark(self.device).wait()  # NIXL knows no streams: whoever reads the payload must find it there
+        StreamEvent(self.device).wait()  # NIXL knows no streams: whoever reads the payload must find it there
 
         def offer(agent: _Agent, number: int) -> None:
             agent.offer(number, payload)
@@ -104,7 +104,7 @@ class NixlLink:
         return self._start(offer)
 
     def recv(self, payload: Tensor) -> Operation:
-        mark = Mark(self.device)  # what its memory was used for before
+        mark = StreamEvent(self.device)  # what its memory was used for before
         return self._start(lambda agent, number: self._receives.append((number, payload, mark)))
 
     def close(self) -> None:

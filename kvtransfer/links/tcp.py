@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.types.errors import LinkClosed
 from kvtransfer.links.connection import Connection, meet
-from kvtransfer.links.encryption import Cipher, pieces, sealed_size
+from kvtransfer.links.encryption import Cipher, encrypted_size, pieces
 from kvtransfer.links.link import LinkEnd, Operation
 
 
@@ -52,7 +52,7 @@ class TcpLink:
     def recv(self, payload: Tensor) -> Operation:
         wire = self._met
         wire.connection.check()
-        return _Receiving(wire.connection, payload.numpy().data, wire.sealer)
+        return _Receiving(wire.connection, payload.numpy().data, wire.encryptor)
 
     def close(self) -> None:
         with self._lock:
@@ -73,21 +73,21 @@ class _Wire:
 
     def __init__(self, connection: Connection, cipher: Cipher | None) -> None:
         self.connection = connection
-        self.sealer = _Sealer(cipher) if cipher else None
+        self.encryptor = _Encryptor(cipher) if cipher else None
         self.pusher = _Pusher(connection)
 
     def send(self, payload: memoryview) -> Operation:
         self.connection.check()
-        if self.sealer is None:
+        if self.encryptor is None:
             left = self.connection.move_now(payload) if self.pusher.is_idle else payload
             return self.pusher.push(left) if left else _Sent()
-        sealed = self.sealer.buffer(sealed_size(len(payload)))
+        encrypted = self.encryptor.buffer(encrypted_size(len(payload)))
         num_sent = 0
-        for num_sealed in self.sealer.cipher.seal(payload, sealed):  # what is sealed leaves at once
+        for num_encrypted in self.encryptor.cipher.fill_block(payload, encrypted):  # what is sealed leaves at once
             if self.pusher.is_idle:
-                num_sent = num_sealed - len(self.connection.move_now(sealed[num_sent:num_sealed]))
-        left = sealed[num_sent:]
-        return _Sealed(self.pusher.push(left) if left else _Sent(), sealed, self.sealer)
+                num_sent = num_encrypted - len(self.connection.move_now(encrypted[num_sent:num_encrypted]))
+        left = encrypted[num_sent:]
+        return _EncryptedReceiver(self.pusher.push(left) if left else _Sent(), encrypted, self.encryptor)
 
 
 class _Sent:
@@ -98,28 +98,28 @@ class _Sent:
 
 
 class _Receiving:
-    def __init__(self, connection: Connection, payload: memoryview, sealer: _Sealer | None) -> None:
+    def __init__(self, connection: Connection, payload: memoryview, encryptor: _Encryptor | None) -> None:
         self._connection = connection
         self._payload = payload
-        self._sealer = sealer
+        self._encryptor = encryptor
 
     def wait(self, *, timeout_s: float) -> None:
-        if self._sealer is None:
+        if self._encryptor is None:
             self._connection.move_all(self._payload, timeout_s=timeout_s)
             return
         deadline = time.monotonic() + timeout_s
         try:
             for piece in pieces(self._payload):
-                sealed = self._sealer.buffer(sealed_size(len(piece)))
-                self._connection.move_all(sealed, timeout_s=max(0.0, deadline - time.monotonic()))
-                self._sealer.cipher.open(sealed, piece)
-                self._sealer.free(sealed)
+                encrypted = self._encryptor.buffer(encrypted_size(len(piece)))
+                self._connection.move_all(encrypted, timeout_s=max(0.0, deadline - time.monotonic()))
+                self._encryptor.cipher.open(encrypted, piece)
+                self._encryptor.free(encrypted)
         except LinkClosed:
             self._connection.close()
             raise
 
 
-class _Sealer:
+class _Encryptor:
     """A cipher, and buffers for what it seals: memory that was touched once costs less the next time."""
 
     def __init__(self, cipher: Cipher) -> None:
@@ -133,23 +133,23 @@ class _Sealer:
             buffer = bytearray(num_bytes)
         return memoryview(buffer)[:num_bytes]
 
-    def free(self, sealed: memoryview) -> None:
-        buffer = sealed.obj
+    def free(self, encrypted: memoryview) -> None:
+        buffer = encrypted.obj
         assert isinstance(buffer, bytearray)
         self._buffers.append(buffer)
 
 
-class _Sealed:
+class _EncryptedReceiver:
     """A sealed payload on its way."""
 
-    def __init__(self, sending: Operation, sealed: memoryview, sealer: _Sealer) -> None:
+    def __init__(self, sending: Operation, encrypted: memoryview, encryptor: _Encryptor) -> None:
         self._sending = sending
-        self._sealed = sealed
-        self._sealer = sealer
+        self._encrypted = encrypted
+        self._encryptor = encryptor
 
     def wait(self, *, timeout_s: float) -> None:
         self._sending.wait(timeout_s=timeout_s)
-        self._sealer.free(self._sealed)
+        self._encryptor.free(self._encrypted)
 
 
 class _Pusher:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from core.types.handoff import Handoff, Holder
+from core.types.handoff import Handoff, PrefixSource
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.incoming_transfers import Arrival, Arrivals, ReceivingEnd
+from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTransfers, ReceivingEnd
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.segment import operation_timeout
 
@@ -31,16 +31,16 @@ class Call(Protocol):
 
 
 @dataclass(eq=False)
-class Pull(Generic[T]):
+class Fetch(Generic[T]):
     """One prefix on its way here, for `owner`."""
 
     owner: T
-    holder: Holder
+    prefix_source: PrefixSource
     handoff: Handoff
     hashes: tuple[bytes, ...]  # from the beginning of the prefix
     timeout_s: float
     begun_at: float
-    arrival: Arrival[Pull[T]] | None = None
+    incoming: IncomingTransfer[Fetch[T]] | None = None
     call: Call | None = None
 
     @property
@@ -49,26 +49,26 @@ class Pull(Generic[T]):
 
     @property
     def opening(self) -> Opening:
-        assert self.arrival
-        return self.arrival.opening
+        assert self.incoming
+        return self.incoming.opening
 
     @property
     def num_tokens(self) -> int:
         """Positions that have come."""
-        assert self.arrival
-        return self.arrival.num_tokens - self.opening.first_token
+        assert self.incoming
+        return self.incoming.num_tokens - self.opening.first_token
 
     @property
     def features(self) -> bytes:
         """Of the last of these."""
-        assert self.arrival
-        return self.arrival.features
+        assert self.incoming
+        return self.incoming.features
 
     @property
     def problem(self) -> str:
         """Of what has come; empty: none is known."""
-        assert self.arrival
-        return self.arrival.problem
+        assert self.incoming
+        return self.incoming.problem
 
     @property
     def exposed(self) -> set[int]:
@@ -76,7 +76,7 @@ class Pull(Generic[T]):
         return set(self.opening.block_ids)
 
 
-class Pulls(Generic[T]):
+class PrefixFetches(Generic[T]):
     """Owned by the step thread of rank 0, as the arrivals are.
 
     `call` opens the handoff on the other ranks, asks the holder, and leaves word by `missed` if nothing comes of it.
@@ -92,10 +92,10 @@ class Pulls(Generic[T]):
         layout: KVLayout,
         timeout_s: float,
         close_elsewhere: Callable[[str, Callable[[], None]], None],
-        call: Callable[[Pull[T]], Call],
+        call: Callable[[Fetch[T]], Call],
     ) -> None:
         """timeout_s: for the holder to answer, beyond what the bytes need."""
-        self._arrivals: Arrivals[Pull[T]] = Arrivals(
+        self._incoming_transfers: IncomingTransfers[Fetch[T]] = IncomingTransfers(
             receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_elsewhere
         )
         self._replica = replica
@@ -103,7 +103,7 @@ class Pulls(Generic[T]):
         self._layout = layout
         self._timeout_s = timeout_s
         self._call = call
-        self._under_way: dict[T, Pull[T]] = {}
+        self._under_way: dict[T, Fetch[T]] = {}
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -111,7 +111,7 @@ class Pulls(Generic[T]):
     def begin(
         self,
         owner: T,
-        holder: Holder,
+        prefix_source: PrefixSource,
         *,
         id: str,
         hashes: Sequence[bytes],
@@ -119,7 +119,8 @@ class Pulls(Generic[T]):
         first_block: int,
         now: float,
     ) -> None:
-        """Ask `holder` for the blocks of `hashes` from `first_block` on, which go to the same places of `blocks`.
+        """Ask `prefix_source` for the blocks of `hashes` from `first_block` on, which go to the same places of
+        `blocks`.
 
         `id` may come again, but not at the same time `now`, in seconds on the caller's clock. Who does not hear of the
         handoff must not be able to guess it.
@@ -138,35 +139,35 @@ class Pulls(Generic[T]):
             max_tokens=len(hashes) * size,
             ttl_s=timeout_s,
         )
-        opening = Opening.of(handoff, blocks[first_block : len(hashes)], sender=holder.replica)
-        pull = self._under_way[owner] = Pull(owner, holder, handoff, tuple(hashes), timeout_s, begun_at=now)
-        pull.arrival = self._arrivals.open(opening, owner=pull, expires_at=now + timeout_s)
-        pull.call = self._call(pull)
+        opening = Opening.of(handoff, blocks[first_block : len(hashes)], sender=prefix_source.replica)
+        fetch = self._under_way[owner] = Fetch(owner, prefix_source, handoff, tuple(hashes), timeout_s, begun_at=now)
+        fetch.incoming = self._incoming_transfers.open(opening, owner=fetch, expires_at=now + timeout_s)
+        fetch.call = self._call(fetch)
 
-    def landed(self, rank: int, landing: Landing) -> Pull[T] | None:
+    def landed(self, rank: int, landing: Landing) -> Fetch[T] | None:
         """One rank has what the holder sent. The pull, once, when every rank has."""
-        arrival = self._arrivals.landed(rank, landing)
-        return self._under_way.pop(arrival.owner.owner) if arrival else None
+        incoming = self._incoming_transfers.landed(rank, landing)
+        return self._under_way.pop(incoming.owner.owner) if incoming else None
 
-    def missed(self, pull: Pull[T]) -> bool:
+    def missed(self, fetch: Fetch[T]) -> bool:
         """Nothing comes of it: it is given up. False if it is over already."""
-        if self._under_way.get(pull.owner) is not pull:
+        if self._under_way.get(fetch.owner) is not fetch:
             return False
-        self.cancel(pull.owner)
+        self.cancel(fetch.owner)
         return True
 
-    def expired(self, now: float) -> list[Pull[T]]:
+    def expired(self, now: float) -> list[Fetch[T]]:
         """Those that have waited long enough: they are given up."""
-        expired = [arrival.owner for arrival in self._arrivals.expired(now)]
-        for pull in expired:
-            self.cancel(pull.owner)
+        expired = [incoming.owner for incoming in self._incoming_transfers.expired(now)]
+        for fetch in expired:
+            self.cancel(fetch.owner)
         return expired
 
-    def cancel(self, owner: T) -> Pull[T] | None:
+    def cancel(self, owner: T) -> Fetch[T] | None:
         """The owner waits no more: if it did, the blocks that were opened are not its own any more."""
-        pull = self._under_way.pop(owner, None)
-        if pull:
-            assert pull.arrival and pull.call
-            pull.call.cancel()
-            self._arrivals.give_up(pull.arrival)
-        return pull
+        fetch = self._under_way.pop(owner, None)
+        if fetch:
+            assert fetch.incoming and fetch.call
+            fetch.call.cancel()
+            self._incoming_transfers.give_up(fetch.incoming)
+        return fetch

@@ -35,7 +35,7 @@ class ReceivingEnd(Protocol):
         ...
 
 
-class ArrivalState(StrEnum):
+class IncomingTransferState(StrEnum):
     OPEN = "open"
     WHOLE = "whole"
     CLOSING = "closing"
@@ -43,13 +43,13 @@ class ArrivalState(StrEnum):
 
 
 @dataclass(eq=False)
-class Arrival(Generic[T]):
+class IncomingTransfer(Generic[T]):
     """One handoff that was opened here, for `owner`."""
 
     owner: T
     opening: Opening
     expires_at: float  # on the caller's clock
-    state: ArrivalState = ArrivalState.OPEN
+    state: IncomingTransferState = IncomingTransferState.OPEN
     problem: str = ""  # of what has landed; then nobody need wait any longer
     landed: dict[int, Landing] = field(default_factory=dict)  # the newest of each rank
 
@@ -76,7 +76,7 @@ class Arrival(Generic[T]):
         return self.landed[0].epoch
 
 
-class Arrivals(Generic[T]):
+class IncomingTransfers(Generic[T]):
     """Owned by the step thread of rank 0. `close_elsewhere` closes a handoff on the other ranks, however long that may
     take, and then runs the command on this thread."""
 
@@ -92,58 +92,58 @@ class Arrivals(Generic[T]):
         self._blocks = blocks
         self._num_ranks = num_ranks
         self._close_elsewhere = close_elsewhere
-        self._open: dict[str, Arrival[T]] = {}
+        self._open: dict[str, IncomingTransfer[T]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, opening: Opening, *, owner: T, expires_at: float) -> Arrival[T]:
+    def open(self, opening: Opening, *, owner: T, expires_at: float) -> IncomingTransfer[T]:
         """Open a handoff on this rank. The other ranks must have opened it too before anyone is told of it."""
-        arrival = self._open[opening.handoff] = Arrival(owner, opening, expires_at)
+        incoming = self._open[opening.handoff] = IncomingTransfer(owner, opening, expires_at)
         self._receiver.open(opening)
-        return arrival
+        return incoming
 
-    def landed(self, rank: int, landing: Landing) -> Arrival[T] | None:
+    def landed(self, rank: int, landing: Landing) -> IncomingTransfer[T] | None:
         """One rank has all of it. The arrival, once, when every rank has; if they do not have the same, it expires."""
-        arrival = self._open.get(landing.handoff)
-        if arrival is None or not 0 <= rank < self._num_ranks:
+        incoming = self._open.get(landing.handoff)
+        if incoming is None or not 0 <= rank < self._num_ranks:
             return None
-        known = arrival.landed.get(rank)
+        known = incoming.landed.get(rank)
         if known is None or known.epoch < landing.epoch:
-            arrival.landed[rank] = landing
-        if len(arrival.landed) < self._num_ranks:
+            incoming.landed[rank] = landing
+        if len(incoming.landed) < self._num_ranks:
             return None
-        counts = [arrival.landed[rank].num_tokens for rank in range(self._num_ranks)]
-        if len({*counts}) > 1 or not arrival.opening.num_tokens <= counts[0] <= arrival.opening.max_tokens:
-            arrival.problem, arrival.expires_at = f"its ranks have {counts} positions", -math.inf
+        counts = [incoming.landed[rank].num_tokens for rank in range(self._num_ranks)]
+        if len({*counts}) > 1 or not incoming.opening.num_tokens <= counts[0] <= incoming.opening.max_tokens:
+            incoming.problem, incoming.expires_at = f"its ranks have {counts} positions", -math.inf
             return None
-        self._end(arrival, ArrivalState.WHOLE)
-        self._close(arrival, lambda: None)  # they only forget it
-        return arrival
+        self._end(incoming, IncomingTransferState.WHOLE)
+        self._close(incoming, lambda: None)  # they only forget it
+        return incoming
 
-    def give_up(self, arrival: Arrival[T]) -> None:
+    def give_up(self, incoming: IncomingTransfer[T]) -> None:
         """Nobody waits for it any more. Takes over the owner's reference to the blocks that were opened."""
-        exposed = list(arrival.opening.block_ids)
-        self._end(arrival, ArrivalState.CLOSING)
+        exposed = list(incoming.opening.block_ids)
+        self._end(incoming, IncomingTransferState.CLOSING)
         self._blocks.quarantine(exposed)
 
         def closed() -> None:
-            arrival.state = ArrivalState.CLOSED
+            incoming.state = IncomingTransferState.CLOSED
             self._blocks.release(exposed)
 
-        self._close(arrival, closed)
+        self._close(incoming, closed)
 
-    def expired(self, now: float) -> list[Arrival[T]]:
+    def expired(self, now: float) -> list[IncomingTransfer[T]]:
         """Those that have waited long enough, or in vain: give them up."""
-        return [arrival for arrival in self._open.values() if arrival.expires_at < now]
+        return [incoming for incoming in self._open.values() if incoming.expires_at < now]
 
-    def _end(self, arrival: Arrival[T], state: ArrivalState) -> None:
-        arrival.state = state
-        del self._open[arrival.id]
+    def _end(self, incoming: IncomingTransfer[T], state: IncomingTransferState) -> None:
+        incoming.state = state
+        del self._open[incoming.id]
 
-    def _close(self, arrival: Arrival[T], then: Callable[[], None]) -> None:
-        self._receiver.close(arrival.id)
+    def _close(self, incoming: IncomingTransfer[T], then: Callable[[], None]) -> None:
+        self._receiver.close(incoming.id)
         if self._num_ranks == 1:
             then()
         else:
-            self._close_elsewhere(arrival.id, then)
+            self._close_elsewhere(incoming.id, then)

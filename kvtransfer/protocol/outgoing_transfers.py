@@ -27,7 +27,7 @@ T = TypeVar("T")
 _MAX_ENDED = 4096  # a call that is made twice, or a report, comes late by a deadline, not by thousands of handoffs
 
 
-class DepartureState(StrEnum):
+class OutgoingTransferState(StrEnum):
     SENDING = "sending"
     FAILING = "failing"
     LANDED = "landed"
@@ -35,14 +35,14 @@ class DepartureState(StrEnum):
 
 
 @dataclass(eq=False)
-class Departure(Generic[T]):
+class OutgoingTransfer(Generic[T]):
     """One handoff on its way out, for `owner`."""
 
     owner: T
     handoff: Handoff
     ranks: set[int]  # ours that still send
     blocks: list[int]
-    state: DepartureState = DepartureState.SENDING
+    state: OutgoingTransferState = OutgoingTransferState.SENDING
     error: TransferError | None = None
     done: list[Shipment] = field(default_factory=list)
 
@@ -67,12 +67,12 @@ class Departure(Generic[T]):
         )
 
 
-class Departures(Generic[T]):
+class OutgoingTransfers(Generic[T]):
     """Owned by the step thread of rank 0."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        self._under_way: dict[HandoffKey, Departure[T]] = {}
+        self._under_way: dict[HandoffKey, OutgoingTransfer[T]] = {}
         self._ended: OrderedDict[HandoffKey, None] = OrderedDict()
         self._aborts: list[HandoffKey] = []
 
@@ -84,44 +84,44 @@ class Departures(Generic[T]):
         would end a second one while that is still being read."""
         return key in self._under_way or key in self._ended
 
-    def begin(self, handoff: Handoff, blocks: Sequence[int], *, ranks: Iterable[int], owner: T) -> Departure[T]:
+    def begin(self, handoff: Handoff, blocks: Sequence[int], *, ranks: Iterable[int], owner: T) -> OutgoingTransfer[T]:
         """Our `ranks` begin to send these blocks, which somebody holds now. Nobody may know the handoff's key yet."""
-        departure = Departure(owner, handoff, set(ranks), [])
-        assert not self.knows(departure.key), f"{departure.key} is under way, or was"
-        self._under_way[departure.key] = departure
-        self.grow(departure, blocks)
-        return departure
+        outgoing = OutgoingTransfer(owner, handoff, set(ranks), [])
+        assert not self.knows(outgoing.key), f"{outgoing.key} is under way, or was"
+        self._under_way[outgoing.key] = outgoing
+        self.grow(outgoing, blocks)
+        return outgoing
 
-    def grow(self, departure: Departure[T], blocks: Sequence[int]) -> None:
+    def grow(self, outgoing: OutgoingTransfer[T], blocks: Sequence[int]) -> None:
         """The table from position 0 on has become `blocks`: hold those that are new."""
-        new = blocks[len(departure.blocks) :]
+        new = blocks[len(outgoing.blocks) :]
         self._blocks.share(new)
-        departure.blocks += new
+        outgoing.blocks += new
 
-    def abort(self, departure: Departure[T], error: TransferError) -> None:
+    def abort(self, outgoing: OutgoingTransfer[T], error: TransferError) -> None:
         """Stop sending; it is over when every rank says so. The first error counts."""
-        if departure.state is DepartureState.SENDING:
-            departure.state, departure.error = DepartureState.FAILING, error
-            self._aborts.append(departure.key)
+        if outgoing.state is OutgoingTransferState.SENDING:
+            outgoing.state, outgoing.error = OutgoingTransferState.FAILING, error
+            self._aborts.append(outgoing.key)
 
-    def ended(self, rank: int, shipment: Shipment) -> Departure[T] | None:
+    def ended(self, rank: int, shipment: Shipment) -> OutgoingTransfer[T] | None:
         """One of our ranks has ended its part. The departure, or None if that was known already."""
-        departure = self._under_way.get((shipment.handoff, shipment.epoch))
-        if departure is None or rank not in departure.ranks:
+        outgoing = self._under_way.get((shipment.handoff, shipment.epoch))
+        if outgoing is None or rank not in outgoing.ranks:
             return None
-        departure.ranks.discard(rank)
-        departure.done.append(shipment)
+        outgoing.ranks.discard(rank)
+        outgoing.done.append(shipment)
         if shipment.error:
-            self.abort(departure, shipment.error)
-        if departure.is_over:
-            failed = departure.state is DepartureState.FAILING
-            departure.state = DepartureState.FAILED if failed else DepartureState.LANDED
-            del self._under_way[departure.key]
-            self._ended[departure.key] = None
+            self.abort(outgoing, shipment.error)
+        if outgoing.is_over:
+            failed = outgoing.state is OutgoingTransferState.FAILING
+            outgoing.state = OutgoingTransferState.FAILED if failed else OutgoingTransferState.LANDED
+            del self._under_way[outgoing.key]
+            self._ended[outgoing.key] = None
             if len(self._ended) > _MAX_ENDED:
                 self._ended.popitem(last=False)
-            self._blocks.free(departure.blocks)
-        return departure
+            self._blocks.free(outgoing.blocks)
+        return outgoing
 
     def take_aborts(self) -> list[HandoffKey]:
         """What the ranks must be ordered to abort."""

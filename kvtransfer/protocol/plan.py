@@ -35,7 +35,7 @@ def plan_heads(*, sender: KVLayout, receiver: KVLayout) -> list[HeadCopy]:
         start, end = receiver.head_range(rank)
         head = start
         while head < end:
-            source = _holder(sender, head, spread=rank)
+            source = _prefix_source(sender, head, spread=rank)
             first, last = sender.head_range(source)
             num_heads = min(last, end) - head
             copies.append(
@@ -69,7 +69,7 @@ def sending_ranks(layout: KVLayout, *, num_receivers: int) -> set[int]:
     return {copy.sender for copy in copies}
 
 
-def _holder(layout: KVLayout, head: int, *, spread: int) -> int:
+def _prefix_source(layout: KVLayout, head: int, *, spread: int) -> int:
     """A rank that holds `head`; among several, number `spread` (modulo)."""
     if layout.tensor_parallel <= layout.num_kv_heads:
         return head * layout.tensor_parallel // layout.num_kv_heads

@@ -50,29 +50,29 @@ class Ending:
 class Carrier(Protocol):
     """A link to one receiving rank, as its outlets see it."""
 
-    def put(self, outlet: Outlet, item: Segment | Ending) -> None:
+    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
         """Send this after everything that was put before."""
         ...
 
-    def abort(self, outlet: Outlet, error: TransferError) -> None:
+    def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
         """Fail this outlet; the others go on."""
         ...
 
 
-class OutletState(StrEnum):
+class LinkTransferState(StrEnum):
     SENDING = "sending"
     COMMITTED = "committed"
     LANDED = "landed"
     FAILED = "failed"
 
 
-class Outlet:
+class LinkTransfer:
     """One handoff's part that goes through one link. The carrier holds a lock over every change of state."""
 
-    def __init__(self, passage: Passage, copy: HeadCopy, carrier: Carrier) -> None:
-        self.passage = passage
+    def __init__(self, transfer: RankTransfer, copy: HeadCopy, carrier: Carrier) -> None:
+        self.transfer = transfer
         self.copy = copy
-        self.state = OutletState.SENDING
+        self.state = LinkTransferState.SENDING
         self.error: TransferError | None = None
         self.wire_bytes = 0
         self.link_s = 0.0
@@ -84,11 +84,11 @@ class Outlet:
 
     @property
     def key(self) -> HandoffKey:
-        return self.passage.key
+        return self.transfer.key
 
     @property
     def is_ended(self) -> bool:
-        return self.state in (OutletState.LANDED, OutletState.FAILED)
+        return self.state in (LinkTransferState.LANDED, LinkTransferState.FAILED)
 
     @property
     def is_over(self) -> bool:
@@ -128,7 +128,7 @@ class Outlet:
     def announce_commit(self, ending: Ending) -> CommitFrame:
         """The frame after the last payload. The outlet must not have ended."""
         assert not self.is_ended
-        self.state = OutletState.COMMITTED
+        self.state = LinkTransferState.COMMITTED
         handoff, epoch = self.key
         return CommitFrame(
             handoff=handoff,
@@ -142,16 +142,16 @@ class Outlet:
 
     def landed(self) -> None:
         """The receiving rank says that it has all of it."""
-        if self.state is OutletState.COMMITTED:  # else it speaks of something that we did not say
-            self.state = OutletState.LANDED
+        if self.state is LinkTransferState.COMMITTED:  # else it speaks of something that we did not say
+            self.state = LinkTransferState.LANDED
 
     def fail(self, error: TransferError) -> None:
         """Not to be landed any more. The first end counts."""
         if not self.is_ended:
-            self.state, self.error = OutletState.FAILED, error
+            self.state, self.error = LinkTransferState.FAILED, error
 
 
-class Passage:
+class RankTransfer:
     """All outlets of one handoff on this rank. Handed layer after layer by the thread that computes or orders them.
 
     `blocks` is the sequence's table from position 0 on; the caller keeps the blocks until the passage is over, which is
@@ -171,7 +171,7 @@ class Passage:
         """begun_at: on the caller's clock."""
         self.handoff = handoff
         self.blocks = tuple(blocks)
-        self.outlets: list[Outlet] = []
+        self.link_transfers: list[LinkTransfer] = []
         self._layout = layout
         self._begun_at = begun_at
         self._group_rows = group_rows
@@ -184,12 +184,12 @@ class Passage:
     @property
     def is_idle(self) -> bool:
         """Everything handed over so far has been sent."""
-        return all(outlet.num_put == outlet.num_sent for outlet in self.outlets)
+        return all(link_transfer.num_put == link_transfer.num_sent for link_transfer in self.link_transfers)
 
     @property
     def is_over(self) -> bool:
         """It has landed or failed, and no block is being read any more. Stays so."""
-        return all(outlet.is_over for outlet in self.outlets)
+        return all(link_transfer.is_over for link_transfer in self.link_transfers)
 
     def all_layers_ready(self, first_token: int, end_token: int) -> None:
         """The KV of positions [first_token, end_token) is in the pool, and has been: however many these are, no payload
@@ -225,27 +225,27 @@ class Passage:
         """Positions up to num_tokens have been handed over, and nothing more comes. Rank 0 adds the next tokens, and
         what is known of the last position."""
         self._flush()
-        for outlet in self.outlets:
-            outlet.commit(Ending(num_tokens, tuple(next_tokens), features))
+        for link_transfer in self.link_transfers:
+            link_transfer.commit(Ending(num_tokens, tuple(next_tokens), features))
 
     def abort(self) -> None:
         """It is not wanted any more."""
-        for outlet in self.outlets:
-            outlet.abort(HandoffExpired(f"handoff {self.handoff.id} was aborted"))
+        for link_transfer in self.link_transfers:
+            link_transfer.abort(HandoffExpired(f"handoff {self.handoff.id} was aborted"))
 
     def shipment(self, now: float) -> Shipment:
         """What it came to, once it is over."""
         return Shipment(
             handoff=self.handoff.id,
             epoch=self.handoff.epoch,
-            wire_bytes=sum(outlet.wire_bytes for outlet in self.outlets),
+            wire_bytes=sum(link_transfer.wire_bytes for link_transfer in self.link_transfers),
             seconds=now - self._begun_at,
-            link_s=max((outlet.link_s for outlet in self.outlets), default=0.0),
-            error=next((outlet.error for outlet in self.outlets if outlet.error), None),
+            link_s=max((link_transfer.link_s for link_transfer in self.link_transfers), default=0.0),
+            error=next((link_transfer.error for link_transfer in self.link_transfers if link_transfer.error), None),
         )
 
     def _flush(self) -> None:
         group, self._group = self._group, None
         if group:
-            for outlet in self.outlets:
-                outlet.send(group)
+            for link_transfer in self.link_transfers:
+                link_transfer.send(group)

@@ -19,62 +19,62 @@ from core.wire.thread_events import CallEvents
 from engine.kv.layout import KVLayout
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.protocol.validation import check_handoff
-from kvtransfer.transfer.serve_fetches import Grants
+from kvtransfer.transfer.serve_fetches import ServedFetches
 
 
 @dataclass(frozen=True)
-class Granting:
+class FetchServing:
     """A replica that is up. `post` runs a command on its step thread, which owns the grants."""
 
-    grants: Grants
+    served_fetches: ServedFetches
     layout: KVLayout
     post: Callable[[Callable[[], None]], None]
 
 
-class PullServicer(rpc.PrefixHolderServicer):
-    """One call per prefix, at its holder. Serves once `granting` is there."""
+class FetchServicer(rpc.PrefixFetchServicer):
+    """One call per prefix, at its holder. Serves once `fetch_serving` is there."""
 
     def __init__(self) -> None:
-        self.granting: Granting | None = None
+        self.fetch_serving: FetchServing | None = None
 
-    async def Pull(
-        self, request: pb.PullRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.PullEvent]:
-        granting = self.granting
-        if granting is None:
+    async def Fetch(
+        self, request: pb.FetchRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.FetchEvent]:
+        fetch_serving = self.fetch_serving
+        if fetch_serving is None:
             await abort_with(context, ReplicaLost("this replica serves nothing yet"))
-        handoff, size = handoff_from_proto(request.handoff), granting.layout.block_size
+        handoff, size = handoff_from_proto(request.handoff), fetch_serving.layout.block_size
         try:
-            check_handoff(handoff, granting.layout)
+            check_handoff(handoff, fetch_serving.layout)
             check(len(request.hashes) * size == handoff.max_tokens * HASH_BYTES, "hashes", "must reach to max_tokens")
         except ClusterError as error:
             await abort_with(context, error)
         hashes = [request.hashes[i : i + HASH_BYTES] for i in range(0, len(request.hashes), HASH_BYTES)]
-        grant = _Grant(handoff.first_token)
-        granting.post(lambda: granting.grants.give(handoff, hashes, grant))
+        served_fetch = _ServedFetch(handoff.first_token)
+        fetch_serving.post(lambda: fetch_serving.served_fetches.give(handoff, hashes, served_fetch))
         try:
-            async for event in grant.events:
+            async for event in served_fetch.events:
                 yield event
         except ClusterError as error:
             await abort_with(context, error)
         finally:
-            granting.post(lambda: granting.grants.cancel(grant))
+            fetch_serving.post(lambda: fetch_serving.served_fetches.cancel(served_fetch))
 
 
-class _Grant:
+class _ServedFetch:
     """Brings what happens to a grant from the step thread to the call that waits for it."""
 
     def __init__(self, first_token: int) -> None:
-        self.events: CallEvents[pb.PullEvent] = CallEvents()
+        self.events: CallEvents[pb.FetchEvent] = CallEvents()
         self._first_token = first_token
 
     def granted(self, num_tokens: int) -> None:
-        self.events.put(pb.PullEvent(granted=pb.Granted(num_tokens=num_tokens)))
+        self.events.put(pb.FetchEvent(granted=pb.FetchServed(num_tokens=num_tokens)))
         if num_tokens <= self._first_token:
             self.events.end()
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
         if shipment:
             shipped = pb.Shipped(wire_bytes=shipment.wire_bytes, seconds=shipment.seconds)
-            self.events.put(pb.PullEvent(shipped=shipped))
+            self.events.put(pb.FetchEvent(shipped=shipped))
         self.events.end(error)

@@ -9,7 +9,7 @@ from torch import Tensor
 from core.types.errors import ChecksumMismatch
 from engine.kv.checksum import checksum
 from engine.kv.pool import KVPool
-from kvtransfer.links.device_stream import Mark
+from kvtransfer.links.device_stream import StreamEvent
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing, Ledger
 from kvtransfer.transfer.codec import Codec, slots_of
@@ -32,8 +32,10 @@ class Incoming:
         self._codec = codec
         assert opened.first_token % pool.layout.block_size == 0, "a handoff begins at a block"
         self._slots_T = slots_of(pool, opened.block_ids, 0, opened.max_tokens - opened.first_token)
-        self._opened = Mark(pool.device)  # what the blocks were used for before
-        self._written: dict[int, Mark] = {}  # by sending rank, whose link has a lane of its own: what was started last
+        self._opened = StreamEvent(pool.device)  # what the blocks were used for before
+        self._written: dict[
+            int, StreamEvent
+        ] = {}  # by sending rank, whose link has a lane of its own: what was started last
         self._lock = threading.Lock()
 
     def write(self, frame: SegmentFrame, payload: Tensor, *, sender: str, source: int) -> None:
@@ -51,7 +53,7 @@ class Incoming:
                 slots_T = self._slots_T[start : start + frame.segment.num_tokens]
                 self._opened.hold_up()
                 self._codec.unpack(payload, self._pool, frame.segment, slots_T)
-                self._written[source] = Mark(self._pool.device)
+                self._written[source] = StreamEvent(self._pool.device)
 
     def commit(self, frame: CommitFrame, *, sender: str, source: int, num_sources: int) -> Landing | None:
         """One sending rank is done. The Landing when all `num_sources` of this rank are. Raises as `write` does."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from core.rpc import transfer_pb2 as pb
 from core.types.errors import LinkClosed, RequestError, TransferError
 from kvtransfer.links.backends import make_link
-from kvtransfer.links.device_stream import own_lane
+from kvtransfer.links.device_stream import own_stream
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
@@ -24,7 +24,7 @@ from kvtransfer.protocol.segment import operation_timeout
 from kvtransfer.protocol.validation import check_commit, check_segment
 from kvtransfer.transfer.incoming import Incoming
 from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.rendezvous import Meeting, local_store
+from kvtransfer.transfer.rendezvous import Rendezvous, local_store
 from kvtransfer.transfer.staging import StagingRing
 from kvtransfer.transfer.wire_messages import frame_from_proto
 
@@ -62,7 +62,7 @@ class IncomingLink:
         self,
         handoffs: Handoffs,
         config: LinkConfig,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         *,
         prefix: str,
         sender: str,
@@ -75,7 +75,7 @@ class IncomingLink:
         self.has_begun = False  # to have a thread
         self._handoffs = handoffs
         self._config = config
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._prefix = prefix
         self._sender = sender
         self._copy = copy
@@ -86,7 +86,7 @@ class IncomingLink:
         self._loop = asyncio.get_running_loop()
         self._link: Link | None = None
         self._has_ended = False  # the conversation; then the link fails, which is no news
-        self._refused: tuple[str, int] | None = None  # the last handoff refused: say so once, not per segment
+        self._rejected: tuple[str, int] | None = None  # the last handoff refused: say so once, not per segment
 
     async def converse(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
         threading.Thread(target=self._run, name=f"kv-recv-{self._prefix}", daemon=True).start()
@@ -101,7 +101,7 @@ class IncomingLink:
             self._frames.put(None)
             if self._link:
                 self._link.close()
-            self._meeting.forget(self._prefix)
+            self._rendezvous.forget(self._prefix)
 
     async def _listen(self, frames: AsyncIterator[pb.SenderFrame]) -> None:
         try:
@@ -133,9 +133,9 @@ class IncomingLink:
     # On the link's thread.
 
     def _run(self) -> None:
-        store = local_store(self._meeting, timeout_s=MEET_TIMEOUT_S)
+        store = local_store(self._rendezvous, timeout_s=MEET_TIMEOUT_S)
         try:
-            with own_lane(self._config.pool.device):
+            with own_stream(self._config.pool.device):
                 end = self._config.link_end(store, prefix=self._prefix, is_sender=False)
                 self._link = link = make_link(self._config.backend, end)
                 if self._has_ended:  # before it was there to be closed
@@ -199,10 +199,10 @@ class IncomingLink:
                 assert payload is not None
                 incoming.write(frame, payload, sender=self._sender, source=self._copy.sender)
         except TransferError as error:
-            if self._refused != (frame.handoff, frame.epoch):
-                self._refused = (frame.handoff, frame.epoch)
-                refused = pb.Refused(handoff=frame.handoff, epoch=frame.epoch, reason=str(error))
-                self._answer(pb.ReceiverFrame(refused=refused))
+            if self._rejected != (frame.handoff, frame.epoch):
+                self._rejected = (frame.handoff, frame.epoch)
+                rejected = pb.Rejected(handoff=frame.handoff, epoch=frame.epoch, reason=str(error))
+                self._answer(pb.ReceiverFrame(rejected=rejected))
 
     def _commit(self, incoming: Incoming, frame: CommitFrame) -> None:
         landing = incoming.commit(frame, sender=self._sender, source=self._copy.sender, num_sources=self._num_sources)

@@ -8,7 +8,7 @@ from functools import cached_property
 from torch.distributed import Store
 
 from core.identity.credentials import Identity
-from core.types.failpoint import Probe, unobserved
+from core.types.failpoint import Failpoint, unobserved
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import MEET_TIMEOUT_S, LinkEnd, LinkGuard
 from kvtransfer.transfer.codec import Codec, codec_for
@@ -26,7 +26,7 @@ class LinkConfig:
     host: str  # this rank's own address, on the network that its peers reach
     timeout_s: float  # for a peer to answer at all
     guard: LinkGuard
-    probe: Probe = unobserved
+    failpoint: Failpoint = unobserved
 
     @cached_property
     def codec(self) -> Codec:

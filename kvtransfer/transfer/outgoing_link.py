@@ -18,7 +18,7 @@ from core.identity.process_name import ProcessName
 from core.rpc import transfer_pb2 as pb
 from core.rpc import transfer_pb2_grpc as rpc
 from core.types.errors import HandoffExpired, LayoutMismatch, LinkClosed, RequestError, TransferError
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.handoff import HandoffKey
 from core.types.validation import check_name
 from core.types.wire_version import WIRE_VERSION
@@ -26,10 +26,10 @@ from core.wire.call_errors import error_of
 from core.wire.channel import open_channel
 from engine.kv.checksum import checksum
 from kvtransfer.links.backends import make_link
-from kvtransfer.links.device_stream import Mark, own_lane
+from kvtransfer.links.device_stream import StreamEvent, own_stream
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
-from kvtransfer.protocol.rank_transfer import Ending, Outlet, Passage
+from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer
 from kvtransfer.protocol.segment import Segment, operation_timeout
 from kvtransfer.transfer.codec import slots_of
 from kvtransfer.transfer.link_config import LinkConfig
@@ -45,7 +45,7 @@ _MAX_REASON = 1000  # characters of what the other side says
 _READ_S = 0.2  # for what has come and is not read yet
 
 # What waits for the link's thread, and behind what on the device it must come.
-_Job = tuple[Outlet, Segment | Ending, Mark]
+_Job = tuple[LinkTransfer, Segment | Ending, StreamEvent]
 
 
 class OutgoingLink:
@@ -65,7 +65,7 @@ class OutgoingLink:
         epoch: int,
         loop: asyncio.AbstractEventLoop,
         reconnection: Reconnection,
-        on_over: Callable[[Passage], None],
+        on_over: Callable[[RankTransfer], None],
     ) -> None:
         self._config = config
         self._address = address
@@ -78,7 +78,7 @@ class OutgoingLink:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._frames: asyncio.Queue[pb.SenderFrame] = asyncio.Queue()
         self._lock = threading.Lock()
-        self._outlets: dict[HandoffKey, Outlet] = {}
+        self._link_transfers: dict[HandoffKey, LinkTransfer] = {}
         self._last_place: tuple[tuple[int, ...], int, int] = ((), 0, 0)
         self._last_slots_T = torch.empty(0, dtype=torch.int64, device=config.pool.device)
         self._failure: TransferError | None = None
@@ -90,20 +90,20 @@ class OutgoingLink:
     def is_closed(self) -> bool:
         return self._failure is not None
 
-    def add(self, outlet: Outlet) -> None:
+    def add(self, link_transfer: LinkTransfer) -> None:
         with self._lock:
-            self._outlets[outlet.key] = outlet
+            self._link_transfers[link_transfer.key] = link_transfer
         if self._failure:
-            self.abort(outlet, self._failure)
+            self.abort(link_transfer, self._failure)
 
-    def put(self, outlet: Outlet, item: Segment | Ending) -> None:
-        self._jobs.put((outlet, item, Mark(self._config.pool.device)))
+    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
+        self._jobs.put((link_transfer, item, StreamEvent(self._config.pool.device)))
 
-    def abort(self, outlet: Outlet, error: TransferError) -> None:
+    def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
         """Fail this outlet; the others go on. From any thread."""
         with self._lock:
-            outlet.fail(error)
-        self._changed(outlet)
+            link_transfer.fail(error)
+        self._changed(link_transfer)
 
     def fail(self, error: TransferError) -> None:
         """Close the link and end everything on it. From any thread; the first error counts."""
@@ -111,10 +111,10 @@ class OutgoingLink:
             if self._failure:
                 return
             self._failure = error
-            outlets = list(self._outlets.values())
-        if not isinstance(error, LinkClosed) or outlets:
+            link_transfers = list(self._link_transfers.values())
+        if not isinstance(error, LinkClosed) or link_transfers:
             logger.warning(
-                "link to %s failed epoch=%d handoffs=%d: %s", self._address, self._epoch, len(outlets), error
+                "link to %s failed epoch=%d handoffs=%d: %s", self._address, self._epoch, len(link_transfers), error
             )
         if self._link:
             self._link.close()
@@ -122,16 +122,16 @@ class OutgoingLink:
         self._jobs.put(None)
         with suppress(RuntimeError):  # the loop has ended, and with it the conversation
             self._loop.call_soon_threadsafe(self._stop)
-        for outlet in outlets:
-            self.abort(outlet, error)
+        for link_transfer in link_transfers:
+            self.abort(link_transfer, error)
 
-    def _changed(self, outlet: Outlet) -> None:
+    def _changed(self, link_transfer: LinkTransfer) -> None:
         """After a change of state, which may have been its last."""
-        if outlet.is_ended:
+        if link_transfer.is_ended:
             with self._lock:
-                self._outlets.pop(outlet.key, None)
-        if outlet.is_over:
-            self._on_over(outlet.passage)
+                self._link_transfers.pop(link_transfer.key, None)
+        if link_transfer.is_over:
+            self._on_over(link_transfer.transfer)
 
     # On the event loop: the conversation.
 
@@ -158,7 +158,7 @@ class OutgoingLink:
                 async with asyncio.timeout(self._config.timeout_s):
                     frame = await anext(aiter(call))
                 if frame.WhichOneof("frame") != "welcome":
-                    raise LayoutMismatch(f"{self._address} refuses {self._name}: {frame.refused.reason[:_MAX_REASON]}")
+                    raise LayoutMismatch(f"{self._address} refuses {self._name}: {frame.rejected.reason[:_MAX_REASON]}")
                 check_name(frame.welcome.prefix, "welcome.prefix")
                 self._reconnection.succeeded()
                 threading.Thread(target=self._run, args=(stub, frame.welcome), name="kv-send", daemon=True).start()
@@ -198,31 +198,31 @@ class OutgoingLink:
 
     def _answered(self, frame: pb.ReceiverFrame) -> None:
         has_landed = frame.WhichOneof("frame") == "landed"
-        answer = frame.landed if has_landed else frame.refused
-        outlet = self._outlets.get((answer.handoff, answer.epoch))
-        if outlet is None:
+        answer = frame.landed if has_landed else frame.rejected
+        link_transfer = self._link_transfers.get((answer.handoff, answer.epoch))
+        if link_transfer is None:
             return
         if not has_landed:
-            self.abort(outlet, HandoffExpired(f"{self._address}: {frame.refused.reason[:_MAX_REASON]}"))
+            self.abort(link_transfer, HandoffExpired(f"{self._address}: {frame.rejected.reason[:_MAX_REASON]}"))
             return
         with self._lock:
-            outlet.landed()
-        self._changed(outlet)
+            link_transfer.landed()
+        self._changed(link_transfer)
 
-    def _check_answered(self, outlet: Outlet) -> None:
+    def _check_answered(self, link_transfer: LinkTransfer) -> None:
         """Not at once: where this process stood still until now, the answer has come and was not read."""
-        self._loop.call_later(_READ_S, self._fail_unless_answered, outlet)
+        self._loop.call_later(_READ_S, self._fail_unless_answered, link_transfer)
 
-    def _fail_unless_answered(self, outlet: Outlet) -> None:
-        if not outlet.is_ended:
-            self.fail(LinkClosed(f"{self._address} did not acknowledge handoff {outlet.passage.handoff.id}"))
+    def _fail_unless_answered(self, link_transfer: LinkTransfer) -> None:
+        if not link_transfer.is_ended:
+            self.fail(LinkClosed(f"{self._address} did not acknowledge handoff {link_transfer.transfer.handoff.id}"))
 
     # On the link's thread: the bytes.
 
     def _run(self, stub: rpc.RankStub, welcome: pb.Welcome) -> None:
         store = remote_store(stub, self._loop, timeout_s=MEET_TIMEOUT_S)
         try:
-            with own_lane(self._config.pool.device):
+            with own_stream(self._config.pool.device):
                 end = self._config.link_end(store, prefix=welcome.prefix, is_sender=True)
                 self._link = link = make_link(self._config.backend, end)
                 if self._failure:  # before it was there to be closed
@@ -240,19 +240,19 @@ class OutgoingLink:
 
     def _carry(self, link: Link) -> None:
         ring = StagingRing(link.device, num_buffers=link.num_buffers)
-        outlet: Outlet | None = None
-        while (job := self._next_job(ring, outlet)) is not None:
-            outlet, item, computed = job
+        link_transfer: LinkTransfer | None = None
+        while (job := self._next_job(ring, link_transfer)) is not None:
+            link_transfer, item, computed = job
             if isinstance(item, Ending):
-                self._commit(outlet, item)
+                self._commit(link_transfer, item)
             else:
                 begin = time.monotonic()
                 computed.hold_up()
-                self._send(link, ring, outlet, item)
-                outlet.link_s += time.monotonic() - begin
-                outlet.num_sent += 1
+                self._send(link, ring, link_transfer, item)
+                link_transfer.link_s += time.monotonic() - begin
+                link_transfer.num_sent += 1
 
-    def _next_job(self, ring: StagingRing, last: Outlet | None) -> _Job | None:
+    def _next_job(self, ring: StagingRing, last: LinkTransfer | None) -> _Job | None:
         """Wait for it; but first, where none is there, for what is on the wire: an error there must be heard of, and
         the time counts as that of the outlet that was served last."""
         try:
@@ -264,52 +264,54 @@ class OutgoingLink:
                 last.link_s += time.monotonic() - begin
             return self._jobs.get()
 
-    def _send(self, link: Link, ring: StagingRing, outlet: Outlet, segment: Segment) -> None:
+    def _send(self, link: Link, ring: StagingRing, link_transfer: LinkTransfer, segment: Segment) -> None:
         """Pack one segment and put it on the wire, where the one before may still be."""
-        if outlet.is_ended:
+        if link_transfer.is_ended:
             return
         ring.make_room()
         payload = ring.take(self._config.codec.num_bytes(segment))
-        found = self._pack(outlet, segment, payload)
-        if found is None or outlet.is_ended:
+        found = self._pack(link_transfer, segment, payload)
+        if found is None or link_transfer.is_ended:
             ring.put_back()
             return
-        self._announce(outlet, outlet.announce(segment, num_bytes=payload.numel(), checksum=found))
-        self._config.probe(Milestone.SENDING, outlet.passage.handoff.id)
+        self._announce(link_transfer, link_transfer.announce(segment, num_bytes=payload.numel(), checksum=found))
+        self._config.failpoint(FailpointStage.SENDING, link_transfer.transfer.handoff.id)
         ring.start(link.send(payload), timeout_s=operation_timeout(self._config.timeout_s, payload.numel()))
-        outlet.wire_bytes += payload.numel()
+        link_transfer.wire_bytes += payload.numel()
 
-    def _pack(self, outlet: Outlet, segment: Segment, payload: Tensor) -> int | None:
+    def _pack(self, link_transfer: LinkTransfer, segment: Segment, payload: Tensor) -> int | None:
         """Fill the payload; its checksum, or None if the outlet has ended."""
         with self._lock:
-            if not outlet.start_reading():
+            if not link_transfer.start_reading():
                 return None
         try:
-            self._config.codec.pack(self._config.pool, segment, self._slots(outlet, segment), payload)
+            self._config.codec.pack(self._config.pool, segment, self._slots(link_transfer, segment), payload)
             return checksum(payload)  # its value on the host: from here on the pool is not read any more
         finally:
             with self._lock:
-                outlet.stop_reading()
-            self._changed(outlet)
+                link_transfer.stop_reading()
+            self._changed(link_transfer)
 
-    def _slots(self, outlet: Outlet, segment: Segment) -> Tensor:
+    def _slots(self, link_transfer: LinkTransfer, segment: Segment) -> Tensor:
         """Where a segment's positions lie in the pool: mostly where those of the last one did, of other layers."""
-        place = (outlet.passage.blocks, segment.first_token, segment.num_tokens)
+        place = (link_transfer.transfer.blocks, segment.first_token, segment.num_tokens)
         if place != self._last_place:
             self._last_place, self._last_slots_T = place, slots_of(self._config.pool, *place)
         return self._last_slots_T
 
-    def _commit(self, outlet: Outlet, ending: Ending) -> None:
+    def _commit(self, link_transfer: LinkTransfer, ending: Ending) -> None:
         with self._lock:
-            if outlet.is_ended:
+            if link_transfer.is_ended:
                 return
-            frame = outlet.announce_commit(ending)
-        self._config.probe(Milestone.COMMITTING, frame.handoff)
-        self._announce(outlet, frame)
-        within_s = operation_timeout(self._config.timeout_s, outlet.wire_bytes)  # much of it may be on its way still
-        self._loop.call_soon_threadsafe(self._loop.call_later, within_s, self._check_answered, outlet)
+            frame = link_transfer.announce_commit(ending)
+        self._config.failpoint(FailpointStage.COMMITTING, frame.handoff)
+        self._announce(link_transfer, frame)
+        within_s = operation_timeout(
+            self._config.timeout_s, link_transfer.wire_bytes
+        )  # much of it may be on its way still
+        self._loop.call_soon_threadsafe(self._loop.call_later, within_s, self._check_answered, link_transfer)
 
-    def _announce(self, outlet: Outlet, frame: SegmentFrame | CommitFrame) -> None:
+    def _announce(self, link_transfer: LinkTransfer, frame: SegmentFrame | CommitFrame) -> None:
         message = frame_to_proto(frame)
-        outlet.wire_bytes += message.ByteSize()
+        link_transfer.wire_bytes += message.ByteSize()
         self._loop.call_soon_threadsafe(self._frames.put_nowait, message)

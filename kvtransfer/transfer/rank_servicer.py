@@ -12,11 +12,11 @@ from core.rpc import transfer_pb2 as pb
 from core.rpc import transfer_pb2_grpc as rpc
 from core.types.errors import ClusterError, TransferError
 from core.types.validation import check, check_name
-from core.wire.call_errors import abort_with, refuses
+from core.wire.call_errors import abort_with, rejects
 from core.wire.proto_fields import from_message
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.transfer.receiver import Receiver
-from kvtransfer.transfer.rendezvous import Meeting
+from kvtransfer.transfer.rendezvous import Rendezvous
 from kvtransfer.transfer.step_count import StepCount
 from kvtransfer.transfer.wire_messages import Part, part_from_report
 
@@ -36,7 +36,9 @@ class RankServicer(rpc.RankServicer):
         self._steps = steps or StepCount()
         self.receiver: Receiver | None = None
         self.on_report: Callable[[int, Part], None] = lambda rank, part: None
-        self.meeting = Meeting()  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
+        self.rendezvous = (
+            Rendezvous()
+        )  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.SenderFrame], context: aio.ServicerContext[Any, Any]
@@ -49,7 +51,7 @@ class RankServicer(rpc.RankServicer):
         except ClusterError as error:
             await abort_with(context, error)
 
-    @refuses
+    @rejects
     async def Open(self, request: pb.OpenRequest, context: aio.ServicerContext[Any, Any]) -> pb.OpenReply:
         if self.receiver:
             opening = self.receiver.checked(from_message(Opening, request))
@@ -62,26 +64,26 @@ class RankServicer(rpc.RankServicer):
         self._steps.wait_for(after_steps, timeout_s=_BEHIND_S)
         receiver.open(opening)
 
-    @refuses
+    @rejects
     async def Close(self, request: pb.CloseRequest, context: aio.ServicerContext[Any, Any]) -> pb.CloseReply:
         check_name(request.handoff, "handoff")
         if self.receiver:
             await asyncio.to_thread(self.receiver.close, request.handoff)
         return pb.CloseReply()
 
-    @refuses
+    @rejects
     async def Report(self, request: pb.ReportRequest, context: aio.ServicerContext[Any, Any]) -> pb.ReportReply:
         self.on_report(request.rank, part_from_report(request))
         return pb.ReportReply()
 
-    @refuses
+    @rejects
     async def Tell(self, request: pb.TellRequest, context: aio.ServicerContext[Any, Any]) -> pb.TellReply:
         check_name(request.key, "key")
         check(len(request.value) <= _MAX_WORD_BYTES, "value", f"must have at most {_MAX_WORD_BYTES} bytes")
-        self.meeting.tell(request.key, request.value)
+        self.rendezvous.tell(request.key, request.value)
         return pb.TellReply()
 
-    @refuses
+    @rejects
     async def Ask(self, request: pb.AskRequest, context: aio.ServicerContext[Any, Any]) -> pb.AskReply:
         check_name(request.key, "key")
-        return pb.AskReply(value=await self.meeting.ask_async(request.key))
+        return pb.AskReply(value=await self.rendezvous.ask_async(request.key))

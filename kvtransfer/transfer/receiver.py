@@ -13,7 +13,7 @@ from uuid import uuid4
 from core.identity.rendezvous_key import key_of_link
 from core.rpc import transfer_pb2 as pb
 from core.types.errors import CapacityError, ClusterError, LayoutMismatch
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.validation import check, check_name
 from core.types.wire_version import WIRE_VERSION
 from kvtransfer.protocol.frames import Opening
@@ -24,7 +24,7 @@ from kvtransfer.protocol.validation import can_share, check_opening
 from kvtransfer.transfer.incoming import Incoming
 from kvtransfer.transfer.incoming_link import IncomingLink
 from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.rendezvous import Meeting
+from kvtransfer.transfer.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class Receiver:
     epoch.
     """
 
-    def __init__(self, config: LinkConfig, *, meeting: Meeting, on_landed: Callable[[Landing], None]) -> None:
+    def __init__(self, config: LinkConfig, *, rendezvous: Rendezvous, on_landed: Callable[[Landing], None]) -> None:
         self.config = config
         self._codec = config.codec
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._on_landed = on_landed
         self._incoming: Register[Incoming] = Register()
         self._closed_ends: OrderedDict[str, int] = OrderedDict()  # see end_of
@@ -65,7 +65,7 @@ class Receiver:
             if len(self._incoming) >= _MAX_OPEN:
                 raise CapacityError(f"{_MAX_OPEN} handoffs are open here")
             self._incoming.open(opening.handoff, incoming)
-        self.config.probe(Milestone.OPENED, opening.handoff)
+        self.config.failpoint(FailpointStage.OPENED, opening.handoff)
 
     def close(self, handoff: str) -> None:
         """End a handoff, also before it is opened. When this returns, nothing of it is written any more."""
@@ -98,7 +98,7 @@ class Receiver:
 
     def landed(self, landing: Landing) -> None:
         """For its links: a handoff is whole on this rank."""
-        self.config.probe(Milestone.LANDED, landing.handoff)
+        self.config.failpoint(FailpointStage.LANDED, landing.handoff)
         self._on_landed(landing)
 
     async def connect(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
@@ -110,13 +110,13 @@ class Receiver:
         except (TimeoutError, StopAsyncIteration):
             return
         except ClusterError as error:
-            yield pb.ReceiverFrame(refused=pb.Refused(reason=str(error)))
+            yield pb.ReceiverFrame(rejected=pb.Rejected(reason=str(error)))
             return
         prefix = key_of_link(first.hello.sender, receiver=self.config.rank, epoch=first.hello.epoch, unique=uuid4().hex)
         link = IncomingLink(
             self,
             self.config,
-            self._meeting,
+            self._rendezvous,
             prefix=prefix,
             sender=first.hello.sender.rpartition("/")[0],
             copy=copy,

@@ -27,7 +27,7 @@ class _Word:
     num_waiting: int = 0
 
 
-class Meeting:
+class Rendezvous:
     """Keys and values of one rank, told and asked for by any thread here, and by other ranks over its gRPC service.
 
     A word that nobody has told goes with the last who asks for it. Of those that were told the oldest make room.
@@ -88,7 +88,7 @@ class Meeting:
         del self._words[oldest]
 
 
-class MeetingStore(Store):
+class RendezvousStore(Store):
     """A meeting as torch.distributed wants to see it.
 
     Not torch's TCPStore: that one looks up the name of every peer's address, and where the name server is slow or
@@ -125,9 +125,11 @@ class MeetingStore(Store):
             raise DistStoreError(f"nobody came for {key} within {timeout_s} s") from error
 
 
-def local_store(meeting: Meeting, *, timeout_s: float) -> Store:
+def local_store(rendezvous: Rendezvous, *, timeout_s: float) -> Store:
     """The store as the rank sees it that holds the meeting."""
-    return MeetingStore(meeting.tell, lambda key, seconds: meeting.ask(key, timeout_s=seconds), timeout_s=timeout_s)
+    return RendezvousStore(
+        rendezvous.tell, lambda key, seconds: rendezvous.ask(key, timeout_s=seconds), timeout_s=timeout_s
+    )
 
 
 def remote_store(stub: rpc.RankStub, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> Store:
@@ -140,10 +142,10 @@ def remote_store(stub: rpc.RankStub, loop: asyncio.AbstractEventLoop, *, timeout
         reply: pb.AskReply = await stub.Ask(pb.AskRequest(key=key), timeout=seconds, wait_for_ready=True)
         return reply.value
 
-    def tell_now(key: str, value: bytes) -> None:
+    def report_now(key: str, value: bytes) -> None:
         asyncio.run_coroutine_threadsafe(tell(key, value), loop).result(timeout_s + 1)
 
     def ask_now(key: str, seconds: float) -> bytes:
         return asyncio.run_coroutine_threadsafe(ask(key, seconds), loop).result(seconds + 1)
 
-    return MeetingStore(tell_now, ask_now, timeout_s=timeout_s)
+    return RendezvousStore(report_now, ask_now, timeout_s=timeout_s)

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from core.identity.process_name import ProcessName
 from core.types.errors import LinkClosed
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.handoff import Handoff, HandoffKey
 from engine.kv.layout import KVLayout
 from kvtransfer.protocol.plan import plan_heads
-from kvtransfer.protocol.rank_transfer import Outlet, Passage, Shipment
+from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer, Shipment
 from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.outgoing_link import OutgoingLink
@@ -48,29 +48,29 @@ class Sender:
         self._on_shipped = on_shipped
         group_bytes = group_bytes or _GROUP_BYTES[config.pool.device.type]
         self._group_rows = max(1, group_bytes // config.codec.num_bytes(_one_row(config.pool.layout)))
-        self._passages: dict[HandoffKey, Passage] = {}
+        self._transfers: dict[HandoffKey, RankTransfer] = {}
         self._links: dict[tuple[ProcessName, str], OutgoingLink] = {}  # by receiver, and its address
         self._reconnections: defaultdict[str, Reconnection] = defaultdict(Reconnection)  # by address
         self._epochs = itertools.count(1)
 
-    def begin(self, handoff: Handoff, blocks: Sequence[int]) -> Passage | None:
+    def begin(self, handoff: Handoff, blocks: Sequence[int]) -> RankTransfer | None:
         """Start to ship a sequence whose block table is `blocks`. None if this rank has no head to send there."""
         layout = self.config.pool.layout
         copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=len(handoff.ranks)))
         mine = [copy for copy in copies if copy.sender == self.config.rank]
         if not mine:
             return None
-        passage = Passage(handoff, blocks, layout=layout, begun_at=time.monotonic(), group_rows=self._group_rows)
-        self._passages[passage.key] = passage
+        transfer = RankTransfer(handoff, blocks, layout=layout, begun_at=time.monotonic(), group_rows=self._group_rows)
+        self._transfers[transfer.key] = transfer
         links = [self._link_to(handoff, copy.receiver) for copy in mine]
-        passage.outlets = [Outlet(passage, copy, link) for copy, link in zip(mine, links, strict=True)]
-        for outlet, link in zip(passage.outlets, links, strict=True):
-            link.add(outlet)
-        return passage
+        transfer.link_transfers = [LinkTransfer(transfer, copy, link) for copy, link in zip(mine, links, strict=True)]
+        for link_transfer, link in zip(transfer.link_transfers, links, strict=True):
+            link.add(link_transfer)
+        return transfer
 
-    def find(self, key: HandoffKey) -> Passage | None:
+    def find(self, key: HandoffKey) -> RankTransfer | None:
         """A passage that is not over."""
-        return self._passages.get(key)
+        return self._transfers.get(key)
 
     async def close(self) -> None:
         """Close every link; what is under way fails."""
@@ -95,11 +95,11 @@ class Sender:
             )
         return link
 
-    def _check_over(self, passage: Passage) -> None:
+    def _check_over(self, transfer: RankTransfer) -> None:
         """Called for each outlet that is over, from any thread: whoever takes the passage out of the table reports."""
-        if passage.is_over and self._passages.pop(passage.key, None) is not None:
-            shipment = passage.shipment(time.monotonic())
-            self.config.probe(Milestone.FAILED if shipment.error else Milestone.SHIPPED, shipment.handoff)
+        if transfer.is_over and self._transfers.pop(transfer.key, None) is not None:
+            shipment = transfer.shipment(time.monotonic())
+            self.config.failpoint(FailpointStage.FAILED if shipment.error else FailpointStage.SHIPPED, shipment.handoff)
             self._on_shipped(shipment)
 
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from core.types.errors import HandoffExpired, TransferError
-from core.types.failpoint import Milestone, Probe, unobserved
+from core.types.failpoint import Failpoint, FailpointStage, unobserved
 from core.types.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.scheduler.step_commands import BeginOrder
 from engine.tiers.table import Load
 from engine.tiers.tiers import Tiers
-from kvtransfer.protocol.outgoing_transfers import Departure, Departures
+from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
 from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
 
 
-class GrantListener(Protocol):
+class ServedFetchListener(Protocol):
     """Who waits for a grant. Called on the step thread."""
 
     def granted(self, num_tokens: int) -> None:
@@ -43,7 +43,7 @@ class Loading:
 
     handoff: Handoff
     hashes: list[bytes]
-    listener: GrantListener
+    listener: ServedFetchListener
     blocks: list[int]
     num_cached: int  # of the blocks
 
@@ -52,28 +52,30 @@ class Loading:
         return self.handoff.id
 
 
-class Grants:
+class ServedFetches:
     """Owned by the step thread. Every rank carries its orders out in the next step, before any abort."""
 
-    def __init__(self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any], *, probe: Probe = unobserved) -> None:
+    def __init__(
+        self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any], *, failpoint: Failpoint = unobserved
+    ) -> None:
         self._blocks = blocks
         self._layout = layout
         self._tiers = tiers
-        self._probe = probe
-        self._loading: dict[GrantListener, Loading] = {}
-        self._departures: Departures[GrantListener] = Departures(blocks)
-        self._listeners: dict[GrantListener, Departure[GrantListener]] = {}
+        self._failpoint = failpoint
+        self._loading: dict[ServedFetchListener, Loading] = {}
+        self._outgoing_transfers: OutgoingTransfers[ServedFetchListener] = OutgoingTransfers(blocks)
+        self._listeners: dict[ServedFetchListener, OutgoingTransfer[ServedFetchListener]] = {}
         self._hashes: dict[HandoffKey, list[bytes]] = {}
         self._orders: list[BeginOrder] = []
 
     def __len__(self) -> int:
         """Grants under way, and what is still being sent of those that were given up."""
-        return len(self._departures) + len(self._loading)
+        return len(self._outgoing_transfers) + len(self._loading)
 
-    def give(self, handoff: Handoff, hashes: Sequence[bytes], listener: GrantListener) -> None:
+    def give(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
         """Ship what is here of the blocks of `hashes`, as far as the handoff has room for it."""
-        self._probe(Milestone.ASKED, handoff.id)
-        if self._departures.knows((handoff.id, handoff.epoch)):
+        self._failpoint(FailpointStage.ASKED, handoff.id)
+        if self._outgoing_transfers.knows((handoff.id, handoff.epoch)):
             listener.ended(None, HandoffExpired(f"handoff {handoff.id} is under way already, or was"))
             return
         end = min(self._tiers.table.depth(hashes), handoff.max_tokens // self._layout.block_size)
@@ -88,7 +90,7 @@ class Grants:
         del self._loading[loading.listener]
         come = slice(loading.num_cached, loading.num_cached + load.num_loaded)
         for block, prefix_hash in zip(loading.blocks[come], loading.hashes[come], strict=True):
-            self._blocks.seal(block, prefix_hash)
+            self._blocks.fill_block(block, prefix_hash)
         self._blocks.free(loading.blocks)
         self._ship(loading.handoff, loading.hashes, loading.listener)
         return True
@@ -101,7 +103,7 @@ class Grants:
         self._ship(owner.handoff, owner.hashes, owner.listener)
         return True
 
-    def _load(self, handoff: Handoff, hashes: list[bytes], listener: GrantListener) -> bool:
+    def _load(self, handoff: Handoff, hashes: list[bytes], listener: ServedFetchListener) -> bool:
         """Bring what lies in a lower tier to the device first. False if there is none, or no room for it."""
         if len(hashes) <= self._blocks.match(hashes):
             return False
@@ -120,7 +122,7 @@ class Grants:
         gone = self._tiers.cancel(loading)
         self._blocks.free([block for block in loading.blocks if block not in gone])
 
-    def _ship(self, handoff: Handoff, hashes: Sequence[bytes], listener: GrantListener) -> None:
+    def _ship(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
         size = self._layout.block_size
         num_blocks = min(self._blocks.match(hashes), handoff.max_tokens // size)
         num_tokens = num_blocks * size
@@ -131,37 +133,39 @@ class Grants:
         assert taken, "blocks that are here need no room"
         blocks, _ = taken
         ranks = sending_ranks(self._layout, num_receivers=len(handoff.ranks))
-        departure = self._departures.begin(handoff, blocks, ranks=ranks, owner=listener)
+        outgoing = self._outgoing_transfers.begin(handoff, blocks, ranks=ranks, owner=listener)
         self._blocks.free(blocks)  # the departure holds them
-        self._listeners[listener] = departure
-        self._hashes[departure.key] = list(hashes[:num_blocks])
+        self._listeners[listener] = outgoing
+        self._hashes[outgoing.key] = list(hashes[:num_blocks])
         self._orders.append(BeginOrder(handoff, blocks, num_tokens))
-        self._probe(Milestone.GRANTED, handoff.id)
+        self._failpoint(FailpointStage.SERVING_FETCH, handoff.id)
 
-    def cancel(self, listener: GrantListener) -> None:
+    def cancel(self, listener: ServedFetchListener) -> None:
         """Nobody waits for it any more. It may have ended already."""
         if loading := self._loading.get(listener):
             self._stop_loading(loading)
-        if departure := self._listeners.pop(listener, None):
-            self._departures.abort(departure, HandoffExpired(f"handoff {departure.handoff.id} is not wanted any more"))
+        if outgoing := self._listeners.pop(listener, None):
+            self._outgoing_transfers.abort(
+                outgoing, HandoffExpired(f"handoff {outgoing.handoff.id} is not wanted any more")
+            )
 
     def shipped(self, rank: int, shipment: Shipment) -> Shipment | None:
         """One of our ranks has nothing more to send. The shipment of all ranks, once it has landed."""
-        departure = self._departures.ended(rank, shipment)
-        if departure is None:
+        outgoing = self._outgoing_transfers.ended(rank, shipment)
+        if outgoing is None:
             return None
-        listener = departure.owner
-        if departure.error and self._listeners.pop(listener, None):
-            listener.ended(None, departure.error)
-        if not departure.is_over:
+        listener = outgoing.owner
+        if outgoing.error and self._listeners.pop(listener, None):
+            listener.ended(None, outgoing.error)
+        if not outgoing.is_over:
             return None
-        hashes = self._hashes.pop(departure.key)
-        if departure.error:
+        hashes = self._hashes.pop(outgoing.key)
+        if outgoing.error:
             return None
         self._blocks.spare(hashes)  # two replicas hold them now
         if self._listeners.pop(listener, None):
-            listener.ended(departure.shipment, None)
-        return departure.shipment
+            listener.ended(outgoing.shipment, None)
+        return outgoing.shipment
 
     def take_orders(self) -> list[BeginOrder]:
         """What every rank must begin to ship in the next step."""
@@ -170,4 +174,4 @@ class Grants:
 
     def take_aborts(self) -> list[HandoffKey]:
         """What the ranks must be ordered to abort."""
-        return self._departures.take_aborts()
+        return self._outgoing_transfers.take_aborts()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from core.types.errors import ClusterError
 from planner.autoscaler.decide import Autoscaler, AutoscaleState
 from planner.autoscaler.live_fleets import devices_of, fleets_of, saturation_of
-from planner.autoscaler.live_observation import LiveSight
+from planner.autoscaler.live_observation import LiveObservation
 from planner.autoscaler.observation import Observation
 from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
 from planner.autoscaler.replay import WINDOW_S
@@ -16,7 +16,7 @@ from planner.autoscaler.scaling_decision import ScalingDecision
 from planner.autoscaler.simulated_outlook import SimulatedOutlook
 
 
-def decide_live(state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState, ScalingDecision]:
+def decide_live(state: AutoscaleState, sight: LiveObservation) -> tuple[AutoscaleState, ScalingDecision]:
     """Pure, but for the clock that says how long it took."""
     begin = time.perf_counter()
     rules = sight.spec.autoscale
@@ -44,7 +44,7 @@ def decide_live(state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState
     return new_state, replace(decision, time_s=sight.time_s, took_s=time.perf_counter() - begin)
 
 
-def _undecided(state: AutoscaleState, sight: LiveSight, sizes: PoolSizes, why: str) -> ScalingDecision:
+def _undecided(state: AutoscaleState, sight: LiveObservation, sizes: PoolSizes, why: str) -> ScalingDecision:
     return ScalingDecision(
         number=state.number,
         time_s=sight.time_s,

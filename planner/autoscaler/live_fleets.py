@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from core.spec.schema import AutoscaleSpec, Spec
-from core.trace.traffic import TOKENS_PER_HASH, ReplicaNews
+from core.trace.traffic import TOKENS_PER_HASH, ReplicaReport
 from core.types.errors import ClusterError
 from core.types.request import Role
 from core.types.step_timing import StepTiming
@@ -22,7 +22,7 @@ _NUM_LAYERS = 32  # a transfer hides behind all of a prompt but about one of the
 _HOST_BYTES_PER_S = 4e9
 
 
-def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaNews]) -> Fleets:
+def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaReport]) -> Fleets:
     """Raises ClusterError, which says what is not known yet."""
     if not replicas:
         raise ClusterError("no router has told yet of its replicas: it does every few seconds")
@@ -50,7 +50,7 @@ def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaNews])
     return Fleets.of(spec, rules, profile, block_size=TOKENS_PER_HASH)
 
 
-def saturation_of(fleet: Iterable[ReplicaNews], rules: AutoscaleSpec, *, num_waiting: int) -> Saturation:
+def saturation_of(fleet: Iterable[ReplicaReport], rules: AutoscaleSpec, *, num_waiting: int) -> Saturation:
     """num_waiting: requests that wait in routers: then the fuller pool is full."""
     replicas = list(fleet)
     prefill = [r.queued_tokens / r.prefill_tokens_per_s for r in replicas if _does(r, Role.PREFILL)]
@@ -76,12 +76,12 @@ def devices_of(spec: Spec) -> PoolSizes:
     return PoolSizes(*(round(of[role].tensor_parallel * max(1.0, of[role].resources.gpus)) for role in Role))
 
 
-def _does(replica: ReplicaNews, role: Role) -> bool:
+def _does(replica: ReplicaReport, role: Role) -> bool:
     is_measured = replica.prefill_tokens_per_s > 0 if role is Role.PREFILL else True
     return replica.role is role and is_measured
 
 
-def _mean_timing(role: Role, replicas: Sequence[ReplicaNews]) -> StepTiming:
+def _mean_timing(role: Role, replicas: Sequence[ReplicaReport]) -> StepTiming:
     if not any(replica.role is role for replica in replicas):  # those of the other do both
         role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     known = [replica.timing for replica in replicas if replica.role is role and replica.timing]
@@ -90,7 +90,7 @@ def _mean_timing(role: Role, replicas: Sequence[ReplicaNews]) -> StepTiming:
     return StepTiming(**{name: fmean(getattr(timing, name) for timing in known) for name in Steps.model_fields})
 
 
-def _drafts(replicas: Sequence[ReplicaNews]) -> Drafts | None:
+def _drafts(replicas: Sequence[ReplicaReport]) -> Drafts | None:
     """As the replicas that decode have drafted of late, with the load that they had."""
     busy = [replica for replica in replicas if replica.role is Role.DECODE and replica.tokens_per_row]
     if not busy:

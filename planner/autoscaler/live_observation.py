@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.spec.schema import Spec
-from core.trace.traffic import ReplicaNews, SeenRequest
+from core.trace.traffic import ReplicaReport, SeenRequest
 from planner.autoscaler.observation import ChangePrice
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveSight:
+class LiveObservation:
     """Of one deployment, now."""
 
     spec: Spec  # with `autoscale`
     now_s: float  # of the clock by which requests arrived
     time_s: float  # since 1970, for people
     requests: Sequence[SeenRequest]
-    replicas: Sequence[ReplicaNews]
+    replicas: Sequence[ReplicaReport]
     num_waiting: int
     price: ChangePrice
     is_changing: bool

@@ -9,14 +9,14 @@ from typing import Any
 
 from core.spec.schema import AutoscaleSpec, Spec
 from core.trace.trace import TraceRequest
-from core.trace.traffic import ReplicaNews
+from core.trace.traffic import ReplicaReport
 from planner.autoscaler.live_fleets import fleets_of
 from planner.simulator.run import simulate
 
 
 def predict_load(
     spec: Spec,
-    replicas: Sequence[ReplicaNews],
+    replicas: Sequence[ReplicaReport],
     trace: Sequence[TraceRequest],
     *,
     slo_ttft_s: float | None,

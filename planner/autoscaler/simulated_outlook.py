@@ -56,7 +56,7 @@ class Fleets:
             policy="cost",
             block_size=block_size,
             kv_tokens=profile.kv.pool_tokens,
-            pulls=True,
+            prefix_fetches=True,
             prefill_batch_tokens=spec.prefill.max_batch_tokens,
             decode_batch_tokens=spec.decode.max_batch_tokens,
             max_running=spec.decode.max_running,

@@ -55,7 +55,7 @@ class Fleet:
         self._cores = Cores(clock, profile.slowdown) if profile.slowdown else None
         self._clock = clock
         self._report = report
-        self._policy = make_policy(setup.policy, pulls=setup.pulls)
+        self._policy = make_policy(setup.policy, prefix_fetches=setup.prefix_fetches)
         self._index = PrefixIndex()  # on devices
         self._stored = PrefixIndex() if setup.host_tokens else self._index  # in any tier
         self._hashes = hashes
@@ -110,18 +110,18 @@ class Fleet:
         self._report.decided(time.perf_counter() - begin)
         flight.option, flight.compute_s = option, compute_s
         computes = option.prefill or option.decode
-        flight.with_replicas = {name for name in (option.prefill, option.decode, option.pull_from) if name}
+        flight.with_replicas = {name for name in (option.prefill, option.decode, option.fetch_from) if name}
         self._given.update(flight.with_replicas)
         now = self._clock.now
         self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + compute_s
         self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
         self._index.expect(computes, hashes)
-        if option.pull_from is None and self._profile.request_s:
+        if option.fetch_from is None and self._profile.request_s:
             self._clock.at(now + self._profile.request_s, lambda: self._submit(flight))
-        elif option.pull_from is None:
+        elif option.fetch_from is None:
             self._submit(flight)
         else:
-            self._fetch(flight, option.pull_from, computes)
+            self._fetch(flight, option.fetch_from, computes)
 
     # Replicas come and go.
 
@@ -250,7 +250,7 @@ class Fleet:
         target, flight.moves_to = flight.moves_to, None
         flight.option = replace(flight.option, decode=target)
         self.decodes[target].take_over(flight, num_generated)
-        if source != flight.option.pull_from:
+        if source != flight.option.fetch_from:
             flight.with_replicas.discard(source)
             self._done_with(source)
 
@@ -270,7 +270,7 @@ class Fleet:
         option = self._policy.options(demand, prefills, decodes)[0]
         # Not as the policy predicts it: one that predicts nothing would see no queue.
         view = next(view for view in (*prefills, *decodes) if view.replica == (option.prefill or option.decode))
-        return option, view.compute_s(demand, max(view.cached_tokens, option.pull_tokens))
+        return option, view.compute_s(demand, max(view.cached_tokens, option.fetch_tokens))
 
     def _view(
         self, name: str, replica: PrefillReplica | DecodeReplica, cached: dict[str, int], stored: dict[str, int]
@@ -304,14 +304,14 @@ class Fleet:
     def _fetch(self, flight: Flight, source: str, target: str) -> None:
         """Bring the prefix to where the prompt is computed, then go on."""
         setup, kv = self._setup, self._profile.kv
-        depth = flight.option.pull_tokens // setup.block_size
+        depth = flight.option.fetch_tokens // setup.block_size
         store = self._replica(target).store
         missing = depth - store.blocks.match(flight.hashes[:depth])
         if source == target:
             rate, latency, size = self._profile.host_bytes_per_s, 0.0, kv.bytes_per_token
         else:
             rate, latency, size = self._profile.link.bytes_per_s, self._profile.link.latency_s, kv.wire_bytes_per_token
-            self._report.pulled_bytes += missing * setup.block_size * size
+            self._report.fetched_bytes += missing * setup.block_size * size
         arrives = self._pass(source, "host" if source == target else "out", missing * setup.block_size * size, rate)
         self._clock.at(arrives + latency, lambda: self._fetched(flight, source, target, depth))
 

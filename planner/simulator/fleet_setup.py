@@ -17,7 +17,7 @@ class FleetSetup:
     host_tokens: int = 0  # per replica
     prefill_width: int = 1  # times the compute threads of the profile's replica
     decode_width: int = 1
-    pulls: bool = False
+    prefix_fetches: bool = False
     eviction: str = "reuse_value"  # as kv.eviction
     prefill_batch_tokens: int = 8192
     decode_batch_tokens: int = 2048

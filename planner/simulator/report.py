@@ -17,7 +17,7 @@ class Report:
     def __init__(self, *, slo_ttft_s: float | None = None, slo_itl_s: float | None = None) -> None:
         """Goodput counts the requests that keep both limits; a request's own mean ITL counts."""
         self.shipped_bytes = 0.0
-        self.pulled_bytes = 0.0
+        self.fetched_bytes = 0.0
         self.flights: list[Flight] = []
         self._slo = (slo_ttft_s, slo_itl_s)
         self._gaps, self._gap_counts = array("d"), array("q")
@@ -56,7 +56,7 @@ class Report:
             "goodput_rps": sum(map(self._is_good, self.flights)) * per_s,
             "good_share": sum(map(self._is_good, self.flights)) / max(1, len(self.flights)),
             "transfer_bytes": self.shipped_bytes,
-            "pull_bytes": self.pulled_bytes,
+            "pull_bytes": self.fetched_bytes,
             "decision_us": {f"p{q}": float(np.percentile(decisions, q)) if len(decisions) else 0.0 for q in (50, 95)},
         }
 

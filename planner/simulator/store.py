@@ -70,7 +70,7 @@ class Store:
 
     def _keep(self, host: BlockManager, prefix_hash: bytes) -> None:
         if taken := host.allocate([], 1):
-            host.seal(taken[0][0], prefix_hash)
+            host.fill_block(taken[0][0], prefix_hash)
             host.free(taken[0])
 
 

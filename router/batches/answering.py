@@ -27,7 +27,7 @@ class LineAnswer:
     is_lost: bool = False  # what serves it has failed, and another try may do better
 
 
-class LineDoor(Protocol):
+class LineEndpoint(Protocol):
     """The endpoints that a batch may be for."""
 
     @property

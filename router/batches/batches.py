@@ -14,13 +14,13 @@ from core.index.redis_client import connect_redis
 from core.process.supervisor import Supervisor
 from core.types.errors import RequestError, StoreUnavailable, UnknownObject
 from frontend.access.identity import Client
-from router.batches.answering import LineDoor
+from router.batches.answering import LineEndpoint
 from router.batches.bounds import BatchBounds
 from router.batches.job import Workplace
 from router.batches.new_file import NewFile
 from router.batches.records import INPUT, BatchMade, BatchRecord, FileRecord
 from router.batches.redis_batches import RedisBatches
-from router.batches.store_access import asked, check_room, new_file_id, store_away
+from router.batches.store_access import asked, check_room, new_file_id, store_unavailable
 from router.batches.work import BatchWork
 
 LEASE_S = 10.0
@@ -53,7 +53,7 @@ class Batches:
         self._at_a_time = at_a_time
         self._lease_s = lease_s
         self._again_s = again_s
-        self._door: LineDoor | None = None
+        self._endpoint: LineEndpoint | None = None
         self._work: BatchWork | None = None
 
     @classmethod
@@ -80,16 +80,16 @@ class Batches:
 
     @property
     def endpoints(self) -> list[str]:
-        return sorted(self._door.endpoints) if self._door else []
+        return sorted(self._endpoint.endpoints) if self._endpoint else []
 
-    def answered_by(self, door: LineDoor) -> None:
+    def answered_by(self, target: LineEndpoint) -> None:
         """Before `start`."""
-        self._door = door
+        self._endpoint = target
         self._work = BatchWork(
             Workplace(
                 store=self._store,
                 bounds=self._bounds,
-                door=door,
+                target=target,
                 client_of=self._client_of,
                 slots=asyncio.Semaphore(self._at_a_time),
                 at_a_time=self._at_a_time,
@@ -128,7 +128,7 @@ class Batches:
                 num += len(part)
                 yield part
         except RedisError as error:
-            raise store_away() from error
+            raise store_unavailable() from error
         if num != record.num_bytes:
             raise StoreUnavailable(f"file {record.id}: parts of it are gone")
 

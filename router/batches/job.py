@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from core.index.redis_client import RedisReach
 from core.types.errors import KeysUnknown, Unauthenticated
 from frontend.access.identity import Client
-from router.batches.answering import LineDoor, answer_line, error_line
+from router.batches.answering import LineEndpoint, answer_line, error_line
 from router.batches.bounds import BatchBounds
 from router.batches.lines import AskedLine, LineCheck, lines_of, read_line
 from router.batches.patience import Patience, is_cancelled
@@ -56,7 +56,7 @@ class Workplace:
 
     store: RedisBatches
     bounds: BatchBounds
-    door: LineDoor
+    target: LineEndpoint
     client_of: Callable[[str], Client]  # by a key's id. Raises Unauthenticated or KeysUnknown
     slots: asyncio.Semaphore  # of the lines that are answered at a time
     at_a_time: int  # of one batch
@@ -117,7 +117,7 @@ class BatchJob:
     async def _work(self) -> None:
         end = await self._until_end(self._answer_all(), within_s=self._made.expires_at - time.time())
         if end is _EXPIRED and self._state.status == "in_progress":
-            await self._until_end(self._refuse_rest(), within_s=_REST_S)
+            await self._until_end(self._reject_rest(), within_s=_REST_S)
         if end is not _LOST:
             await self._finish(end)
 
@@ -154,8 +154,8 @@ class BatchJob:
         return _End(status="completed")
 
     async def _check(self) -> LineCheck:
-        door, bounds = self._workplace.door, self._workplace.bounds
-        check = LineCheck(endpoint=self._made.endpoint, models=door.models, max_lines=bounds.max_lines)
+        target, bounds = self._workplace.target, self._workplace.bounds
+        check = LineCheck(endpoint=self._made.endpoint, models=target.models, max_lines=bounds.max_lines)
         async for line in lines_of(self._input_parts()):
             check.add(line)
             if check.is_over:
@@ -201,7 +201,7 @@ class BatchJob:
             async with self._workplace.slots:
                 if (client := await self._client()) is None:
                     return
-                answer = await self._workplace.door.answer(self._made.endpoint, line.body, client)
+                answer = await self._workplace.target.answer(self._made.endpoint, line.body, client)
             if answer.retry_after_s is not None:
                 pause_s = min(_MAX_PAUSE_S, answer.retry_after_s)
                 self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
@@ -228,7 +228,7 @@ class BatchJob:
                 self._end_with(_failed("invalid_api_key", text, None))
                 return None
 
-    async def _refuse_rest(self) -> _End:
+    async def _reject_rest(self) -> _End:
         """It is too late for them."""
         async for line in self._left():
             await self._record(line.number, error_line(line, "batch_expired", _TOO_LATE), is_error=True)

@@ -23,7 +23,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from core.identity.keyed_hash import keyed_hash
-from core.identity.signing import opened, sealed
+from core.identity.signing import signed, verified
 from router.batches import scripts
 from router.batches.bounds import ENTRY_BYTES, PART_BYTES, BatchBounds
 from router.batches.records import BatchMade, BatchRecord, BatchState, FileRecord
@@ -61,15 +61,15 @@ class RedisBatches:
 
     async def put_part(self, file: HashedPlace, number: int, part: bytes) -> str:
         """Of a file that has no record yet."""
-        sealed = self._sealed(file, number, part)
+        signed = self._sealed(file, number, part)
         pending_ms = round(PENDING_S * 1e3)
         counted = len(part) + PART_BYTES
-        return await self._run(scripts.PUT_PART, *file, number, sealed, len(part), counted, pending_ms, *self._most)
+        return await self._run(scripts.PUT_PART, *file, number, signed, len(part), counted, pending_ms, *self._most)
 
     async def put_file(self, file: HashedPlace, record: FileRecord, *, keep_s: float) -> str:
         """Its parts are all there."""
-        sealed, keep_ms = self._encoded(file, _RECORD, record), round(keep_s * 1e3)
-        return await self._run(scripts.PUT_FILE, *file, sealed, keep_ms, ENTRY_BYTES, self._bounds.max_files)
+        signed, keep_ms = self._encoded(file, _RECORD, record), round(keep_s * 1e3)
+        return await self._run(scripts.PUT_FILE, *file, signed, keep_ms, ENTRY_BYTES, self._bounds.max_files)
 
     async def file(self, file: HashedPlace) -> FileRecord | None:
         found: Any = await self._redis.hget(self._at("file", file), "record")
@@ -113,9 +113,9 @@ class RedisBatches:
         return places[begin:]
 
     async def create(self, batch: HashedPlace, made: BatchMade, *, input_file: HashedPlace, keep_input_s: float) -> str:
-        sealed, keep_ms = self._encoded(batch, _RECORD, made), round(keep_input_s * 1e3)
+        signed, keep_ms = self._encoded(batch, _RECORD, made), round(keep_input_s * 1e3)
         most = self._bounds.max_batches, *self._most
-        return await self._run(scripts.CREATE, *batch, sealed, input_file.id, keep_ms, ENTRY_BYTES, *most)
+        return await self._run(scripts.CREATE, *batch, signed, input_file.id, keep_ms, ENTRY_BYTES, *most)
 
     async def batch(self, batch: HashedPlace) -> BatchRecord | None:
         wanted = ["record", "state", "completed", "failed", "cancel"]
@@ -158,10 +158,10 @@ class RedisBatches:
         if is_error:
             files.reverse()
         file, other = files
-        sealed, counted = self._sealed(file, line, answer), len(answer) + PART_BYTES
+        signed, counted = self._sealed(file, line, answer), len(answer) + PART_BYTES
         which = "failed" if is_error else "completed"
         where = *batch, token, file.id, other.id
-        return await self._run(scripts.RECORD, *where, line, sealed, len(answer), counted, which, *self._most)
+        return await self._run(scripts.RECORD, *where, line, signed, len(answer), counted, which, *self._most)
 
     async def finish(
         self, batch: HashedPlace, token: str, state: BatchState, files: Sequence[FileRecord], tenant: str
@@ -172,8 +172,8 @@ class RedisBatches:
             file = self.place(tenant, record.id)
             told += [file.id, self._encoded(file, _RECORD, record)]
         keep_ms = round(self._bounds.keep_s * 1e3)
-        sealed = self._encoded(batch, _STATE, state)
-        return await self._run(scripts.FINISH, *batch, token, sealed, keep_ms, ENTRY_BYTES, *told)
+        signed = self._encoded(batch, _STATE, state)
+        return await self._run(scripts.FINISH, *batch, token, signed, keep_ms, ENTRY_BYTES, *told)
 
     async def sweep(self) -> None:
         """Take out what has ended."""
@@ -200,18 +200,18 @@ class RedisBatches:
     def _encoded(self, place: HashedPlace, what: int, record: FileRecord | BatchMade | BatchState) -> bytes:
         return self._sealed(place, what, msgspec.json.encode(record))
 
-    def _decoded(self, place: HashedPlace, what: int, sealed: object, kind: type[T]) -> T | None:
+    def _decoded(self, place: HashedPlace, what: int, signed: object, kind: type[T]) -> T | None:
         """None where it is not there, or not by this deployment."""
-        value = self._opened(place, what, sealed)
+        value = self._opened(place, what, signed)
         return None if value is None else msgspec.json.decode(value, type=kind)
 
     def _sealed(self, place: HashedPlace, what: int, value: bytes) -> bytes:
-        return sealed(value, self._key, *_words(place, what))
+        return signed(value, self._key, *_words(place, what))
 
     def _opened(self, place: HashedPlace, what: int, found: object) -> bytes | None:
         if not isinstance(found, bytes):
             return None
-        return opened(found, self._key, *_words(place, what))
+        return verified(found, self._key, *_words(place, what))
 
     def _hashed(self, *words: str) -> str:
         return keyed_hash(self._key, *words, person=b"batches")

@@ -23,7 +23,7 @@ async def asked(ask: Callable[[], Awaitable[T]]) -> T:
         return await ask()
     except RedisError as error:
         logger.warning("Redis does not answer for batches: %s", error)
-        raise store_away() from None
+        raise store_unavailable() from None
 
 
 def check_room(told: str, bounds: BatchBounds) -> None:
@@ -35,7 +35,7 @@ def check_room(told: str, bounds: BatchBounds) -> None:
         raise CapacityError("there is no room for more batches at present", retry_after_s=60.0)
 
 
-def store_away() -> StoreUnavailable:
+def store_unavailable() -> StoreUnavailable:
     return StoreUnavailable("where batches are kept cannot be reached at present; try again in a moment")
 
 

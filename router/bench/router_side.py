@@ -21,7 +21,7 @@ from frontend.access.access import Access
 from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.http.connections import HTTP_DOOR
+from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.http_listener import HttpListener
 from frontend.text.completion import Completions
 from frontend.text.completion_request import ModelCard
@@ -89,7 +89,7 @@ class MeasuredRouter:
         )
         dispatch = Dispatch(
             self._replicas,
-            Chooser(make_policy("cost", pulls=True), max_local_tokens=_CONTEXT),
+            Chooser(make_policy("cost", prefix_fetches=True), max_local_tokens=_CONTEXT),
             model="bench",
             block_size=_BLOCK_SIZE,
             vocab_size=tokenizer.vocab_size,
@@ -111,13 +111,13 @@ class MeasuredRouter:
         access = Access.anybody()
         grpc = await open_grpc_api(completions, access=access, host="127.0.0.1", port=0)
         app = create_app(completions, access=access, is_healthy=lambda: True)
-        http = await HttpListener.open(app, host="127.0.0.1", port=0, limits=HTTP_DOOR)
+        http = await HttpListener.open(app, host="127.0.0.1", port=0, limits=HTTP_ENDPOINT)
         for number, address in enumerate(workers):
             self._replicas.add(_member(f"decode-{number}", address))
         while len(self._replicas.usable(Role.DECODE)) < len(workers):
             await self._replicas.changed(timeout_s=_READY_S)
         spare_the_old()
-        self._doors = grpc, http  # a server of gRPC ends when nobody holds it
+        self._endpoints = grpc, http  # a server of gRPC ends when nobody holds it
         return {"grpc": grpc.port, "http": http.address[1]}
 
 

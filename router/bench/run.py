@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.endpoints import Door, open_door
-from core.process.child_process import OrderedProcess
+from cluster.bench.endpoints import Endpoint, open_endpoint
+from core.process.child_process import ChildProcess
 from core.process.gc_tuning import spare_the_old
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 from router.bench.clients import TimedStream, open_grpc, open_http
 from router.bench.router_side import MAX_RUNNING
 
-DOORS = ("http", "grpc")
+ENDPOINTS = ("http", "grpc")
 
 _ANSWER_S = 120.0
 _ENDLESS = 100_000  # tokens
@@ -57,19 +57,19 @@ async def _measure(model_dir: Path, load: RouterLoad, profile: Path | None) -> d
     found: dict[str, Any] = {"costs": {}, "streams": [], "prompts": []}
     async with _started(model_dir, num_replicas=1) as sides:
         sides.worker.ask("set_step", seconds=load.step_s)
-        for name in DOORS:
-            async with open_door(sides.endpoint(name), DoorAccess()) as door:
-                found["costs"][name] = await _costs(sides, door, load)
+        for name in ENDPOINTS:
+            async with open_endpoint(sides.endpoint(name), EndpointAccess()) as target:
+                found["costs"][name] = await _costs(sides, target, load)
                 if load.prompt:
-                    found["prompts"].append({"door": name} | await _long_prompt(sides, door, load.prompt))
+                    found["prompts"].append({"door": name} | await _long_prompt(sides, target, load.prompt))
                 if profile and name == "http":
                     sides.router.ask("profile", path="")
-                    await _ask_all(door, load, num_tokens=load.tokens)
+                    await _ask_all(target, load, num_tokens=load.tokens)
                     sides.router.ask("profile", path=str(profile))
     if load.trace_ratio is not None:
-        found["tracing"] = [await _tracing(model_dir, load, name, load.trace_ratio) for name in DOORS]
+        found["tracing"] = [await _tracing(model_dir, load, name, load.trace_ratio) for name in ENDPOINTS]
     for number in load.streams:
-        for name in DOORS:
+        for name in ENDPOINTS:
             async with _started(model_dir, num_replicas=-(-number // MAX_RUNNING)) as sides:
                 found["streams"].append({"door": name, "streams": number} | await _many(sides, name, number, load))
     return found
@@ -77,19 +77,19 @@ async def _measure(model_dir: Path, load: RouterLoad, profile: Path | None) -> d
 
 @dataclass(frozen=True)
 class _Sides:
-    router: OrderedProcess
-    worker: OrderedProcess
+    router: ChildProcess
+    worker: ChildProcess
     ports: dict[str, int]
 
-    def endpoint(self, door: str) -> str:
-        return f"{'http://' if door == 'http' else ''}127.0.0.1:{self.ports[door]}"
+    def endpoint(self, target: str) -> str:
+        return f"{'http://' if target == 'http' else ''}127.0.0.1:{self.ports[target]}"
 
 
 @asynccontextmanager
 async def _started(model_dir: Path, *, num_replicas: int, trace_ratio: float | None = None) -> AsyncIterator[_Sides]:
-    worker = OrderedProcess("router.bench.worker_side", answer_s=_ANSWER_S)
+    worker = ChildProcess("router.bench.worker_side", answer_s=_ANSWER_S)
     try:
-        router = OrderedProcess("router.bench.router_side", str(model_dir), answer_s=_ANSWER_S)
+        router = ChildProcess("router.bench.router_side", str(model_dir), answer_s=_ANSWER_S)
         try:
             traced = {} if trace_ratio is None else {"collector": worker.ask("collect"), "ratio": trace_ratio}
             workers = worker.ask("serve", number=num_replicas)
@@ -100,15 +100,15 @@ async def _started(model_dir: Path, *, num_replicas: int, trace_ratio: float | N
         worker.close()
 
 
-async def _costs(sides: _Sides, door: Door, load: RouterLoad) -> dict[str, Any]:
+async def _costs(sides: _Sides, target: Endpoint, load: RouterLoad) -> dict[str, Any]:
     """What a request costs is measured with answers of one token, a token with what longer ones take beyond that."""
-    await _ask_all(door, load, num_tokens=4)  # to get warm
+    await _ask_all(target, load, num_tokens=4)  # to get warm
     rows = []
     for _ in range(load.rounds):
         used = []
         for num_tokens in (1, load.tokens):
             before = sides.router.ask("processor_s")
-            await _ask_all(door, load, num_tokens=num_tokens)
+            await _ask_all(target, load, num_tokens=num_tokens)
             used.append(sides.router.ask("processor_s") - before)
         rows.append((used[0] / load.requests, (used[1] - used[0]) / (load.requests * (load.tokens - 1))))
     per_request_s, per_token_s = (min(column) for column in zip(*rows, strict=True))
@@ -125,19 +125,19 @@ async def _tracing(model_dir: Path, load: RouterLoad, name: str, ratio: float) -
     async with (
         _started(model_dir, num_replicas=1) as without,
         _started(model_dir, num_replicas=1, trace_ratio=ratio) as traced,
-        open_door(without.endpoint(name), DoorAccess()) as plain_door,
-        open_door(traced.endpoint(name), DoorAccess()) as traced_door,
+        open_endpoint(without.endpoint(name), EndpointAccess()) as plain_endpoint,
+        open_endpoint(traced.endpoint(name), EndpointAccess()) as traced_endpoint,
     ):
-        sides = [(without, plain_door), (traced, traced_door)]
-        for side, door in sides:
+        sides = [(without, plain_endpoint), (traced, traced_endpoint)]
+        for side, target in sides:
             side.worker.ask("set_step", seconds=load.step_s)
-            await _ask_all(door, load, num_tokens=4)  # to get warm
+            await _ask_all(target, load, num_tokens=4)  # to get warm
         rows = []
         for number in range(load.rounds):
             used = {}
-            for side, door in sides if number % 2 else reversed(sides):
+            for side, target in sides if number % 2 else reversed(sides):
                 before = side.router.ask("processor_s")
-                await _ask_all(door, load, num_tokens=load.tokens)
+                await _ask_all(target, load, num_tokens=load.tokens)
                 side.router.ask("flush")
                 used[side is traced] = (side.router.ask("processor_s") - before) / load.requests
             rows.append((used[False], used[True]))
@@ -152,28 +152,28 @@ async def _tracing(model_dir: Path, load: RouterLoad, name: str, ratio: float) -
     }
 
 
-async def _long_prompt(sides: _Sides, door: Door, num_tokens: int) -> dict[str, Any]:
+async def _long_prompt(sides: _Sides, target: Endpoint, num_tokens: int) -> dict[str, Any]:
     """Three different ones, one after the other; the median."""
     used = []
     for seed in range(3):
         ids = random.Random(seed).choices(range(65, 65 + _NUM_IDS), k=num_tokens)
         before = sides.router.ask("processor_s")
-        async for _ in door.ask(ids, max_tokens=1, timeout_s=_ANSWER_S):
+        async for _ in target.ask(ids, max_tokens=1, timeout_s=_ANSWER_S):
             pass
         used.append(sides.router.ask("processor_s") - before)
     return {"tokens": num_tokens, "processor_ms": round(1e3 * statistics.median(used), 1)}
 
 
-async def _many(sides: _Sides, door: str, number: int, load: RouterLoad) -> dict[str, Any]:
+async def _many(sides: _Sides, target: str, number: int, load: RouterLoad) -> dict[str, Any]:
     """Answers that all run at the same time, and none of which begins or ends meanwhile."""
     step_s = number / load.rate
     sides.worker.ask("set_step", seconds=step_s)
     bytes_before = sides.router.ask("memory_bytes")
     prompts = [[*_PROMPT, 65 + i % _NUM_IDS] for i in range(number)]
-    ask = {"http": open_http, "grpc": open_grpc}[door]
+    ask = {"http": open_http, "grpc": open_grpc}[target]
     streams: list[TimedStream] = []
     for first in range(0, number, _OPENED_AT_ONCE):  # a door refuses what is too much at once
-        streams += await ask(sides.ports[door], prompts[first : first + _OPENED_AT_ONCE], num_tokens=_ENDLESS)
+        streams += await ask(sides.ports[target], prompts[first : first + _OPENED_AT_ONCE], num_tokens=_ENDLESS)
         await asyncio.gather(*(stream.begun for stream in streams[first:]))
     spare_the_old()  # of this process, or its own looks for garbage would seem to be tokens' lateness
     bytes_with = sides.router.ask("memory_bytes")
@@ -205,13 +205,13 @@ async def _many(sides: _Sides, door: str, number: int, load: RouterLoad) -> dict
     }
 
 
-async def _ask_all(door: Door, load: RouterLoad, *, num_tokens: int) -> None:
+async def _ask_all(target: Endpoint, load: RouterLoad, *, num_tokens: int) -> None:
     room = asyncio.Semaphore(load.at_once)
 
     async def ask(number: int) -> None:
         async with room:
             prompt = [*_PROMPT, 65 + number % _NUM_IDS]
-            items = [item async for item in door.ask(prompt, max_tokens=num_tokens, timeout_s=_ANSWER_S)]
+            items = [item async for item in target.ask(prompt, max_tokens=num_tokens, timeout_s=_ANSWER_S)]
         assert sum(item for item in items if isinstance(item, int)) == num_tokens
 
     async with asyncio.TaskGroup() as group:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from core.index.prefix_index import Depths
-from core.types.handoff import Holder
+from core.types.handoff import PrefixSource
 from router.routing import local_decode
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
@@ -52,7 +52,7 @@ class Decision:
     prefill: str | None  # None: the decode replica computes the prompt itself
     decode: str | None  # None: the first token is the last
     prompt_tokens: int  # that whoever computes the prompt must compute
-    holder: Holder | None  # the peer that gives its blocks, where the option taken counts on one
+    prefix_source: PrefixSource | None  # the peer that gives its blocks, where the option taken counts on one
     options: Sequence[Option]  # what was weighed, the one taken first
     candidates: Sequence[CandidateReplica]  # and by what
 
@@ -91,7 +91,7 @@ class Chooser:
             options = [option for option in options if option.prefill not in crowded]
         return self._decide(need, options, candidates, [*prefills, *decodes]) if options else None
 
-    def choose_guest(
+    def choose_local_decode(
         self,
         need: Need,
         hosts: Sequence[ReplicaLoad],
@@ -173,15 +173,17 @@ class Chooser:
         option = options[0]
         computes = option.prefill or option.decode
         held = max((one.cached_tokens for one in candidates if one.replica == computes), default=0)
-        holder = next((load for load in loads if load.replica == option.pull_from), None)
-        if holder and holder.replica == computes:
-            holder = None  # its own lower tier
+        prefix_source = next((load for load in loads if load.replica == option.fetch_from), None)
+        if prefix_source and prefix_source.replica == computes:
+            prefix_source = None  # its own lower tier
         return Decision(
             prefill=option.prefill,
             decode=None if option.prefill and need.max_new_tokens == 1 else option.decode,
-            prompt_tokens=max(1, need.num_tokens - max(held, option.pull_tokens)),
-            holder=Holder(replica=holder.replica, address=holder.member.address, num_tokens=option.pull_tokens)
-            if holder
+            prompt_tokens=max(1, need.num_tokens - max(held, option.fetch_tokens)),
+            prefix_source=PrefixSource(
+                replica=prefix_source.replica, address=prefix_source.member.address, num_tokens=option.fetch_tokens
+            )
+            if prefix_source
             else None,
             options=options,
             candidates=candidates,
@@ -194,10 +196,10 @@ def with_room(decodes: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
     return [load for load in decodes if load.has_room_to_decode(num_blocks=blocks, num_streams=streams)]
 
 
-def with_room_for_guest(prefills: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
+def with_room_for_local_decode(prefills: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
     """The prefill replicas that would answer it themselves at once."""
     blocks, streams = need.num_blocks, need.num_streams
-    return [load for load in prefills if load.has_room_for_guest(num_blocks=blocks, num_streams=streams)]
+    return [load for load in prefills if load.has_room_for_local_decode(num_blocks=blocks, num_streams=streams)]
 
 
 def _preferred(loads: Sequence[ReplicaLoad], avoid: Set[str]) -> Sequence[ReplicaLoad]:

@@ -29,7 +29,7 @@ _HORIZON = 64  # tokens of an answer for which the load on a decode replica coun
 _SHORTLIST = 4
 _STALL = 0.3  # a stream beside a prompt goes on, by one token per chunk
 _KEEP = 1.0
-_PULL_LATENCY_S = 0.002  # of asking a peer, beyond what the bytes take
+_FETCH_LATENCY_S = 0.002  # of asking a peer, beyond what the bytes take
 
 
 @dataclass(slots=True)
@@ -40,9 +40,9 @@ class _Prompt:
     cost_s: float
     compute_s: float
     keep_s: float
-    pull_from: str | None = None
-    pull_tokens: int = 0
-    pull_s: float = 0.0
+    fetch_from: str | None = None
+    fetch_tokens: int = 0
+    fetch_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -60,17 +60,21 @@ class CostPolicy:
     pulls: replicas may fetch blocks from each other.
     """
 
-    def __init__(self, *, pulls: bool = False) -> None:
-        self._pulls = pulls
+    def __init__(self, *, prefix_fetches: bool = False) -> None:
+        self._prefix_fetches = prefix_fetches
 
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
-        holders = heapq.nlargest(2, [*prefills, *decodes], key=lambda view: view.stored_tokens) if self._pulls else []
+        prefix_sources = (
+            heapq.nlargest(2, [*prefills, *decodes], key=lambda view: view.stored_tokens)
+            if self._prefix_fetches
+            else []
+        )
         local = [view for view in decodes if not prefills or _uncached(demand, view) <= demand.max_local_tokens]
-        found = [_alone(demand, _prompt(demand, view, holders)) for view in local]
+        found = [_alone(demand, _prompt(demand, view, prefix_sources)) for view in local]
         if prefills:
-            prompts = [_prompt(demand, view, holders) for view in prefills]
+            prompts = [_prompt(demand, view, prefix_sources) for view in prefills]
             prompts = heapq.nsmallest(_SHORTLIST, prompts, key=lambda prompt: prompt.cost_s)
             link = max(prompt.view.link_bytes_per_s for prompt in prompts)
             ends = [
@@ -101,16 +105,16 @@ def _option(prompt: _Prompt, *, prefill: str | None, decode: str, decode_s: floa
         prefill=prefill,
         decode=decode,
         queue_s=prompt.view.queue_s,
-        pull_from=prompt.pull_from,
-        pull_tokens=prompt.pull_tokens,
-        pull_s=prompt.pull_s,
+        fetch_from=prompt.fetch_from,
+        fetch_tokens=prompt.fetch_tokens,
+        fetch_s=prompt.fetch_s,
         compute_s=prompt.compute_s,
         keep_s=prompt.keep_s,
         decode_s=decode_s,
     )
 
 
-def _prompt(demand: RoutingRequest, view: CandidateReplica, holders: Sequence[CandidateReplica]) -> _Prompt:
+def _prompt(demand: RoutingRequest, view: CandidateReplica, prefix_sources: Sequence[CandidateReplica]) -> _Prompt:
     """The quickest way to the prompt's KV: compute what is not cached, or fetch some of it first."""
     compute_s = view.compute_s(demand, view.cached_tokens)
     keep_s = _KEEP * compute_s
@@ -118,23 +122,25 @@ def _prompt(demand: RoutingRequest, view: CandidateReplica, holders: Sequence[Ca
     if view.restore_bytes_per_s and view.stored_tokens > view.cached_tokens:
         restore_s = (view.stored_tokens - view.cached_tokens) * demand.bytes_per_token / view.restore_bytes_per_s
         _try_fetch(best, demand, view, restore_s)
-    holder = next((holder for holder in holders if holder is not view), None)  # who holds most of it
-    if holder and holder.stored_tokens > view.stored_tokens:
-        num_bytes = (holder.stored_tokens - view.cached_tokens) * demand.bytes_per_token
-        _try_fetch(best, demand, holder, _PULL_LATENCY_S + num_bytes / holder.link_bytes_per_s)
+    prefix_source = next(
+        (prefix_source for prefix_source in prefix_sources if prefix_source is not view), None
+    )  # who holds most of it
+    if prefix_source and prefix_source.stored_tokens > view.stored_tokens:
+        num_bytes = (prefix_source.stored_tokens - view.cached_tokens) * demand.bytes_per_token
+        _try_fetch(best, demand, prefix_source, _FETCH_LATENCY_S + num_bytes / prefix_source.link_bytes_per_s)
     return best
 
 
-def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, pull_s: float) -> None:
+def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, fetch_s: float) -> None:
     """Fetch all that `source` stores and compute the rest, if that is quicker than the best way so far."""
     view = best.view
-    before_s = max(view.queue_s, pull_s) + best.keep_s
+    before_s = max(view.queue_s, fetch_s) + best.keep_s
     if before_s >= best.cost_s:
         return
     compute_s = view.compute_s(demand, source.stored_tokens)
     if before_s + compute_s < best.cost_s:
         best.cost_s, best.compute_s = before_s + compute_s, compute_s
-        best.pull_from, best.pull_tokens, best.pull_s = source.replica, source.stored_tokens, pull_s
+        best.fetch_from, best.fetch_tokens, best.fetch_s = source.replica, source.stored_tokens, fetch_s
 
 
 def _decode_s(demand: RoutingRequest, view: CandidateReplica) -> float:

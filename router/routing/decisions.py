@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from core.types.request import DraftTally
-from core.types.timeline import Life
+from core.types.timeline import Timeline
 from router.routing.policy import CandidateReplica, Option
 
 _MAX_REQUESTS = 1000
@@ -36,7 +36,7 @@ class _Record:
     """What is remembered of one request."""
 
     attempts: list[_Attempt] = field(default_factory=list)
-    life: Life | None = None
+    life: Timeline | None = None
     tenant: str = ""
     drafts: DraftTally | None = None
 
@@ -58,11 +58,11 @@ class Decisions:
     def add(self, request_id: str, options: Sequence[Option], views: Sequence[CandidateReplica]) -> None:
         """`options` of one more attempt, the one taken first, and what was known of the replicas then."""
         best = options[:_MAX_OPTIONS]
-        named = {name for option in best for name in (option.prefill, option.decode, option.pull_from)}
+        named = {name for option in best for name in (option.prefill, option.decode, option.fetch_from)}
         attempt = _Attempt(best, [view for view in views if view.replica in named])
         self._record(request_id).attempts.append(attempt)
 
-    def live(self, request_id: str, life: Life, *, tenant: str = "", drafts: DraftTally | None = None) -> None:
+    def live(self, request_id: str, life: Timeline, *, tenant: str = "", drafts: DraftTally | None = None) -> None:
         """A request has come; `life` and `drafts` are written while it runs."""
         record = self._record(request_id)
         record.life, record.tenant, record.drafts = life, tenant, drafts

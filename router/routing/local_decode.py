@@ -26,11 +26,11 @@ def wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_token
     return min(_LONGEST_S, num_ends / per_s) if per_s else _LONGEST_S
 
 
-def cheapest(guest: Sequence[Option], pairs: Sequence[Option], *, wait_s: float) -> list[Option]:
+def cheapest(local_decode: Sequence[Option], pairs: Sequence[Option], *, wait_s: float) -> list[Option]:
     """All of them, the one to take first. guest: on prefill replicas alone, at once. pairs: what there is after a wait;
     where they cost as much, it is worth it."""
     waiting = [replace(option, wait_s=wait_s) for option in pairs]
-    return sorted([*waiting, *guest], key=lambda option: option.cost_s)
+    return sorted([*waiting, *local_decode], key=lambda option: option.cost_s)
 
 
 def _ends_per_s(view: CandidateReplica, *, num_tokens: int, answer_tokens: int) -> float:

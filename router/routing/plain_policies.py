@@ -48,10 +48,10 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def make_policy(name: str, *, pulls: bool = False) -> Policy:
+def make_policy(name: str, *, prefix_fetches: bool = False) -> Policy:
     """By its name in POLICIES, or MODULE:NAME. Only cost knows of pulling from a peer. Raises SpecError."""
     make = find(name, POLICIES)
-    return CostPolicy(pulls=pulls) if make is CostPolicy else made(name, make)
+    return CostPolicy(prefix_fetches=prefix_fetches) if make is CostPolicy else made(name, make)
 
 
 def _idlest(_: RoutingRequest, views: Sequence[View]) -> View:

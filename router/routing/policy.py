@@ -54,9 +54,9 @@ class Option:
     decode: str
     wait_s: float = 0.0  # before there is room on the decode replica, for it and for whoever waits with it
     queue_s: float = 0.0  # before the replica that computes the prompt comes to it
-    pull_from: str | None = None  # who gives it blocks that it lacks: a peer, or its own lower tier
-    pull_tokens: int = 0  # leading tokens that it has when that is done
-    pull_s: float = 0.0  # while the queue goes on
+    fetch_from: str | None = None  # who gives it blocks that it lacks: a peer, or its own lower tier
+    fetch_tokens: int = 0  # leading tokens that it has when that is done
+    fetch_s: float = 0.0  # while the queue goes on
     compute_s: float = 0.0  # of what is still missing then
     keep_s: float = 0.0  # what others will lose because these blocks take up room
     transfer_s: float = 0.0  # from prefill to decode
@@ -66,7 +66,7 @@ class Option:
     @property
     def ttft_s(self) -> float:
         """Until the first token, from when there is room."""
-        return max(self.queue_s, self.pull_s) + self.compute_s
+        return max(self.queue_s, self.fetch_s) + self.compute_s
 
     @property
     def cost_s(self) -> float:

@@ -47,9 +47,9 @@ class ReplicaLoad:
     timing: StepTiming | None  # None: not learnt yet
     tokens_per_row: float = 0.0  # that a row of a step gets: with drafts more than 1
     drafted_per_row: float = 0.0  # tokens that it computes beside its own
-    num_told_guests: int = 0  # of a prefill replica: choices that it answers itself, as it last said
-    num_waiting_guests: int = 0
-    guest_blocks: int = 0  # that these have
+    num_reported_local_decodes: int = 0  # of a prefill replica: choices that it answers itself, as it last said
+    num_waiting_local_decodes: int = 0
+    local_decode_blocks: int = 0  # that these have
 
     @property
     def replica(self) -> str:
@@ -62,18 +62,22 @@ class ReplicaLoad:
             return True
         return num_blocks <= self.free_blocks and num_streams <= self.free_streams and not self.num_waiting
 
-    def has_room_for_guest(self, *, num_blocks: int, num_streams: int) -> bool:
+    def has_room_for_local_decode(self, *, num_blocks: int, num_streams: int) -> bool:
         """Whether a prefill replica would answer them itself at once."""
-        return num_streams <= self.free_guests and num_blocks <= self.free_guest_blocks and not self.num_waiting_guests
+        return (
+            num_streams <= self.free_local_decodes
+            and num_blocks <= self.free_local_decode_blocks
+            and not self.num_waiting_local_decodes
+        )
 
     @property
-    def free_guests(self) -> int:
-        return max(0, self.member.max_guests - max(self.num_told_guests, self.promised_streams))
+    def free_local_decodes(self) -> int:
+        return max(0, self.member.max_local_decodes - max(self.num_reported_local_decodes, self.promised_streams))
 
     @property
-    def free_guest_blocks(self) -> int:
+    def free_local_decode_blocks(self) -> int:
         """Within their share, and not taken by prompts."""
-        own = self.member.max_guest_blocks - max(self.guest_blocks, self.promised_blocks)
+        own = self.member.max_local_decode_blocks - max(self.local_decode_blocks, self.promised_blocks)
         return max(0, min(own, self.available_blocks))
 
     @property

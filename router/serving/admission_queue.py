@@ -143,15 +143,15 @@ class AdmissionGate(Generic[T]):
 
     def _ask_last(self) -> None:
         """Whoever finds no room is asked again at the next wake; of a tenant one that finds none speaks for all."""
-        aside, refused = list[QueuedRequest](), set[str]()
-        while not len(self._queue) and len(refused) < _LOOKS and len(aside) < _SKIPS:
+        aside, rejected = list[QueuedRequest](), set[str]()
+        while not len(self._queue) and len(rejected) < _LOOKS and len(aside) < _SKIPS:
             if (queued := self._last.peek()) is None:
                 break
-            if queued.tenant in refused:
+            if queued.tenant in rejected:
                 self._last.set_aside(queued)
                 aside.append(queued)
             elif not self._try(queued, self._last) and queued.is_waiting:
-                refused.add(queued.tenant)
+                rejected.add(queued.tenant)
         for queued in aside:
             self._last.put_back(queued)
 

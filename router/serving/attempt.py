@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, ReplicaLost
-from core.types.handoff import Handoff, Holder
+from core.types.handoff import Handoff, PrefixSource
 from core.types.request import SequenceRequest
 from core.wire.messages import handoff_from_proto, tokens_from_proto
 from router.serving.attempt_tasks import AttemptTasks
@@ -99,7 +99,7 @@ class Attempt:
         call = decode.worker.generate(
             request,
             prefill_here=prefill_here,
-            holder=self._holder_for(decode) if prefill_here else None,
+            prefix_source=self._prefix_source_for(decode) if prefill_here else None,
             timeout_s=self._state.remaining_s(),
         )
         try:
@@ -116,8 +116,8 @@ class Attempt:
                         self._choices.started(epoch=event.started.epoch)
                         if prefill_here:
                             self._pair.prompt_booking.end(is_computed=True)
-                            self._route.pulled_tokens = event.started.pulled_tokens
-                            self._note_pull(decode)
+                            self._route.fetched_tokens = event.started.fetched_tokens
+                            self._note_fetch(decode)
                     case "finished":
                         num_frames = event.finished.frames
         except ClusterError as error:
@@ -164,7 +164,10 @@ class Attempt:
         booking, parts = Booking(prefill, num_requests=1), self._dispatch.prompt_parts(self._request)
         steps = PromptSteps(self._state.life, prefill.id)
         call = prefill.worker.prefill(
-            self._request, handoff=handoff, holder=self._holder_for(prefill), timeout_s=self._state.remaining_s()
+            self._request,
+            handoff=handoff,
+            prefix_source=self._prefix_source_for(prefill),
+            timeout_s=self._state.remaining_s(),
         )
         try:
             async for event in call:
@@ -176,8 +179,8 @@ class Attempt:
                     self._pair.prompt_booking.end(is_computed=True)
                     self._route.prefill_replica = prefill.id
                     self._route.cached_tokens = event.first_tokens.cached_tokens
-                    self._route.pulled_tokens = event.first_tokens.pulled_tokens
-                    self._note_pull(prefill)
+                    self._route.fetched_tokens = event.first_tokens.fetched_tokens
+                    self._note_fetch(prefill)
                     epoch = handoff.epoch if handoff else 0
                     self._choices.first(tokens_from_proto(event.first_tokens.tokens), epoch=epoch)
                 elif event.WhichOneof("event") == "shipped":
@@ -197,10 +200,10 @@ class Attempt:
         if (told := parts.whole()) is not None:
             self._state.prompt_logprobs = told
 
-    def _note_pull(self, by: Replica) -> None:
-        if (holder := self._holder_for(by)) and (num_tokens := self._route.pulled_tokens):
-            self._dispatch.flows.add("pull", holder.replica, by.id, num_tokens * by.member.bytes_per_token)
+    def _note_fetch(self, by: Replica) -> None:
+        if (prefix_source := self._prefix_source_for(by)) and (num_tokens := self._route.fetched_tokens):
+            self._dispatch.flows.add("pull", prefix_source.replica, by.id, num_tokens * by.member.bytes_per_token)
 
-    def _holder_for(self, replica: Replica) -> Holder | None:
-        holder = self._pair.holder
-        return holder if holder and holder.replica != replica.id else None
+    def _prefix_source_for(self, replica: Replica) -> PrefixSource | None:
+        prefix_source = self._pair.prefix_source
+        return prefix_source if prefix_source and prefix_source.replica != replica.id else None

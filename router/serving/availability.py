@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from core.types.errors import ModelAway
+from core.types.errors import ModelUnavailable
 
 
-class Absence:
+class Availability:
     """As far as it was looked at. Lives on the router's event loop."""
 
     def __init__(self, may_answer: Callable[[], bool], *, name: str, now: Callable[[], float]) -> None:
@@ -38,7 +38,7 @@ class Absence:
         """This router leaves the model: nobody need wait for a replica."""
         self._is_for_good = True
 
-    def error(self) -> ModelAway:
+    def error(self) -> ModelUnavailable:
         called = f"model {self._name!r}" if self._name else "this model"
         why = "this router leaves it" if self._is_for_good else "it has no decode replica"
-        return ModelAway(f"{called} cannot be served at present: {why}", retry_after_s=1.0)
+        return ModelUnavailable(f"{called} cannot be served at present: {why}", retry_after_s=1.0)

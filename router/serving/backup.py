@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from core.types.errors import ClusterError
-from core.types.handoff import Holder
+from core.types.handoff import PrefixSource
 from core.types.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams, Running
@@ -109,8 +109,8 @@ async def _copy(running: Running, prefill: Replica) -> None:
         adapter=request.adapter,
         priority=OFFLINE,
     )
-    holder = Holder(replica=running.replica.id, address=member.address, num_tokens=num_held)
-    call = prefill.worker.prefill(copy, holder=holder, fetch_only=True)
+    prefix_source = PrefixSource(replica=running.replica.id, address=member.address, num_tokens=num_held)
+    call = prefill.worker.prefill(copy, prefix_source=prefix_source, fetch_only=True)
     try:
         async with asyncio.timeout(_COPY_S):
             async for _ in call:

@@ -10,7 +10,7 @@ from time import monotonic
 
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.request import SequenceRequest
-from core.types.timeline import LifeState
+from core.types.timeline import RequestPhase
 from router.serving.attempt_tasks import AttemptTasks
 from router.serving.choices import Choices
 from router.serving.dispatch import Dispatch
@@ -163,7 +163,7 @@ class DecodeStreams:
                     booking.end()
             if num_tokens is None:
                 return
-            self._state.life.add(LifeState.MOVE, target.replica.id, began)
+            self._state.life.add(RequestPhase.MOVE, target.replica.id, began)
             self._dispatch.flows.add("move", source.replica.id, target.replica.id, move.wire_bytes)
             assert move.lease
             holding = self._hold(move.lease, booking, {choice: target})
@@ -202,5 +202,5 @@ class DecodeStreams:
         except ClusterError as error:
             return self._choices.fail(error)
         finally:
-            self._state.life.add(LifeState.DECODE, next(iter(leased.values())).replica.id, began)
+            self._state.life.add(RequestPhase.DECODE, next(iter(leased.values())).replica.id, began)
         await self.lease_ended(leased, num_frames=num_frames)

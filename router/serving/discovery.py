@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from core.index.membership import Membership, RefusalReason
+from core.index.membership import Membership, RejectionReason
 from core.index.redis_client import RedisReach
 from core.index.store import IndexReader
 from core.process.supervisor import Supervisor
@@ -29,13 +29,13 @@ class Discovery:
         name: str,
         key: bytes,
         tasks: Supervisor | None = None,
-        count_refused: Callable[[RefusalReason], object] = lambda why: None,
+        count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
         """name: of the deployment. key: by which its members sign. tasks: among which its own are; None: by
         themselves. count_refused: of members that are not believed, or not understood."""
         self._redis = redis
         self._replicas = replicas
-        self._membership = Membership(redis, name=name, key=key, count_refused=count_refused)
+        self._membership = Membership(redis, name=name, key=key, count_rejected=count_rejected)
         self._reader = IndexReader(redis, replicas.index, name=name)
         self.has_read = False  # who is a member, once
         self._reach = RedisReach("routing goes on with what is known")

@@ -14,14 +14,14 @@ from core.types.errors import CapacityError, ClusterError, DeadlineExceeded, Lay
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import OFFLINE, Role, SequenceRequest
 from core.types.revisions import Revision
-from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room, with_room_for_guest
+from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room, with_room_for_local_decode
 from router.routing.decisions import Decisions
 from router.routing.fair_shares import QueuedRequest
 from router.routing.replica_load import ReplicaLoad
 from router.routing.revisions import Revisions
 from router.routing.tenant_share import NO_PLACES, Places
 from router.serving.admission_queue import AdmissionGate
-from router.serving.availability import Absence
+from router.serving.availability import Availability
 from router.serving.fit import check_fit
 from router.serving.flows import Flows
 from router.serving.move import DecodeStream
@@ -85,7 +85,7 @@ class Dispatch:
             share=tenant_share, free=self._free_places, max_waiting=max_waiting, queue_s=queue_s
         )
         self._now = asyncio.get_running_loop().time
-        self.absence = Absence(self.may_answer, name=name, now=self._now)
+        self.availability = Availability(self.may_answer, name=name, now=self._now)
         replicas.on_change = self._room_changed
         metrics.requests_waiting.set_function(lambda: self.num_waiting)
         metrics.tenants_at_share.set_function(lambda: self._shares.num_lines)
@@ -109,7 +109,7 @@ class Dispatch:
         could ever hold the request. ModelAway where nobody who answers has come in time; at once where there has been
         nobody for so long.
         """
-        self.absence.check(within_s=self._queue_s)
+        self.availability.check(within_s=self._queue_s)
         began_at, is_in = self._now(), False
         asked = self._asked(request, only=only)
         self._check_fit(request, share=self._tenant_share())
@@ -126,8 +126,8 @@ class Dispatch:
                     self._metrics.queue_time.observe(self._now() - began_at)
                 yield pair
         except CapacityError as error:
-            if not is_in and self.absence.look() is not None:
-                raise self.absence.error() from error
+            if not is_in and self.availability.look() is not None:
+                raise self.availability.error() from error
             raise
 
     async def choose(self, request: SequenceRequest, *, avoid: Set[str], served_by: int | None = None) -> Pair:
@@ -140,14 +140,14 @@ class Dispatch:
         wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
         give_up_at = self._now() + wait_s
         while True:
-            self.absence.check()
+            self.availability.check()
             self._check_fit(request, share=1.0)
             decodes = self._loads(Role.DECODE, asked)
             # A prompt may wait behind others where the beginning of it is.
             for revision in self.revisions.after(served_by, untried={load.replica for load in decodes} - avoid):
                 if pair := self._choose(asked, with_room(decodes, asked.need), revision, avoid=avoid):
                     return pair
-                if pair := self._choose_guest(asked, decodes, revision, avoid=avoid):
+                if pair := self._choose_local_decode(asked, decodes, revision, avoid=avoid):
                     return pair
                 if pair := self._choose(asked, decodes, revision, avoid=avoid):
                     return pair
@@ -156,7 +156,7 @@ class Dispatch:
             except TimeoutError:
                 if wait_s == request.deadline_s:
                     raise DeadlineExceeded(f"request {request.id}: no decode replica came in its time") from None
-                raise self.absence.error() from None
+                raise self.availability.error() from None
 
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
@@ -264,19 +264,19 @@ class Dispatch:
             free = free.plus(Places(load.free_streams, load.free_blocks))
         for replica in self.replicas.usable(Role.PREFILL):
             load = replica.load()
-            free = free.plus(Places(load.free_guests, load.free_guest_blocks))
+            free = free.plus(Places(load.free_local_decodes, load.free_local_decode_blocks))
         return free
 
     def _answerers(self) -> Iterator[Replica]:
         """Decode replicas, and prefill replicas that take guests."""
         yield from self.replicas.usable(Role.DECODE)
-        yield from (replica for replica in self.replicas.usable(Role.PREFILL) if replica.member.max_guests)
+        yield from (replica for replica in self.replicas.usable(Role.PREFILL) if replica.member.max_local_decodes)
 
     def _queued(self, request: SequenceRequest) -> QueuedRequest:
         return QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
-        self.absence.check()
+        self.availability.check()
         self._check_fit(asked.request, share=1.0)  # the first replica may have come only now
         decodes = self._loads(Role.DECODE, asked)
         some = with_room(decodes, asked.need) or self._owed(asked, decodes)
@@ -284,7 +284,7 @@ class Dispatch:
         for revision in self.revisions.first_to_last(asked.request, usable=usable, only=asked.only):
             if pair := self._choose(asked, some, revision, prefill_needs_room=True):
                 return pair
-            if pair := self._choose_guest(asked, decodes, revision, prefill_needs_room=True):
+            if pair := self._choose_local_decode(asked, decodes, revision, prefill_needs_room=True):
                 return pair
         return None
 
@@ -318,7 +318,7 @@ class Dispatch:
         )
         return self._taken(asked, decision, revision) if decision else None
 
-    def _choose_guest(
+    def _choose_local_decode(
         self,
         asked: _Asked,
         decodes: Sequence[ReplicaLoad],
@@ -336,12 +336,12 @@ class Dispatch:
         prefills = _of_revision(revision, self._loads(Role.PREFILL, asked))
         hosts = [
             load
-            for load in with_room_for_guest(prefills, asked.need)
+            for load in with_room_for_local_decode(prefills, asked.need)
             if load.replica not in avoid and (load.has_room_to_prefill or not prefill_needs_room)
         ]
         if not hosts:
             return None
-        decision = self._chooser.choose_guest(
+        decision = self._chooser.choose_local_decode(
             asked.need,
             hosts,
             prefills,
@@ -352,7 +352,7 @@ class Dispatch:
         )
         if decision is None:
             return None
-        self._metrics.guests.inc()
+        self._metrics.local_decodes.inc()
         return self._taken(asked, decision, revision)
 
     def _taken(self, asked: _Asked, decision: Decision, revision: Revision | None) -> Pair:
@@ -381,7 +381,7 @@ class Dispatch:
                 computes, self.replicas.index, asked.hashes, num_tokens=decision.prompt_tokens
             ),
             decode_booking=booking,
-            holder=decision.holder,
+            prefix_source=decision.prefix_source,
             revision=revision,
         )
 

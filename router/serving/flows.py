@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 _LATELY_S = 5.0
-_MAX_PASSAGES = 8192
+_MAX_TRANSFERS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,18 @@ class Flows:
     """Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._passages: deque[tuple[float, str, str, str, int]] = deque(maxlen=_MAX_PASSAGES)
+        self._transfers: deque[tuple[float, str, str, str, int]] = deque(maxlen=_MAX_TRANSFERS)
 
     def add(self, kind: str, source: str, target: str, num_bytes: int) -> None:
-        self._passages.append((monotonic(), kind, source, target, num_bytes))
+        self._transfers.append((monotonic(), kind, source, target, num_bytes))
 
     def lately(self) -> list[Flow]:
         """Of the last seconds, the largest first."""
         since = monotonic() - _LATELY_S
-        while self._passages and self._passages[0][0] < since:
-            self._passages.popleft()
+        while self._transfers and self._transfers[0][0] < since:
+            self._transfers.popleft()
         sums: defaultdict[tuple[str, str, str], int] = defaultdict(int)
-        for _, kind, source, target, num_bytes in self._passages:
+        for _, kind, source, target, num_bytes in self._transfers:
             sums[kind, source, target] += num_bytes
         flows = [Flow(*between, num_bytes / _LATELY_S) for between, num_bytes in sums.items()]
         return sorted(flows, key=lambda flow: -flow.bytes_per_s)

@@ -13,12 +13,12 @@ from core.identity.credentials import Identity
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ClusterError, DeadlineExceeded
-from core.types.handoff import Handoff, Holder
+from core.types.handoff import Handoff, PrefixSource
 from core.types.request import SequenceRequest
 from core.wire.call_errors import error_of
 from core.wire.channel import open_lasting_channel
 from core.wire.frame_call import FrameCall
-from core.wire.messages import handoff_to_proto, holder_to_proto, sequence_to_proto
+from core.wire.messages import handoff_to_proto, prefix_source_to_proto, sequence_to_proto
 
 Event = TypeVar("Event")
 
@@ -46,14 +46,14 @@ class GrpcWorker:
         request: SequenceRequest,
         *,
         handoff: Handoff | None = None,
-        holder: Holder | None = None,
+        prefix_source: PrefixSource | None = None,
         fetch_only: bool = False,
         timeout_s: float | None = None,
     ) -> GrpcCall[pb.PrefillEvent]:
         message = pb.PrefillRequest(
             sequence=sequence_to_proto(request),
             handoff=handoff_to_proto(handoff) if handoff else None,
-            holder=holder_to_proto(holder) if holder else None,
+            prefix_source=prefix_source_to_proto(prefix_source) if prefix_source else None,
             fetch_only=fetch_only,
         )
         call = rpc.PrefillWorkerStub(self._channel).Prefill(message, timeout=timeout_s, metadata=_trace_of(request))
@@ -65,7 +65,7 @@ class GrpcWorker:
         *,
         prefill_here: bool = False,
         continues: bool = False,
-        holder: Holder | None = None,
+        prefix_source: PrefixSource | None = None,
         timeout_s: float | None = None,
     ) -> GrpcCall[pb.GenerateEvent]:
         message = pb.GenerateRequest(
@@ -73,7 +73,7 @@ class GrpcWorker:
             router=self._router,
             prefill_here=prefill_here,
             continues=continues,
-            holder=holder_to_proto(holder) if holder else None,
+            prefix_source=prefix_source_to_proto(prefix_source) if prefix_source else None,
         )
         call = rpc.DecodeWorkerStub(self._channel).Generate(message, timeout=timeout_s, metadata=_trace_of(request))
         return GrpcCall(call, self._replica, request, timeout_s)

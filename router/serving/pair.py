@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from core.index.prefix_index import PrefixIndex
-from core.types.handoff import Holder
+from core.types.handoff import PrefixSource
 from router.serving.replica import Replica
 
 _TOLD_S = 1.0  # by then the index has heard of a computed prompt's blocks from their replica itself
@@ -71,7 +71,7 @@ class Pair:
     decode: Replica | None
     prompt_booking: PromptBooking  # where the prompt is computed, until it is
     decode_booking: Booking | None  # of the decode replica's blocks, as long as the pair is used
-    holder: Holder | None  # from whom whoever computes the prompt may fetch what it lacks of the prefix
+    prefix_source: PrefixSource | None  # from whom whoever computes the prompt may fetch what it lacks of the prefix
     revision: int | None = None  # both are of; None: there is one alone
 
     def release(self) -> None:

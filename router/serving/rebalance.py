@@ -27,14 +27,14 @@ _MIN_GAP_SHARE = 0.25  # of those on the fuller one: a move gains nothing much w
 
 
 @dataclass(frozen=True)
-class Crowd:
+class Overload:
     """How many streams are on a decode replica."""
 
     replica: str
     num_streams: int
 
 
-def next_move(crowds: Sequence[Crowd]) -> tuple[str, str] | None:
+def next_move(crowds: Sequence[Overload]) -> tuple[str, str] | None:
     """From where to where one stream should go; None where nothing is far from even."""
     if not crowds:
         return None
@@ -61,13 +61,13 @@ class Rebalancer:
 
     def _start(self) -> asyncio.Task[None] | None:
         decodes = {replica.id: replica for replica in self._replicas.usable(Role.DECODE)}
-        crowds = [Crowd(replica.id, replica.load().num_streams) for replica in decodes.values()]
+        crowds = [Overload(replica.id, replica.load().num_streams) for replica in decodes.values()]
         moves = (next_move(some) for some in self._revisions.apart(crowds, lambda crowd: crowd.replica))
         found = next((move for move in moves if move), None)
         task = self._move_one(decodes[found[0]], decodes[found[1]]) if found else None
-        return task or self._take_in_guest(decodes.values())
+        return task or self._accept_local_decode(decodes.values())
 
-    def _take_in_guest(self, decodes: Iterable[Replica]) -> asyncio.Task[None] | None:
+    def _accept_local_decode(self, decodes: Iterable[Replica]) -> asyncio.Task[None] | None:
         """Of a prefill replica, where its answer waits for prompts at every step."""
         emptiest_first = sorted(decodes, key=lambda replica: replica.load().num_streams)
         for source in self._replicas.usable(Role.PREFILL):

@@ -23,7 +23,7 @@ from core.types.errors import (
 )
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SequenceRequest
-from core.types.timeline import LifeState
+from core.types.timeline import RequestPhase
 from router.generation import Arrived, Generation, Taker
 from router.serving.attempt import Attempt
 from router.serving.decode_streams import DecodeStreams
@@ -97,7 +97,7 @@ class Relay:
         state, came = self._state, monotonic()
         try:
             async with self._dispatch.admit(state.request) as pair:
-                state.life.add(LifeState.QUEUE, "", came)
+                state.life.add(RequestPhase.QUEUE, "", came)
                 await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
             state.outbox.end(_first(errors))
@@ -154,7 +154,7 @@ class Relay:
             if pair is None:
                 came = monotonic()
                 pair = await dispatch.choose(state.continuation(choices), avoid=failed, served_by=self._revision)
-                state.life.add(LifeState.QUEUE, "", came)
+                state.life.add(RequestPhase.QUEUE, "", came)
             self._revision = pair.revision
             if choices := self._unfinished(choices):  # some may have been stopped meanwhile
                 await self._try(choices, pair, failed=failed)

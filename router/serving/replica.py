@@ -241,7 +241,7 @@ class Replica:
             host_bytes_per_s=status.host_bytes_per_s,
             disk_bytes_per_s=status.disk_bytes_per_s,
             timing=timing_from_proto(status.timing) if status.HasField("timing") else None,
-            num_told_guests=status.guests.running + status.guests.waiting,
-            num_waiting_guests=status.guests.waiting,
-            guest_blocks=status.guests.blocks,
+            num_reported_local_decodes=status.local_decodes.running + status.local_decodes.waiting,
+            num_waiting_local_decodes=status.local_decodes.waiting,
+            local_decode_blocks=status.local_decodes.blocks,
         )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from core.types.errors import DeadlineExceeded
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SampledToken, SequenceRequest
-from core.types.timeline import Life
+from core.types.timeline import Timeline
 from router.generation import RequestRoute
 from router.serving.response_queue import Outbox
 
@@ -26,7 +26,7 @@ class RequestState:
     def __init__(self, request: SequenceRequest) -> None:
         self.request = request
         self.route = RequestRoute()
-        self.life = Life()
+        self.life = Timeline()
         self.tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
         self.prompt_logprobs: PromptLogprobs | None = None  # before the first token, where they are asked for
         self.unfinished = set(request.choices)
@@ -96,5 +96,5 @@ class RequestState:
         logger.info(
             "request=%s choice=%d went on pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
             self.request.id, choice, pause_s * 1e3, route.prefill_replica, route.decode_replica, num_tokens,
-            route.cached_tokens, route.pulled_tokens, route.attempts,
+            route.cached_tokens, route.fetched_tokens, route.attempts,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from core.rpc import worker_pb2 as pb
-from core.types.handoff import Handoff, Holder
+from core.types.handoff import Handoff, PrefixSource
 from core.types.request import SequenceRequest
 
 Event_co = TypeVar("Event_co", covariant=True)
@@ -41,7 +41,7 @@ class Worker(Protocol):
         request: SequenceRequest,
         *,
         handoff: Handoff | None = None,
-        holder: Holder | None = None,
+        prefix_source: PrefixSource | None = None,
         fetch_only: bool = False,
         timeout_s: float | None = None,
     ) -> WorkerCall[pb.PrefillEvent]:
@@ -57,7 +57,7 @@ class Worker(Protocol):
         *,
         prefill_here: bool = False,
         continues: bool = False,
-        holder: Holder | None = None,
+        prefix_source: PrefixSource | None = None,
         timeout_s: float | None = None,
     ) -> WorkerCall[pb.GenerateEvent]:
         """A lease: the replica holds blocks for the request, and generates, while the call lives.

@@ -79,7 +79,7 @@ _COUNTERS = (
     ("transfers", "kv_transfers_total", "Handoffs carried out."),
     ("transfer_failures", "kv_transfer_failures_total", "Handoffs that failed."),
     ("pulls", "prefix_pulls_total", "Prefixes fetched from another replica instead of computed."),
-    ("pulled_tokens", "pulled_tokens_total", "Prompt tokens whose KV came from another replica."),
+    ("fetched_tokens", "pulled_tokens_total", "Prompt tokens whose KV came from another replica."),
     ("pull_failures", "prefix_pull_failures_total", "Pulls of which nothing came: what was wanted was computed."),
     ("pull_seconds", "prefix_pull_seconds_total", "Time that pulls took, from asking to the last byte."),
     ("preemptions", "preemptions_total", "Sequences that lost their blocks and were computed again."),
@@ -143,7 +143,7 @@ class Metrics:
             ["task"],
             registry=registry,
         )
-        self.members_refused = Counter(
+        self.members_rejected = Counter(
             "member_records_refused_total",
             "Members to whom nobody connects: their record is not signed by this deployment or makes no sense, or they "
             "speak another version on the wire. The router's log names them.",
@@ -153,7 +153,7 @@ class Metrics:
         self.requests_waiting = Gauge(
             "requests_waiting", "Requests queued until a replica has room.", registry=registry
         )
-        self.guests = Counter(
+        self.local_decodes = Counter(
             "prefill_answers_total",
             "Times that a prefill replica was chosen to answer a request all by itself, decode replicas being full or "
             "gone.",

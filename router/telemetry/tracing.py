@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.spec.schema import TracingSpec
 from core.types.errors import SpecError
-from core.types.timeline import Life, Span
+from core.types.timeline import Span, Timeline
 
 if TYPE_CHECKING:  # whoever does not trace does not load it
     from opentelemetry.context import Context
@@ -150,7 +150,7 @@ class Trace:
     def is_sampled(self) -> bool:
         return self._span.is_recording()
 
-    def tell(self, attributes: Mapping[str, str | int | float], life: Life) -> None:
+    def tell(self, attributes: Mapping[str, str | int | float], life: Timeline) -> None:
         """One of its prompts is over; where it is sampled. attributes: of all that was done for it."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context

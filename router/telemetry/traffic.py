@@ -13,7 +13,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from time import monotonic
 
-from core.trace.traffic import KEPT_S, TOKENS_PER_HASH, ReplicaNews, SeenRequest, TrafficNews
+from core.trace.traffic import KEPT_S, TOKENS_PER_HASH, ReplicaReport, SeenRequest, TrafficReport
 
 _MAX_REQUESTS = 50_000
 _MAX_IDS = 2_000_000  # of all requests, eight bytes each
@@ -64,16 +64,16 @@ class TrafficRecord:
                 seen.ttft_s, seen.itl_s = ttft_s or None, itl_s or None
                 self._note_change(number)
 
-    def news(
-        self, replicas: tuple[ReplicaNews, ...] = (), *, num_waiting: int = 0, all_of_it: bool = False
-    ) -> TrafficNews:
+    def report(
+        self, replicas: tuple[ReplicaReport, ...] = (), *, num_waiting: int = 0, all_of_it: bool = False
+    ) -> TrafficReport:
         """What is new since the last call; or everything that is remembered. replicas, num_waiting: as the router
         knows them."""
         now = self._now()
         self._forget(now)
         self._note_first_tokens()
         told = self._requests if all_of_it else self._untold
-        news = TrafficNews(
+        report = TrafficReport(
             router=self._router,
             arrived={number: _ago(self._requests[number], now) for number in told},
             changed={} if all_of_it else {number: _ago(self._requests[number], now) for number in self._changed},
@@ -82,7 +82,7 @@ class TrafficRecord:
             replicas=replicas,
         )
         self._untold, self._changed, self._num_lost = {}, {}, 0
-        return news
+        return report
 
     def _note_first_tokens(self) -> None:
         for number, ttft_s in list(self._unanswered.items()):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from core.trace.traffic import ReplicaNews, ShownDecision, TrafficAnswer, TrafficNews
+from core.trace.traffic import ReplicaReport, ShownDecision, TrafficAnswer, TrafficReport
 from core.types.errors import ClusterError
 from router.routing.replica_load import ReplicaLoad
 from router.serving.dispatch import Dispatch
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _TELL_S = 5.0
 
 
-class TrafficTeller:
+class TrafficReporter:
     """Lives on its router's event loop. While nobody collects, the record remembers what there is room for."""
 
     def __init__(
@@ -28,15 +28,15 @@ class TrafficTeller:
         self._dispatch = dispatch
         self._answered = answered
 
-    async def tell_forever(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
+    async def report_forever(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
         """Every few seconds. tell: raises ClusterError. A controller with another life than it had before knows
         nothing yet, and is told everything that is remembered."""
         life, knows_all = "", False
         while True:
             await asyncio.sleep(_TELL_S)
-            news = self._news(all_of_it=not knows_all)
+            report = self._report(all_of_it=not knows_all)
             try:
-                told = await tell(news)
+                told = await tell(report)
             except ClusterError as error:
                 if knows_all:
                     logger.warning("nobody collects what is told of the traffic: %s", error)
@@ -45,15 +45,15 @@ class TrafficTeller:
                 life, knows_all = told.life, told.life == life or not life
                 self._answered(told.scaling)
 
-    def _news(self, *, all_of_it: bool) -> TrafficNews:
+    def _report(self, *, all_of_it: bool) -> TrafficReport:
         loads = [replica.load() for replica in self._dispatch.replicas if replica.is_usable]
-        replicas = tuple(map(_news_of, loads))
-        return self._record.news(replicas, num_waiting=self._dispatch.num_waiting, all_of_it=all_of_it)
+        replicas = tuple(map(_report_of, loads))
+        return self._record.report(replicas, num_waiting=self._dispatch.num_waiting, all_of_it=all_of_it)
 
 
-def _news_of(load: ReplicaLoad) -> ReplicaNews:
+def _report_of(load: ReplicaLoad) -> ReplicaReport:
     member = load.member
-    return ReplicaNews(
+    return ReplicaReport(
         replica=member.replica,
         role=member.role,
         timing=load.timing,

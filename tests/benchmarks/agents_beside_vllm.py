@@ -42,13 +42,13 @@ def main(
     eager: Annotated[bool, typer.Option(help="vLLM does not compile the model, which takes it minutes.")] = False,
     threads: int = 2,
 ) -> None:
-    with agents_door(None if side == "ours" else Path(side), model, log, is_eager=eager, threads=threads) as door:
+    with agents_door(None if side == "ours" else Path(side), model, log, is_eager=eager, threads=threads) as endpoint:
         for part in parts.split(","):
-            door.ensure()
+            endpoint.ensure()
             load, begin = os.getloadavg()[0], time.monotonic()
-            found = _PARTS[part](door)
+            found = _PARTS[part](endpoint)
             if part == "calls" and clients:
-                found |= {f"{name}_program": _program(clients, name, door.url) for name in _PROGRAMS}
+                found |= {f"{name}_program": _program(clients, name, endpoint.url) for name in _PROGRAMS}
             row = {"part": part, "load_before": round(load, 1), "load_after": round(os.getloadavg()[0], 1)}
             print(json.dumps({**row, "s": round(time.monotonic() - begin, 1), "found": found}, indent=1), flush=True)
 
@@ -66,15 +66,15 @@ def _program(python: Path, name: str, url: str) -> str:
     return "" if done.returncode == 0 else done.stderr[-700:]
 
 
-def _speed(door: AgentsDoor) -> Any:
-    return asyncio.run(speed(door))
+def _speed(endpoint: AgentsDoor) -> Any:
+    return asyncio.run(speed(endpoint))
 
 
 _PARTS: dict[str, Any] = {
-    "correctness": lambda door: asyncio.run(correctness(door)),
-    "hostile": lambda door: asyncio.run(hostile(door)),
+    "correctness": lambda endpoint: asyncio.run(correctness(endpoint)),
+    "hostile": lambda endpoint: asyncio.run(hostile(endpoint)),
     "speed": _speed,
-    "calls": lambda door: calls(door.url),
+    "calls": lambda endpoint: calls(endpoint.url),
 }
 
 if __name__ == "__main__":

@@ -157,12 +157,12 @@ def agents_door(vllm: Path | None, directory: Path, log: Path, *, is_eager: bool
     """directory: of the model, which is written where it is not there. What vLLM compiles is kept by its path."""
     if not (directory / "config.json").exists():
         export_whole(directory)
-    door = AgentsDoor(vllm, directory, log, is_eager=is_eager, threads=threads)
+    endpoint = AgentsDoor(vllm, directory, log, is_eager=is_eager, threads=threads)
     try:
-        door.ensure()
-        yield door
+        endpoint.ensure()
+        yield endpoint
     finally:
-        door.stop()
+        endpoint.stop()
 
 
 async def _serve(directory: Path, port: int, threads: int) -> None:

@@ -113,11 +113,11 @@ def everyday_schemas() -> dict[str, Any]:
     return {model.__name__.strip("_"): model.model_json_schema() for model in EVERYDAY}
 
 
-async def correctness(door: AgentsDoor) -> dict[str, Any]:
+async def correctness(endpoint: AgentsDoor) -> dict[str, Any]:
     """What became of each, and which answers ended and are no instances."""
     asked = {**{f"drawn {i}": schema for i, schema in enumerate(schemas(_NUM_DRAWN))}, **everyday_schemas()}
     gate = asyncio.Semaphore(_AT_ONCE)
-    async with httpx.AsyncClient(base_url=door.url, timeout=_PATIENCE_S) as client:
+    async with httpx.AsyncClient(base_url=endpoint.url, timeout=_PATIENCE_S) as client:
 
         async def one(number: int, schema: Any) -> tuple[str, str]:
             async with gate:
@@ -130,7 +130,7 @@ async def correctness(door: AgentsDoor) -> dict[str, Any]:
     return {
         **{group: dict(Counter(by_name[name][0] for name in names)) for group, names in groups.items()},
         "told": told,
-        "starts": door.num_starts,
+        "starts": endpoint.num_starts,
     }
 
 
@@ -181,15 +181,15 @@ def _number(text: str) -> Decimal | float:
         return float(text)
 
 
-async def hostile(door: AgentsDoor) -> dict[str, Any]:
+async def hostile(endpoint: AgentsDoor) -> dict[str, Any]:
     """Each by itself beside a stream; the door is started again where it has died or hangs."""
     rows: list[dict[str, Any]] = []
     quiet: list[float] = []
     for name, (text, _) in hostile_schemas().items():
-        await asyncio.to_thread(door.ensure)
-        async with httpx.AsyncClient(base_url=door.url, timeout=_HOSTILE_S) as client:
+        await asyncio.to_thread(endpoint.ensure)
+        async with httpx.AsyncClient(base_url=endpoint.url, timeout=_HOSTILE_S) as client:
             pieces: list[float] = []
-            stream = asyncio.create_task(_stream(door.url, pieces))
+            stream = asyncio.create_task(_stream(endpoint.url, pieces))
             await _come(pieces, 9)
             quiet.append(_longest_gap(pieces[2:]))
             since, begin = len(pieces) - 1, time.monotonic()
@@ -208,7 +208,7 @@ async def hostile(door: AgentsDoor) -> dict[str, Any]:
         "longest_gap_without_s": round(max(quiet), 3),
         "no_4xx_and_no_200": [row for row in rows if row["status"] not in ("200", "400", "413", "422")],
         "rows": rows,
-        "starts": door.num_starts,
+        "starts": endpoint.num_starts,
     }
 
 

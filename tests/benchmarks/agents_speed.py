@@ -21,31 +21,31 @@ _PATIENCE_S = 170.0
 _numbers = itertools.count()
 
 
-async def speed(door: AgentsDoor) -> dict[str, Any]:
+async def speed(endpoint: AgentsDoor) -> dict[str, Any]:
     """After a warm-up; the machine's load before and after."""
-    async with httpx.AsyncClient(base_url=door.url, timeout=_PATIENCE_S) as client:
+    async with httpx.AsyncClient(base_url=endpoint.url, timeout=_PATIENCE_S) as client:
         await asyncio.gather(*(_ask(client, _FREE_TOKENS // 4, None) for _ in range(_BATCH)))
         await asyncio.gather(*(_ask(client, _MAX_TOKENS, schema) for schema in SCHEMAS.values()))
         load = [round(os.getloadavg()[0], 1)]
-        free = [await _batch(client, door, [None] * _BATCH) for _ in range(_TRIES)]
-        bound = [await _batch(client, door, list(islice(cycle(SCHEMAS.values()), _BATCH))) for _ in range(_TRIES)]
+        free = [await _batch(client, endpoint, [None] * _BATCH) for _ in range(_TRIES)]
+        bound = [await _batch(client, endpoint, list(islice(cycle(SCHEMAS.values()), _BATCH))) for _ in range(_TRIES)]
         ttft = await _first_tokens(client)
         load.append(round(os.getloadavg()[0], 1))
     best = {"free": min(free, key=lambda row: row["s"]), "schemas": min(bound, key=lambda row: row["s"])}
     return {**best, "all": [*free, *bound], "ttft_ms": ttft, "load": load}
 
 
-async def _batch(client: httpx.AsyncClient, door: AgentsDoor, asked: list[Any]) -> dict[str, Any]:
+async def _batch(client: httpx.AsyncClient, endpoint: AgentsDoor, asked: list[Any]) -> dict[str, Any]:
     """tokens_per_s: of the whole, prompts of about 40 tokens included. cpu_s: of all the door's processes, which can be
     compared on a machine that is busy with other things."""
-    before, begin = door.cpu_s(), time.monotonic()
+    before, begin = endpoint.cpu_s(), time.monotonic()
     rows = await asyncio.gather(*(_ask(client, _MAX_TOKENS if schema else _FREE_TOKENS, schema) for schema in asked))
     seconds, tokens = max(row["end"] for row in rows) - begin, sum(row["tokens"] for row in rows)
     return {
         "s": round(seconds, 2),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 1),
-        "cpu_s": round(door.cpu_s() - before, 2),
+        "cpu_s": round(endpoint.cpu_s() - before, 2),
         "answers_per_s": round(len(rows) / seconds, 2),
         "ended": sum(row["reason"] == "stop" for row in rows),
         "characters": sum(row["characters"] for row in rows),

@@ -93,7 +93,7 @@ def make_fleets(options: argparse.Namespace) -> Fleets:
         policy="cost",
         block_size=64,
         kv_tokens=profile.kv.pool_tokens,
-        pulls=True,
+        prefix_fetches=True,
         eviction=options.eviction,
         waits_in_router=True,
     )

@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 
-from cluster.bench.endpoints import open_door
+from cluster.bench.endpoints import open_endpoint
 from cluster.bench.measured import summary
 from cluster.bench.replay import Answered, replay
 from cluster.cli.console import columns
 from core.process.ports import free_port
 from core.trace.trace import TraceRequest, poisson
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 from planner.simulator.fleet_setup import FleetSetup
 from planner.simulator.profile import Profile, load_profile
 from planner.simulator.run import simulate
@@ -77,8 +77,8 @@ def _measure(topology: str, trace: list[TraceRequest], chunk: int) -> list[Answe
 
 
 async def _replay(port: int, trace: list[TraceRequest], *, seed: int) -> list[Answered]:
-    async with open_door(f"127.0.0.1:{port}", DoorAccess()) as door:
-        return await replay(trace, door, seed=seed, timeout_s=300.0)
+    async with open_endpoint(f"127.0.0.1:{port}", EndpointAccess()) as endpoint:
+        return await replay(trace, endpoint, seed=seed, timeout_s=300.0)
 
 
 def _trial(
@@ -92,7 +92,7 @@ def _trial(
         policy="cost",
         block_size=16,
         kv_tokens=known.kv.pool_tokens,
-        pulls=True,
+        prefix_fetches=True,
         prefill_batch_tokens=2048,
         decode_batch_tokens=chunk,
         max_running=64,

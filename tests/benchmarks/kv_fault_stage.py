@@ -61,7 +61,7 @@ class Stage:
         self.cluster = cluster
         self.policy = policy
         self.hand = hand
-        self.stranger = Stranger(cluster, runner.layout)
+        self.pending_peer = Stranger(cluster, runner.layout)
         self.outcome = CaseOutcome("", "")
         self.greedy = Sampling(max_tokens=_ANSWER, temperature=0.0)
         self._runner = runner
@@ -179,8 +179,8 @@ class Stage:
     async def doomed(self, role: Role, *faults: Fault) -> LocalReplica:
         return await self.cluster.add(role, *faults)
 
-    def direct(self, prompt: list[int], *ways: tuple[LocalReplica, LocalReplica], **pull: Any) -> None:
-        self.policy.ways[len(prompt)] = [Option(prefill=p.id, decode=d.id, **pull) for p, d in ways]
+    def direct(self, prompt: list[int], *ways: tuple[LocalReplica, LocalReplica], **fetch: Any) -> None:
+        self.policy.ways[len(prompt)] = [Option(prefill=p.id, decode=d.id, **fetch) for p, d in ways]
 
     async def removed(self, replica: LocalReplica) -> None:
         """A replica that has played its part."""

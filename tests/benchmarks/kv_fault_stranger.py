@@ -63,11 +63,11 @@ class Stranger:
             on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
         )
         try:
-            passage = sender.begin(handoff, range(_BLOCKS))
-            assert passage
+            transfer = sender.begin(handoff, range(_BLOCKS))
+            assert transfer
             for layer in range(self._layout.num_layers if has_payload else 0):
-                passage.layer_ready(layer, 0, handoff.num_tokens)
-            passage.commit(handoff.num_tokens, [5])
+                transfer.layer_ready(layer, 0, handoff.num_tokens)
+            transfer.commit(handoff.num_tokens, [5])
             error: TransferError | None = (await asyncio.wait_for(shipments.get(), 2 * _CALL_S)).error
         finally:
             await sender.close()
@@ -100,7 +100,7 @@ class Stranger:
                 async for answer in call:
                     kind = answer.WhichOneof("frame")
                     is_known |= kind == "welcome"
-                    said = {"refused": answer.refused.reason, "landed": "landed"}.get(kind, said)
+                    said = {"refused": answer.rejected.reason, "landed": "landed"}.get(kind, said)
             except aio.AioRpcError as error:
                 said = error.details() or error.code().name
             finally:
@@ -108,7 +108,7 @@ class Stranger:
         assert is_known, f"it was not even greeted: {said}"
         return said
 
-    async def pull(self, replica: LocalReplica, prompt: list[int], *, salt: str) -> int:
+    async def fetch(self, replica: LocalReplica, prompt: list[int], *, salt: str) -> int:
         """Ask for a prefix by the hashes of these tokens under this salt; the positions that are granted."""
         seen, end = self._cluster.seen(replica), len(prompt) // 16 * 16
         handoff = Handoff(
@@ -123,10 +123,10 @@ class Stranger:
             ttl_s=_CALL_S,
         )
         hashes = block_hashes(root_hash(self._cluster.model, salt=salt), prompt[:end], block_size=16)
-        request = worker_pb2.PullRequest(handoff=handoff_to_proto(handoff), hashes=b"".join(hashes))
+        request = worker_pb2.FetchRequest(handoff=handoff_to_proto(handoff), hashes=b"".join(hashes))
         peer = self._identity.rank(seen.id, 0)
         async with open_channel(seen.member.address, peer=peer, identity=self._identity) as channel:
-            call = worker_pb2_grpc.PrefixHolderStub(channel).Pull(request, timeout=_CALL_S)
+            call = worker_pb2_grpc.PrefixFetchStub(channel).Fetch(request, timeout=_CALL_S)
             event = await anext(aiter(call))
             call.cancel()
         return int(event.granted.num_tokens)

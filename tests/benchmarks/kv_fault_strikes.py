@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from core.rpc import transfer_pb2 as pb
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.request import Role
 from tests.benchmarks.kv_fault_link import mark_of
 from tests.benchmarks.kv_fault_stage import PROMPT, Stage, goes_on
@@ -47,7 +47,7 @@ async def _out_of_range(stage: Stage) -> None:
     first = stage.outcome.seen
     for far in ({"first_token": _FAR}, {"first_layer": _FAR}, {"num_tokens": _FAR}):
         segment = pb.Segment(handoff=held.handoff.id, epoch=1, **far)
-        said = await stage.stranger.announce(stage.decode, pb.SenderFrame(segment=segment))
+        said = await stage.pending_peer.announce(stage.decode, pb.SenderFrame(segment=segment))
         stage.outcome.num_foreign += said == "landed"
     stage.outcome.seen = first
     await stage.end(held)
@@ -86,7 +86,7 @@ async def _expired(stage: Stage) -> None:
 
 async def _expired_reused(stage: Stage) -> None:
     """The sender has begun in time, and stands still until the lease is over and the blocks are others'."""
-    late = await stage.doomed(Role.PREFILL, Fault(Milestone.SENDING, number=signal.SIGSTOP))
+    late = await stage.doomed(Role.PREFILL, Fault(FailpointStage.SENDING, number=signal.SIGSTOP))
     held = await stage.hold()
     filling = asyncio.create_task(stage.hand.fill(held, late, held.handoff))
     await becomes(lambda: late.has_been_hit)
@@ -142,18 +142,18 @@ async def _nobody_there(stage: Stage) -> None:
 
 async def _unwritten(stage: Stage) -> None:
     held = await stage.hold()
-    stage.outcome.seen = await stage.stranger.ship(held.handoff, has_payload=False)
+    stage.outcome.seen = await stage.pending_peer.ship(held.handoff, has_payload=False)
     stage.outcome.num_wrong += held.has_started.is_set()
     await stage.end(held)
 
 
 async def _forged_sender(stage: Stage) -> None:
     """The one that was asked has sent its payload and stands still before it says so."""
-    asked = await stage.doomed(Role.PREFILL, Fault(Milestone.COMMITTING, number=signal.SIGSTOP))
+    asked = await stage.doomed(Role.PREFILL, Fault(FailpointStage.COMMITTING, number=signal.SIGSTOP))
     held = await stage.hold()
     filling = asyncio.create_task(stage.hand.fill(held, asked, held.handoff))
     await becomes(lambda: asked.has_been_hit)
-    stage.outcome.seen = await stage.stranger.ship(held.handoff)
+    stage.outcome.seen = await stage.pending_peer.ship(held.handoff)
     stage.outcome.num_foreign += stage.outcome.seen == "landed"
     goes_on(asked)
     await filling
@@ -185,27 +185,27 @@ async def _foreign_prefix(stage: Stage) -> None:
     """A replica asks for what another tenant has there, without the tenant's salt; then with it, as one may."""
     prompt = await stage.prompt()
     await stage.ask(prompt, salt=_SALT)
-    granted = await stage.stranger.pull(stage.prefill, prompt, salt="")
+    granted = await stage.pending_peer.fetch(stage.prefill, prompt, salt="")
     stage.outcome.num_foreign += granted > 0
-    assert await stage.stranger.pull(stage.prefill, prompt, salt=_SALT) > 0, "it was never there"
+    assert await stage.pending_peer.fetch(stage.prefill, prompt, salt=_SALT) > 0, "it was never there"
     stage.outcome.seen = f"{granted} positions are granted"
 
 
 async def _evicted(stage: Stage) -> None:
     """The index still says that a replica has the prefix."""
-    holder = await stage.doomed(Role.PREFILL)
+    prefix_source = await stage.doomed(Role.PREFILL)
     prompt = await stage.prompt(PROMPT + 11)
-    stage.direct(prompt, (holder, stage.decode))
+    stage.direct(prompt, (prefix_source, stage.decode))
     await stage.ask(prompt)
     others = [await stage.prompt(PROMPT + 12 + number) for number in range(9)]
     for other in others:  # more than it has blocks for
-        stage.direct(other, (holder, stage.decode))
+        stage.direct(other, (prefix_source, stage.decode))
         await stage.ask(other)
-    stage.direct(prompt, (stage.prefill, stage.decode), pull_from=holder.id, pull_tokens=64)
+    stage.direct(prompt, (stage.prefill, stage.decode), fetch_from=prefix_source.id, fetch_tokens=64)
     await stage.ask(prompt)
     stage.outcome.seen = "less is granted, the rest is computed"
     await stage.settle()
-    await stage.removed(holder)
+    await stage.removed(prefix_source)
 
 
 async def _client_gone(stage: Stage) -> None:
@@ -218,7 +218,7 @@ async def _client_gone(stage: Stage) -> None:
 
 
 async def _struck_sender(stage: Stage, number: signal.Signals) -> None:
-    doomed = await stage.doomed(Role.PREFILL, Fault(Milestone.SENDING, number=number))
+    doomed = await stage.doomed(Role.PREFILL, Fault(FailpointStage.SENDING, number=number))
     prompt = await stage.prompt(PROMPT + 22)
     stage.direct(prompt, (doomed, stage.decode), (stage.prefill, stage.decode))
     await stage.ask(prompt)
@@ -226,7 +226,7 @@ async def _struck_sender(stage: Stage, number: signal.Signals) -> None:
 
 
 async def _struck_receiver(stage: Stage, number: signal.Signals) -> None:
-    doomed = await stage.doomed(Role.DECODE, Fault(Milestone.OPENED, number=number))
+    doomed = await stage.doomed(Role.DECODE, Fault(FailpointStage.OPENED, number=number))
     prompt = await stage.prompt(PROMPT + 23)
     stage.direct(prompt, (stage.prefill, doomed), (stage.prefill, stage.decode))
     await stage.ask(prompt)

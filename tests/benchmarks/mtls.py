@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from core.identity.credentials import Certificate, Identity, Papers
-from core.process.child_process import OrderedProcess
+from core.identity.credentials import Certificate, Identity, TlsCredentials
+from core.process.child_process import ChildProcess
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.wire.channel import open_channel
@@ -38,9 +38,9 @@ def main() -> None:
 
 
 async def _measure(options: argparse.Namespace) -> None:
-    far = OrderedProcess("tests.benchmarks.mtls_worker", answer_s=60.0)
+    far = ChildProcess("tests.benchmarks.mtls_worker", answer_s=60.0)
     ports = far.ask("serve", streams=options.streams)
-    identities = {"clear": Identity(ROUTER, None), "mTLS": Identity(ROUTER, _papers(far.ask("papers")))}
+    identities = {"clear": Identity(ROUTER, None), "mTLS": Identity(ROUTER, _tls_credentials(far.ask("papers")))}
     channels = {way: open_channel(ports[way], peer=WORKER, identity=identities[way]) for way in _WAYS}
     found: dict[str, dict[str, list[float]]] = {}
 
@@ -100,11 +100,11 @@ async def _connections(port: str, identity: Identity, count: int) -> list[float]
     return times
 
 
-def _papers(told: dict[str, Any]) -> Papers:
+def _tls_credentials(told: dict[str, Any]) -> TlsCredentials:
     certificate = Certificate(
         chain=told["chain"].encode(), authorities=told["authorities"].encode(), life_s=told["life_s"]
     )
-    return Papers(certificate=certificate, key=told["key"].encode())
+    return TlsCredentials(certificate=certificate, key=told["key"].encode())
 
 
 def _show(found: dict[str, dict[str, list[float]]], options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.wire.rank_server import RankHost
 from tests.benchmarks.mtls import ROUTER, WORKER
-from tests.support.identities import DEPLOYMENT, papers, proven
+from tests.support.identities import DEPLOYMENT, proven, tls_credentials
 
 
 class _EagerWorker(rpc.WorkerServicer, rpc.DecodeWorkerServicer):
@@ -58,9 +58,9 @@ class Worker:
             addresses[way] = self._hosts[-1].serve(register)
         return addresses
 
-    def papers(self) -> dict[str, Any]:
+    def tls_credentials(self) -> dict[str, Any]:
         """The router's; of this measurement, and of no use elsewhere."""
-        made = papers(self._authority, ROUTER)
+        made = tls_credentials(self._authority, ROUTER)
         own = made.certificate
         told: dict[str, Any] = {"chain": own.chain.decode(), "authorities": own.authorities.decode()}
         return told | {"key": made.key.decode(), "life_s": own.life_s}

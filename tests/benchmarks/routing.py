@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     random.seed(0)
     index, prompts, bytes_per_block = _fill(options)
-    policy = make_policy("cost", pulls=True)
+    policy = make_policy("cost", prefix_fetches=True)
     hashing, matching, choosing = [], [], []
     for _ in range(options.rounds):
         tokens = random.choice(prompts)

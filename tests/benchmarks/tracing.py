@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from core.process.child_process import OrderedProcess
+from core.process.child_process import ChildProcess
 from core.spec.schema import TracingSpec
 from frontend.access.access import Access
 from frontend.http.app import create_app
@@ -78,7 +78,7 @@ async def _measure(ratio: float, endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    collector = OrderedProcess("router.bench.worker_side", answer_s=60.0)
+    collector = ChildProcess("router.bench.worker_side", answer_s=60.0)
     try:
         asyncio.run(_measure(float(sys.argv[1]), collector.ask("collect")))
     finally:

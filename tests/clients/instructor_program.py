@@ -36,7 +36,7 @@ def _check(mode: instructor.Mode, asked: dict[str, Any]) -> None:
 def _check_asking_again(mode: instructor.Mode) -> None:
     seen: list[str] = []
 
-    class Refused(BaseModel):
+    class Rejected(BaseModel):
         model_config = ConfigDict(extra="forbid")
         name: Literal["Paris", "Rome"]
 
@@ -49,7 +49,7 @@ def _check_asking_again(mode: instructor.Mode) -> None:
             return name
 
     client = instructor.from_openai(_CLIENT, mode=mode).chat.completions
-    client.create(response_model=Refused, max_retries=2, max_tokens=100, **_ASKED)
+    client.create(response_model=Rejected, max_retries=2, max_tokens=100, **_ASKED)
     assert len(seen) == 2
 
 

@@ -117,7 +117,7 @@ def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: 
     worker.submit(prompt, "router-0", listener)
     prompt.num_fetched, prompt.num_loaded = 16, 8  # a peer brought the other block
     _run(worker)
-    assert listener.num_pulled == 8 and worker.status().totals.prefix_hit_tokens == 8
+    assert listener.num_from_peers == 8 and worker.status().totals.prefix_hit_tokens == 8
 
 
 def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:
@@ -246,8 +246,8 @@ def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
     for _ in range(9):
         worker.step()
     assert prompt.sequence.num_computed == 35 == len(prompt.sequence.tokens) - 1
-    passage = rank.sender.passages[handoff.key]
-    assert passage.committed == (35, [7] * 14) and max(end for _, _, end in passage.spans) == 35
+    transfer = rank.sender.passages[handoff.key]
+    assert transfer.committed == (35, [7] * 14) and max(end for _, _, end in transfer.spans) == 35
     worker.shipped(0, shipment(handoff, TransferError("the link is closed") if fails else None))
     assert (bool(moving.stayed), moving.num_tokens) == (fails, None if fails else 36)
     said = _run(worker)

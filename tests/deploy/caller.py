@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from cluster.bench.endpoints import open_door
+from cluster.bench.endpoints import open_endpoint
 from cluster.cli.inference_client import InferenceClient
 from core.rpc import inference_pb2 as pb
 from core.types.errors import RequestFailed
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 
 _STREAMS = 8
 _BEGUN_S = 120.0
@@ -22,7 +22,7 @@ _BEGUN_S = 120.0
 class Caller:
     """Its streams are asked by one gRPC client, which takes the doors in turn."""
 
-    def __init__(self, grpc: str, http: str, access: DoorAccess) -> None:
+    def __init__(self, grpc: str, http: str, access: EndpointAccess) -> None:
         self._http = http
         self._access = access
         self._client = InferenceClient(grpc, access)
@@ -63,11 +63,11 @@ class Caller:
         slowest answer, of two tokens each."""
 
         async def ask() -> None:
-            assert sum([item async for item in door.ask([*range(900, 932)], max_tokens=2, timeout_s=60)][:-1]) == 2
+            assert sum([item async for item in endpoint.ask([*range(900, 932)], max_tokens=2, timeout_s=60)][:-1]) == 2
 
         with asyncio.Runner() as runner:
-            opening = open_door(self._http, self._access)
-            door = runner.run(opening.__aenter__())
+            opening = open_endpoint(self._http, self._access)
+            endpoint = runner.run(opening.__aenter__())
             try:
                 for _ in range(10):
                     runner.run(ask())

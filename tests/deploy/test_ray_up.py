@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from core.model.source import resolve
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 from tests.deploy.caller import Caller
 from tests.deploy.ray_hosts import GATEWAY, Hosts, why_not
 from tests.support.redis_at import redis_at
@@ -96,7 +96,7 @@ def test_from_bare_hosts_to_an_answer_and_to_nothing(made: tuple[Hosts, str]) ->
         assert hosts.ssh(name, "stat -c %a ~/.xpyd/ray-token").strip() == "600"
         assert "requirepass" not in "".join(hosts.processes(name))
     key = hosts.ssh("head", "cluster keys create streams").strip()
-    caller = Caller(grpc, http, DoorAccess(api_key=key))
+    caller = Caller(grpc, http, EndpointAccess(api_key=key))
     before = hosts.received_bytes("d1") + hosts.received_bytes("d2")
     caller.learn()
     assert hosts.received_bytes("d1") + hosts.received_bytes("d2") > before

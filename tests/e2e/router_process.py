@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.identity.process_name import ProcessName
 from core.process.ports import free_port
 from core.spec.loader import parse_spec
@@ -24,7 +24,9 @@ from tests.support.identities import in_clear
 
 
 @contextmanager
-def router_process(spec: Spec, credentials: Credentials, name: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def router_process(
+    spec: Spec, credentials: DeploymentSecrets, name: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and the URL of its HTTP door."""
     tree: dict[str, Any] = spec.model_dump()
     tree["router"] |= {"grpc_port": free_port(), "http_port": free_port()}
@@ -44,7 +46,7 @@ async def serve(order: dict[str, Any]) -> None:
     spec = parse_spec(order["spec"])
     service = await RouterService.open(
         spec,
-        credentials=Credentials(secret=bytes.fromhex(order["secret"]), index_url=order["index_url"]),
+        credentials=DeploymentSecrets(secret=bytes.fromhex(order["secret"]), index_url=order["index_url"]),
         identity=in_clear(ProcessName.of_router(spec.name, order["name"])),
     )
     print("http://{}:{}".format(*service.http_address), flush=True)

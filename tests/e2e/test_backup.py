@@ -39,7 +39,7 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
     running_on = Ceiling(sampling.max_tokens - 1)
     running_on.arm(monkeypatch.setattr)
     expected = [token.token_id for token in reference(model_dir, [prompt], sampling)[0]]
-    async with local_cluster(model_dir, redis_url, policy=CostPolicy(pulls=False), **_TREE) as cluster:
+    async with local_cluster(model_dir, redis_url, policy=CostPolicy(prefix_fetches=False), **_TREE) as cluster:
         async with beside(cluster.core.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, sampling))
             most = len(prompt) + len(expected) - 2 * _EVERY  # so much a copy has at its latest
@@ -50,10 +50,10 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
         await cluster.idle()
         prefill = cluster.replicas.get("prefill-0")
         assert prefill
-        await cluster.until(lambda: prefill.status.totals.pulled_tokens)
+        await cluster.until(lambda: prefill.status.totals.fetched_tokens)
         assert prefill.status.totals.computed_tokens == len(prompt), "a copy is not computed"
         turn = await cluster.generate([*prompt, *answer.ids], Sampling(max_tokens=2, temperature=0.0), id="next")
-        assert (turn.route.pulled_tokens, turn.route.prefill_replica) == (0, "prefill-0")
+        assert (turn.route.fetched_tokens, turn.route.prefill_replica) == (0, "prefill-0")
         assert turn.route.cached_tokens >= len(prompt) + len(answer.ids) - 3 * _EVERY
 
 
@@ -65,7 +65,9 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
     tree = _TREE | {"prefill": {**_TREE["prefill"], "replicas": 2}}  # one of them has the prompt, and keeps the copy
     tree["decode"] = {**_TREE["decode"], "replicas": 0}
     running_on = shared_ceiling(40)
-    async with local_cluster(model_dir, redis_url, processes=True, policy=CostPolicy(pulls=False), **tree) as cluster:
+    async with local_cluster(
+        model_dir, redis_url, processes=True, policy=CostPolicy(prefix_fetches=False), **tree
+    ) as cluster:
         for _ in range(2):
             await cluster.add(Role.DECODE, ceiling=running_on)
         async with beside(cluster.core.back_up_forever(every=_EVERY)):
@@ -84,8 +86,8 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
 async def _homes(cluster: LocalCluster, tokens: list[int], *, at_least: int) -> list[str]:
     """Wait until the router knows of prefill replicas that hold so many blocks of a sequence, and return them."""
     hashes = block_hashes(root_hash(cluster.model), tokens, block_size=_BLOCK)
-    return await becomes(lambda: _holders(cluster.replicas.index.depths(hashes), at_least=at_least))
+    return await becomes(lambda: _prefix_sources(cluster.replicas.index.depths(hashes), at_least=at_least))
 
 
-def _holders(depths: dict[str, Depths], *, at_least: int) -> list[str]:
+def _prefix_sources(depths: dict[str, Depths], *, at_least: int) -> list[str]:
     return [name for name, depth in depths.items() if name.startswith("prefill") and depth.device >= at_least]

@@ -11,7 +11,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 from openai.types import Batch
 
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.process.ports import free_port
 from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint
@@ -98,7 +98,7 @@ async def test_a_router_that_is_killed_in_the_middle_costs_no_answer(checkpoint:
     }
     lines = [_line(number, max_tokens=60) for number in range(60)]
     async with local_cluster(checkpoint("llama", max_position_embeddings=256), redis_url, **tree) as cluster:
-        credentials = Credentials(secret=cluster.credentials.secret, index_url=redis_url)
+        credentials = DeploymentSecrets(secret=cluster.credentials.secret, index_url=redis_url)
         with ExitStack() as stack:
             batch: Batch | None = None
             for number in range(3):

@@ -16,7 +16,7 @@ from engine.scheduler.sequence import Sequence
 from engine.spec_decode.speculation import Speculation
 from engine.timing.pace import Pace
 from tests.e2e.conftest import Checkpoint, exact_tree
-from tests.engine.asked import Asked, Branching, Said, answers
+from tests.engine.asked import AnswerText, Asked, Branching, answers
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
 from tests.support.local_cluster import LocalCluster, local_cluster, moved
@@ -42,12 +42,12 @@ def model_dir(checkpoint: Checkpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model_dir: Path) -> Said:
+def expected(model_dir: Path) -> AnswerText:
     return answers(ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1)), _ASKED)
 
 
 @pytest.fixture(autouse=True)
-def drafts_branch(monkeypatch: pytest.MonkeyPatch, expected: Said) -> None:
+def drafts_branch(monkeypatch: pytest.MonkeyPatch, expected: AnswerText) -> None:
     """Whatever this machine's steps take: every third token is right in a branch alone."""
 
     def of(method: str, *, max_tokens: int, vocab_size: int, **others: Any) -> Speculation:
@@ -77,7 +77,7 @@ def _num_in_branches(cluster: LocalCluster) -> int:
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-async def test_on_one_pair(model_dir: Path, redis_url: str, expected: Said, tensor_parallel: int) -> None:
+async def test_on_one_pair(model_dir: Path, redis_url: str, expected: AnswerText, tensor_parallel: int) -> None:
     """On two ranks, one is told of the branches, and which blocks to copy."""
     async with local_cluster(model_dir, redis_url, **_tree(tensor_parallel=tensor_parallel)) as cluster:
         assert await _ask(cluster) == expected.ids
@@ -87,7 +87,7 @@ async def test_on_one_pair(model_dir: Path, redis_url: str, expected: Said, tens
 
 @pytest.mark.parametrize("num_tokens", [9, 21])
 async def test_a_choice_that_moves_among_them(
-    model_dir: Path, redis_url: str, expected: Said, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+    model_dir: Path, redis_url: str, expected: AnswerText, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     """And that keeps its blocks while they are read."""
     keep, begin = list[bool](), Moves.begin

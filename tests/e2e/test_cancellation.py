@@ -71,12 +71,12 @@ def _nobody_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     Ceiling(100).arm(monkeypatch.setattr)
 
 
-@pytest.mark.parametrize(("tp", "runs_ahead"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)])
+@pytest.mark.parametrize(("tp", "is_async"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)])
 async def test_200_requests_aborted_at_random_leave_nothing_behind(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int, runs_ahead: bool
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int, is_async: bool
 ) -> None:
     """Also where their next step is under way, as on a GPU."""
-    monkeypatch.setattr(GangRunner, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(GangRunner, "is_async", is_async)
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
         await _abort(cluster, count=200, seed=tp, within_s=30.0)
 

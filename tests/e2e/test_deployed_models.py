@@ -83,16 +83,22 @@ def test_a_second_model_comes_fails_and_goes_while_the_first_streams(
     cluster: ClusterCommand, checkpoint: Checkpoint, reference: Reference
 ) -> None:
     grpc_port, port, tiny = free_port(), free_port(), checkpoint("llama")
-    doors = ["--grpc-port", str(grpc_port), "--http-port", str(port)]
+    endpoints = ["--grpc-port", str(grpc_port), "--http-port", str(port)]
     made = cluster.run(
-        "deploy", "1P1D", "--name", "main", *doors, *sets("model.served_name=smol", *_EXACT[:2], *_SMALL), within_s=300
+        "deploy",
+        "1P1D",
+        "--name",
+        "main",
+        *endpoints,
+        *sets("model.served_name=smol", *_EXACT[:2], *_SMALL),
+        within_s=300,
     )
     assert made.code == 0, made.err
     beside = ["--name", "beside", "--model", str(tiny)]
-    spec = sets("model.served_name=tiny", "router.doors=main", *_EXACT, *_SMALL)
+    spec = sets("model.served_name=tiny", "router.endpoints=main", *_EXACT, *_SMALL)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
 
-        def refused() -> openai.APIStatusError:
+        def rejected() -> openai.APIStatusError:
             with pytest.raises(openai.APIStatusError) as caught:
                 client.completions.create(model="tiny", prompt=[1, 2, 3])
             return caught.value
@@ -122,7 +128,7 @@ def test_a_second_model_comes_fails_and_goes_while_the_first_streams(
             assert down.code == 2 and "its doors serve beside, too; `cluster down --name beside` first" in down.err
 
             assert cluster.run("scale", "decode=0", "--name", "beside").code == 0
-            away = refused()
+            away = rejected()
             assert (away.status_code, away.code) == (503, "model_unavailable")
             assert cluster.run("scale", "decode=1", "--name", "beside").code == 0
             assert ids_of(client, asked[0]) == expected[0]
@@ -130,7 +136,7 @@ def test_a_second_model_comes_fails_and_goes_while_the_first_streams(
             down = cluster.run("down", "--name", "beside")
             assert down.code == 0, down.err
             until(lambda: [model.id for model in client.models.list()] == ["smol"])
-            gone = refused()
+            gone = rejected()
             assert (gone.status_code, gone.code) == (404, "model_not_found")
             assert gone.body["message"] == "model 'tiny' is not served here; 'smol' is"  # type: ignore[index]
         down = cluster.run("down", "--name", "main")

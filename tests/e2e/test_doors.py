@@ -131,9 +131,9 @@ async def _check_grpc(port: int) -> None:
         assert trace.prefill_replica in ("", "prefill-0") and trace.decode_replica == "decode-1"
         assert trace.attempts == 1 and trace.ttft_ms > 0
         request.sampling.temperature = -1
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
             [event async for event in stub.Generate(request)]
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def _check_admin(url: str) -> None:

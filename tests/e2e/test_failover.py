@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core.types.errors import LinkClosed, ReplicaLost
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
 from core.types.token_rules import TokenRules
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
@@ -29,18 +29,18 @@ _PROMPTS = prompts(20, 33, 47, 70, 35, 64)
 _SAMPLINGS = [_GREEDY] * 3 + [replace(_SAMPLED, seed=seed) for seed in range(3)]
 
 _PREFILL_EVENTS = {
-    "the request arrives": Fault(Milestone.QUEUED),
-    "the prompt is half computed": Fault(Milestone.COMPUTING, nth=2),
-    "the first token is known": Fault(Milestone.SAMPLED),
-    "the first token is told": Fault(Milestone.COMMITTING),
-    "the handoff is acknowledged": Fault(Milestone.SHIPPED),
+    "the request arrives": Fault(FailpointStage.QUEUED),
+    "the prompt is half computed": Fault(FailpointStage.COMPUTING, nth=2),
+    "the first token is known": Fault(FailpointStage.SAMPLED),
+    "the first token is told": Fault(FailpointStage.COMMITTING),
+    "the handoff is acknowledged": Fault(FailpointStage.SHIPPED),
 }
 _DECODE_EVENTS = {
-    "the request arrives": Fault(Milestone.QUEUED),
-    "its blocks are set aside": Fault(Milestone.OPENED),
-    "the KV has landed": Fault(Milestone.LANDED),
-    "the first token is sampled": Fault(Milestone.SAMPLED),
-    "it streams": Fault(Milestone.COMPUTING, nth=12),
+    "the request arrives": Fault(FailpointStage.QUEUED),
+    "its blocks are set aside": Fault(FailpointStage.OPENED),
+    "the KV has landed": Fault(FailpointStage.LANDED),
+    "the first token is sampled": Fault(FailpointStage.SAMPLED),
+    "it streams": Fault(FailpointStage.COMPUTING, nth=12),
 }
 
 
@@ -114,7 +114,7 @@ async def test_one_death_after_another(checkpoint: Checkpoint, reference: Refere
     model_dir = checkpoint("llama")
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(1, 0)) as cluster:
         for _ in range(4):
-            await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=5))
+            await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=5))
         await cluster.add(Role.DECODE)
         answers = await _ask(cluster)
         _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))

@@ -58,9 +58,7 @@ def _computed(cluster: LocalCluster) -> int:
     return sum(replica.status.totals.computed_tokens for replica in cluster.replicas)
 
 
-@pytest.mark.parametrize(
-    ("tp", "kind", "runs_ahead"), [(2, "greedy", False), (2, "greedy", True), (1, "seeded", False)]
-)
+@pytest.mark.parametrize(("tp", "kind", "is_async"), [(2, "greedy", False), (2, "greedy", True), (1, "seeded", False)])
 async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happened(
     checkpoint: Checkpoint,
     reference: Reference,
@@ -68,10 +66,10 @@ async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happene
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     tp: int,
-    runs_ahead: bool,
+    is_async: bool,
 ) -> None:
     """Also from ranks whose next step is under way, as on a GPU."""
-    monkeypatch.setattr(GangRunner, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(GangRunner, "is_async", is_async)
     model_dir, asked, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
     expected = reference(model_dir, asked, sampling)
     running_on = Ceiling(40)

@@ -12,7 +12,7 @@ import pytest
 
 from core.grammar.compiler import GrammarCompiler
 from core.types.constraints import Grammar, GrammarKind
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.request import FinishReason, Role, Sampling
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
@@ -97,7 +97,7 @@ async def test_on_one_pair_whatever_its_ranks(
 
 async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
-        doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=4))
+        doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=4))
         await cluster.add(Role.DECODE)
         assert await _ask(cluster) == expected
         assert doomed.has_been_hit, "the fault never happened"

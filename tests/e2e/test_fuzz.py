@@ -53,7 +53,7 @@ async def _open(model: Path, redis_url: str) -> AsyncIterator[tuple[LocalCluster
 
 
 @pytest.fixture(scope="module")
-def doors(smollm2_dir: Path, redis_url: str) -> Iterator[BothDoors]:
+def endpoints(smollm2_dir: Path, redis_url: str) -> Iterator[BothDoors]:
     with asyncio.Runner() as runner:
         opened = _open(smollm2_dir, redis_url)
         cluster, http, stub = runner.run(opened.__aenter__())
@@ -68,11 +68,11 @@ _KILLER = {"prompt": '"Hello there"', "repetition_penalty": "1e-40", "logprobs":
 @_SOME
 @given(_TEXT)
 @example(_KILLER)
-def test_texts(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/completions", body)
+def test_texts(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/completions", body)
 
 
 @_SOME
 @given(grpc_requests())
-def test_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
-    doors.generate(request_)
+def test_grpc(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
+    endpoints.generate(request_)

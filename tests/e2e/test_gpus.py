@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.request import Role, SampledToken, Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -111,7 +111,7 @@ def test_so_are_they_over_pools_of_8_bits(
 
 @pytest.mark.parametrize(
     ("role", "fault"),
-    [(Role.PREFILL, Fault(Milestone.COMPUTING, nth=2)), (Role.DECODE, Fault(Milestone.COMPUTING, nth=12))],
+    [(Role.PREFILL, Fault(FailpointStage.COMPUTING, nth=2)), (Role.DECODE, Fault(FailpointStage.COMPUTING, nth=12))],
     ids=["prefill", "decode"],
 )
 def test_a_replica_is_killed_and_another_goes_on(

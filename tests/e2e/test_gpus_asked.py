@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from router.routing.plain_policies import RoundRobin
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks, on_device
-from tests.engine.asked import LETTERS, Asked, Said, answers, compare, letters_grammar, one_of_each_kind
+from tests.engine.asked import LETTERS, AnswerText, Asked, answers, compare, letters_grammar, one_of_each_kind
 from tests.engine.scored_prompts import ScoredPrompts
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.support.character_tokenizer import CHARACTERS
@@ -55,7 +55,7 @@ class Question:
 
     model_dir: Path
     asked: list[Asked]
-    said: Said
+    said: AnswerText
     scored: dict[int, PromptLogprobs]
 
     @classmethod
@@ -87,7 +87,7 @@ class Question:
         async with asyncio.timeout(WITHIN_S):
             found = await asyncio.gather(*asking)
         tokens = {(str(i), choice): some for i, one in enumerate(found) for choice, some in one.tokens.items()}
-        compare(Said(tokens), self.said, atol=_ATOL)
+        compare(AnswerText(tokens), self.said, atol=_ATOL)
         for i, answer in enumerate(found):
             _compare_prompts(answer.prompt_logprobs, self.scored.get(i))
 

@@ -41,8 +41,8 @@ def test_what_the_pool_evicts_comes_back_and_goes_to_a_peer(
 
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **tree) as cluster:
-            holder, peer = (replica.id for replica in cluster.pools[Role.PREFILL])
-            here = Option(prefill=holder, decode=cluster.pools[Role.DECODE][0].id)
+            prefix_source, peer = (replica.id for replica in cluster.pools[Role.PREFILL])
+            here = Option(prefill=prefix_source, decode=cluster.pools[Role.DECODE][0].id)
             for prompt, tokens in zip(_PROMPTS, expected, strict=True):
                 assert (await _ask(cluster, policy, prompt, here)).ids == tokens
             again = await _ask(cluster, policy, _PROMPTS[0], here)
@@ -51,9 +51,9 @@ def test_what_the_pool_evicts_comes_back_and_goes_to_a_peer(
             totals = cluster.seen(cluster.pools[Role.PREFILL][0]).status.totals
             assert totals.host_hit_tokens + totals.disk_hit_tokens == 96 and totals.tier_losses == 0
             assert (bool(totals.host_saved_bytes), bool(totals.disk_hit_tokens)) == (bool(host), bool(disk))
-            there = Option(prefill=peer, decode=here.decode, pull_from=holder, pull_tokens=96)
-            pulled = await _ask(cluster, policy, _PROMPTS[1], there)
-            assert (pulled.ids, _reused(pulled)) == (expected[1], (0, 96))
+            there = Option(prefill=peer, decode=here.decode, fetch_from=prefix_source, fetch_tokens=96)
+            fetched = await _ask(cluster, policy, _PROMPTS[1], there)
+            assert (fetched.ids, _reused(fetched)) == (expected[1], (0, 96))
             await cluster.idle()
 
     asyncio.run(play())
@@ -74,8 +74,8 @@ def test_the_answer_of_one_turn_is_pulled_for_the_next(
             prefill, first, second = (replica.id for role in Role for replica in cluster.pools[role])
             ways = [
                 Option(prefill=prefill, decode=first),
-                Option(prefill=prefill, decode=second, pull_from=first, pull_tokens=len(turns[1])),
-                Option(prefill=None, decode=first, pull_from=second, pull_tokens=len(turns[2])),
+                Option(prefill=prefill, decode=second, fetch_from=first, fetch_tokens=len(turns[1])),
+                Option(prefill=None, decode=first, fetch_from=second, fetch_tokens=len(turns[2])),
             ]
             answers = [await _ask(cluster, policy, turn, way) for turn, way in zip(turns, ways, strict=False)]
             assert [answer.ids for answer in answers] == expected
@@ -103,4 +103,4 @@ async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], way
 
 def _reused(answer: Answer) -> tuple[int, int]:
     """Tokens that were here, and that came from a peer."""
-    return answer.route.cached_tokens, answer.route.pulled_tokens
+    return answer.route.cached_tokens, answer.route.fetched_tokens

@@ -106,7 +106,7 @@ def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
             asked.ask(cluster, _PLACES)
             await cluster.until(lambda: cluster.seen(decode).status.running == _PLACES)
             asked.ask(cluster, _PLACES)
-            await cluster.until(lambda: cluster.seen(prefill).status.guests.running == _PLACES)
+            await cluster.until(lambda: cluster.seen(prefill).status.local_decodes.running == _PLACES)
             home = prefill
             if leaves:
                 home = await cluster.add(Role.DECODE, ceiling=running_on)

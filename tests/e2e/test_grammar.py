@@ -12,7 +12,7 @@ import pytest
 
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import GrammarNotFollowed, NoTokenAllowed, RequestError
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.request import FinishReason, Role, Sampling
 from core.types.token_rules import TokenRules
 from tests.e2e.conftest import Checkpoint, exact_tree
@@ -66,7 +66,7 @@ async def test_choices_keep_to_it_on_one_pair_on_two_pairs_and_under_a_kill(mode
         assert CHARACTERS[first.ids[0]] in "abc" and first.tokens[0][0].finish_reason is FinishReason.LENGTH
         await cluster.idle()
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
-        doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=9))
+        doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=9))
         await cluster.add(Role.DECODE)
         assert await _ask(cluster) == expected
         assert doomed.has_been_hit, "the fault never happened"
@@ -101,10 +101,10 @@ async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Pat
             for i, rules in enumerate((TokenRules(allowed_token_ids=(_Z,)), TokenRules(bad_words=((_A, _B), (_A, _C)))))
         ]
         asked = (endless, wrong, good, plain, *torn)
-        failed, refused, kept, free, *lost = await asyncio.gather(*asked, return_exceptions=True)
+        failed, rejected, kept, free, *lost = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(one) for one in lost] == [NoTokenAllowed] * 2
         assert isinstance(failed, GrammarNotFollowed)
-        assert isinstance(refused, RequestError) and refused.param == "grammar"
+        assert isinstance(rejected, RequestError) and rejected.param == "grammar"
         assert isinstance(kept, Answer) and isinstance(free, Answer)
         _check(kept)
         await cluster.idle()

@@ -142,10 +142,10 @@ async def _check_structural_tags(client: AsyncOpenAI) -> None:
         begin, content, end = re.split("(?<=<city>)|(?=</city>)", choice.message.content)
         assert (begin, end, choice.finish_reason) == ("<city>", "</city>", "stop")
         Draft202012Validator(_CITY).validate(json.loads(content))
-    with pytest.raises(openai.BadRequestError, match=r"response_format: format.content.type is not supp") as refused:
+    with pytest.raises(openai.BadRequestError, match=r"response_format: format.content.type is not supp") as rejected:
         asked["format"] = {**city, "content": {"type": "qwen_xml_parameter"}}
         await client.chat.completions.create(**_ASKED, response_format=asked)
-    assert refused.value.param == "response_format"
+    assert rejected.value.param == "response_format"
 
 
 def _keeps_to_tags(text: str) -> bool:
@@ -166,14 +166,14 @@ async def _check_refusals(client: AsyncOpenAI) -> None:
         "wide"
     }
     for field, value in (("regex", "[a"), ("grammar", "start: nothing"), ("regex", "a" * 9000)):
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as rejected:
             await client.chat.completions.create(**_ASKED, extra_body={"structured_outputs": {field: value}})
-        assert refused.value.param == f"structured_outputs.{field}"
+        assert rejected.value.param == f"structured_outputs.{field}"
     for field in ("min_tokens", "ignore_eos"):
         body = {"structured_outputs": {"choice": ["a"]}, field: 1 if field == "min_tokens" else True}
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as rejected:
             await client.chat.completions.create(**_ASKED, extra_body=body)
-        assert refused.value.param == field
+        assert rejected.value.param == field
 
 
 async def _ask_for(client: AsyncOpenAI, schema: dict[str, Any]) -> str | None:
@@ -204,8 +204,8 @@ async def _check_grpc(port: int) -> None:
             (pb.Grammar(regex="["), "grammar.regex"),
             (pb.Grammar(structural_tag="{}"), "grammar.structural_tag: needs format, or"),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
+            with pytest.raises(grpc.aio.AioRpcError) as rejected:
                 async for _ in stub.Generate(pb.GenerateRequest(prompt="x", grammar=wrong)):
                     pass
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert says in refused.value.details()
+            assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert says in rejected.value.details()

@@ -89,19 +89,19 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
         await _begun(cluster, full, _PLACES)
         asked.ask(2 * _PLACES)
         hosts = [cluster.seen(prefill) for prefill in (leaving, staying)]
-        await cluster.until(lambda: all(host.status.guests.running == _PLACES for host in hosts))
+        await cluster.until(lambda: all(host.status.local_decodes.running == _PLACES for host in hosts))
         assert not cluster.core.dispatch.num_waiting
         empty = await cluster.add(Role.DECODE)
-        heir = await cluster.switch(leaving)
+        successor = await cluster.switch(leaving)
         await _begun(cluster, empty, _PLACES, more=0)
         asked.ask(2)  # their prompts are computed where guests stay, and shipped to whoever was one's home
-        await _begun(cluster, heir, 2)
-        assert hosts[1].status.guests.running == _PLACES
+        await _begun(cluster, successor, 2)
+        assert hosts[1].status.local_decodes.running == _PLACES
         running_on.lift()
         answers = await asked.answers()
         assert [answer.ids for answer in answers] == asked.expected
         homes = [answer.route.decode_replica for answer in answers]
-        assert sorted(homes) == sorted([full.id, staying.id, empty.id, heir.id] * 2)
+        assert sorted(homes) == sorted([full.id, staying.id, empty.id, successor.id] * 2)
         assert {answer.route.attempts for answer in answers} == {1} and answers[-1].route.prefill_replica == staying.id
         await cluster.idle()
 
@@ -113,7 +113,7 @@ async def test_guests_and_what_runs_on_the_last_decode_replica_go_on_after_kills
     """First a prefill replica dies in the middle of its guests, then the only decode replica; a prefill replica is all
     that is left."""
     running_on = shared_ceiling(20)
-    tree = _tree(guests=2 * _PLACES)
+    tree = _tree(local_decodes=2 * _PLACES)
     for pool in ("prefill", "decode"):
         tree[pool]["replicas"] = 0
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:

@@ -224,10 +224,10 @@ async def test_after_a_pull(
             (first + prompts(30)[0], "prefill-1", "prefill-0", "decode-2"),
             (first + prompts(25)[0], None, "prefill-0", "decode-3"),
         ):
-            pull = 64 if source else 0
-            policy.ways[len(prompt)] = [Option(prefill=prefill, decode=decode, pull_from=source, pull_tokens=pull)]
+            fetch = 64 if source else 0
+            policy.ways[len(prompt)] = [Option(prefill=prefill, decode=decode, fetch_from=source, fetch_tokens=fetch)]
             answer = await cluster.generate(prompt, _GREEDY)
-            assert answer.route.pulled_tokens == pull
+            assert answer.route.fetched_tokens == fetch
             await _check(said, guesses, least=10)
         await cluster.idle()
 

@@ -60,7 +60,7 @@ class _Stream:
 
 
 @asynccontextmanager
-async def _door(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
+async def _endpoint(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
     tree = {
         "model": {"served_name": "smollm2"},
         "prefill": {"kv_memory_gib": 0.25},
@@ -93,7 +93,7 @@ async def test_streams_go_on_while_schemas_are_compiled(
         compiled.append(grammar.text)
         return compile_it(self, grammar, param=param)
 
-    async with _door(smollm2_dir, redis_url) as client:
+    async with _endpoint(smollm2_dir, redis_url) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: stream.times)
@@ -107,7 +107,7 @@ async def test_streams_go_on_while_schemas_are_compiled(
 @pytest.mark.timeout(600)
 async def test_each_has_its_answer_soon(smollm2_dir: Path, redis_url: str) -> None:
     took: list[tuple[float, int, str]] = []
-    async with _door(smollm2_dir, redis_url) as client:
+    async with _endpoint(smollm2_dir, redis_url) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: len(stream.times) > 50)

@@ -72,9 +72,9 @@ async def test_only_without_tls_does_a_stranger_get_an_answer(
     async with local_cluster(model_dir, redis_url, security={"tls": tls}, **_TREE) as cluster:
         assert (await cluster.generate(asked, _GREEDY)).ids == expected
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
-        stranger = in_clear(router("stranger"))
-        async with open_channel(seen.member.address, peer=rank(seen.id), identity=stranger) as channel:
-            message = truthful(frames, stranger.name, rank(seen.id))
+        pending_peer = in_clear(router("stranger"))
+        async with open_channel(seen.member.address, peer=rank(seen.id), identity=pending_peer) as channel:
+            message = truthful(frames, pending_peer.name, rank(seen.id))
             status = await call(channel, frames, message)
         assert status is (grpc.StatusCode.OK if tls == "off" else grpc.StatusCode.UNAVAILABLE)
 

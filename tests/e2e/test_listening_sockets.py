@@ -22,7 +22,7 @@ from core.process import processes
 from core.process.ports import free_port
 from tests.cluster.cli.command import ClusterCommand
 from tests.core.wire.every_rpc import METHODS, call, truthful
-from tests.support.identities import papers, rank, router
+from tests.support.identities import rank, router, tls_credentials
 
 _NAME = "walked"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
@@ -46,10 +46,10 @@ def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
 @pytest.mark.timeout(900)
 def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: ClusterCommand, tmp_path: Path) -> None:
     small = ["--set", "prefill.kv_memory_gib=0.1", "--set", "decode.kv_memory_gib=0.1"]
-    doors = ["--grpc-port", str(free_port()), "--http-port", str(http := free_port())]
+    endpoints = ["--grpc-port", str(free_port()), "--http-port", str(http := free_port())]
     operators = "127.0.0.1", free_port()
     closed = ["--set", "router.keys=required", "--set", "security.operators={}:{}".format(*operators)]
-    deployed = cluster.run("deploy", "2P2D", "--name", _NAME, *small, *doors, *closed, within_s=600)
+    deployed = cluster.run("deploy", "2P2D", "--name", _NAME, *small, *endpoints, *closed, within_s=600)
     assert deployed.code == 0, deployed.err
     before = json.loads(cluster.run("status", "--json").out)
     assert before["tls"] == "auto"
@@ -57,7 +57,7 @@ def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: Cluste
     listening = _listening(cluster)
     assert len(ranks) == 4 and set(ranks) <= listening.keys()
 
-    neighbour = papers(Authority.create(_NAME), router(deployment=_NAME))
+    neighbour = tls_credentials(Authority.create(_NAME), router(deployment=_NAME))
     chain, key = tmp_path / "neighbour.pem", tmp_path / "neighbour.key"
     chain.write_bytes(neighbour.certificate.chain)
     key.write_bytes(neighbour.key)

@@ -25,7 +25,7 @@ def model(checkpoint: Checkpoint) -> Path:
 
 
 @pytest.fixture
-async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str, str]]:
+async def endpoints(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str, str]]:
     """The gRPC and the OpenAI door of 1P1D, and where operators ask."""
     tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port(), "http_port": free_port()}}
     async with local_cluster(model, redis_url, **tree) as cluster:
@@ -67,16 +67,16 @@ def captured(tmp_path: Path) -> str:
 
 
 async def test_a_load_is_measured_through_both_doors_and_explained(
-    doors: tuple[str, str, str],
+    endpoints: tuple[str, str, str],
     model: Path,
     trace: str,
     captured: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    grpc, http, admin = doors
-    for seed, door in enumerate((grpc, http)):
-        options = ["--scale-tokens", "1/16", "--speedup", "2", "--seed", str(seed), "--endpoint", door, "--json"]
+    grpc, http, admin = endpoints
+    for seed, endpoint in enumerate((grpc, http)):
+        options = ["--scale-tokens", "1/16", "--speedup", "2", "--seed", str(seed), "--endpoint", endpoint, "--json"]
         assert await asyncio.to_thread(run, ["bench", "--trace", trace, *options]) == 0
         report = json.loads(capsys.readouterr().out)
         assert (report["completed"], report["prompt_tokens"], report["output_tokens"]) == (10, 640, 80)

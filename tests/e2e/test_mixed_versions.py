@@ -116,10 +116,10 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
         prefills, decodes = (today_prefill.id, _OLDEST[0]), (today.id, _OLDEST[1])
         for number, (prefill, decode) in enumerate(product(prefills, decodes)):
             assert (await ask(number, prefill=prefill, decode=decode)).blocks_shipped, "computed elsewhere"
-        for number, (holder, prefill) in enumerate((prefills, prefills[::-1])):
-            held = {"pull_from": holder, "pull_tokens": 16}
+        for number, (prefix_source, prefill) in enumerate((prefills, prefills[::-1])):
+            held = {"fetch_from": prefix_source, "fetch_tokens": 16}
             number = {0: 0, 1: 2}[number]  # computed by that holder above
-            assert (await ask(number, prefill=prefill, decode=_OLDEST[1], **held)).pulled_tokens >= 16
+            assert (await ask(number, prefill=prefill, decode=_OLDEST[1], **held)).fetched_tokens >= 16
 
         policy.way, policy.move_to = Option(prefill=_OLDEST[0], decode=today.id), _OLDEST[1]
         moving = asyncio.create_task(cluster.generate(asked[5], _GREEDY, id="moving"))
@@ -149,9 +149,9 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         old = OldestProcess(oldest, cluster.launch, cluster.identity(router("router-old")), log=tmp_path / "router.log")
         try:
-            doors = await asyncio.to_thread(old.start)
-            await becomes(lambda: seen_by(ask_at(doors["admin"], "/health")) == {"prefill": 1, "decode": 1})
-            async with grpc.aio.insecure_channel(doors["grpc"]) as channel:
+            endpoints = await asyncio.to_thread(old.start)
+            await becomes(lambda: seen_by(ask_at(endpoints["admin"], "/health")) == {"prefill": 1, "decode": 1})
+            async with grpc.aio.insecure_channel(endpoints["grpc"]) as channel:
                 answers = [await _asked_at(channel, prompt) for prompt in asked]
         finally:
             await asyncio.to_thread(old.stop)

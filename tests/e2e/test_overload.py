@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.types.errors import CapacityError, DeadlineExceeded, ModelAway
+from core.types.errors import CapacityError, DeadlineExceeded, ModelUnavailable
 from core.types.request import Role, Sampling, SequenceRequest
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
@@ -146,7 +146,7 @@ async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_no
     tree = _tree(queue_s=0.5) | {"decode": {"replicas": 0}}
     async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
         begin = time.monotonic()
-        with pytest.raises(ModelAway, match="it has no decode replica"):
+        with pytest.raises(ModelUnavailable, match="it has no decode replica"):
             await _ask(cluster, 0)
         assert time.monotonic() - begin > 0.4
 

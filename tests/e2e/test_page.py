@@ -95,15 +95,15 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
         await _picture(page, service, path)
 
     # A role switch, and a replica less.
-    heir = await cluster.switch(added)
+    successor = await cluster.switch(added)
     began = time.monotonic()
     await becomes(lambda: service.health()["prefill"] == 2)
-    await page.wait_for_selector(ready.format(heir.id), timeout=_SHOWN_MS)
+    await page.wait_for_selector(ready.format(successor.id), timeout=_SHOWN_MS)
     await page.wait_for_selector(ready.format(added.id), state="detached", timeout=_SHOWN_MS)
     print(f"a role switch is shown {time.monotonic() - began:.2f} s after it")
-    for rank in heir.ranks:
+    for rank in successor.ranks:
         rank.drain()
-    await page.wait_for_selector(ready.format(heir.id), state="detached", timeout=_SHOWN_MS)
+    await page.wait_for_selector(ready.format(successor.id), state="detached", timeout=_SHOWN_MS)
 
 
 async def _picture(page: Any, service: RouterService, path: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from core.rpc.worker_pb2 import Totals
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, SampledToken, Sampling
 from core.types.step_timing import StepTiming
@@ -52,13 +52,13 @@ def _tree(prefill: int, decode: int, *, tp: int = 1, **sections: Any) -> dict[st
     }
 
 
-async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], *ways: str, pull: int = 0) -> Answer:
-    """A way is "P > D", or "P < S > D" where S is said to hold `pull` tokens of what P lacks; P may be missing."""
+async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], *ways: str, fetch: int = 0) -> Answer:
+    """A way is "P > D", or "P < S > D" where S is said to hold `fetch` tokens of what P lacks; P may be missing."""
     policy.ways[len(prompt)] = options = []
     for way in ways:
         left, _, decode = way.replace(" ", "").rpartition(">")
         prefill, _, source = left.partition("<")
-        options.append(Option(prefill=prefill or None, decode=decode, pull_from=source or None, pull_tokens=pull))
+        options.append(Option(prefill=prefill or None, decode=decode, fetch_from=source or None, fetch_tokens=fetch))
     return await cluster.generate(prompt, _GREEDY)
 
 
@@ -74,7 +74,7 @@ async def _totals(cluster: LocalCluster, replica: str, *, num_pulls: int) -> Tot
         seen = cluster.replicas.get(replica)
         return seen.status.totals if seen else Totals()
 
-    await cluster.until(lambda: totals().pulls + totals().pull_failures >= num_pulls)
+    await cluster.until(lambda: totals().prefix_fetches + totals().pull_failures >= num_pulls)
     return totals()
 
 
@@ -86,11 +86,11 @@ async def test_a_prefix_is_pulled_from_another_prefill_replica(
     longer = prompt + prompts(30)[0]
     async with local_cluster(model_dir, redis_url, policy=policy, **_tree(2, 2, tp=tp)) as cluster:
         first = await _ask(cluster, policy, prompt, "prefill-0 > decode-2")
-        second = await _ask(cluster, policy, longer, "prefill-1 < prefill-0 > decode-3", pull=64)
+        second = await _ask(cluster, policy, longer, "prefill-1 < prefill-0 > decode-3", fetch=64)
         assert [first.ids, second.ids] == _ids(reference(model_dir, [prompt, longer], _GREEDY))
-        assert (second.route.cached_tokens, second.route.pulled_tokens) == (0, 64)
+        assert (second.route.cached_tokens, second.route.fetched_tokens) == (0, 64)
         totals = await _totals(cluster, "prefill-1", num_pulls=1)
-        assert (totals.pulls, totals.pulled_tokens, totals.pull_failures) == (1, 64, 0)
+        assert (totals.prefix_fetches, totals.fetched_tokens, totals.pull_failures) == (1, 64, 0)
         assert totals.computed_tokens == 100 - 64
         again = await _ask(cluster, policy, longer, "prefill-1 > decode-2")
         assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "what was pulled is cached"
@@ -104,15 +104,15 @@ async def test_the_answer_of_one_turn_is_pulled_for_the_next(
     model_dir, turn, policy = checkpoint("llama"), prompts(20)[0], FakePolicy()
     async with local_cluster(model_dir, redis_url, policy=policy, **_tree(1, 2)) as cluster:
         ways = ["prefill-0 > decode-1", "prefill-0 < decode-1 > decode-2", "< decode-2 > decode-1"]
-        pulled = []
+        fetched = []
         for way in ways:
-            answer = await _ask(cluster, policy, turn, way, pull=len(turn))
+            answer = await _ask(cluster, policy, turn, way, fetch=len(turn))
             assert [answer.ids] == _ids(reference(model_dir, [turn], _GREEDY))
-            pulled.append((answer.route.cached_tokens, answer.route.pulled_tokens))
+            fetched.append((answer.route.cached_tokens, answer.route.fetched_tokens))
             turn = turn + answer.ids + prompts(8)[0]
         # 43 positions after the first turn, 75 after the second; the prefill replica had one block, the first decode
         # replica two.
-        assert pulled == [(0, 0), (16, 16), (32, 32)]
+        assert fetched == [(0, 0), (16, 16), (32, 32)]
         await cluster.idle()
 
 
@@ -120,20 +120,20 @@ async def test_the_holder_has_the_last_word(checkpoint: Checkpoint, reference: R
     model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
     async with local_cluster(model_dir, redis_url, policy=policy, **_tree(2, 1)) as cluster:
         await _ask(cluster, policy, prompt[:40], "prefill-0 > decode-2")
-        some = await _ask(cluster, policy, prompt, "prefill-1 < prefill-0 > decode-2", pull=64)
-        none = await _ask(cluster, policy, other, "prefill-1 < prefill-0 > decode-2", pull=32)
-        gone = await _ask(cluster, policy, other[1:], "prefill-1 < prefill-9 > decode-2", pull=32)
+        some = await _ask(cluster, policy, prompt, "prefill-1 < prefill-0 > decode-2", fetch=64)
+        none = await _ask(cluster, policy, other, "prefill-1 < prefill-0 > decode-2", fetch=32)
+        gone = await _ask(cluster, policy, other[1:], "prefill-1 < prefill-9 > decode-2", fetch=32)
         assert [some.ids, none.ids, gone.ids] == _ids(reference(model_dir, [prompt, other, other[1:]], _GREEDY))
-        assert [answer.route.pulled_tokens for answer in (some, none, gone)] == [32, 0, 0]
+        assert [answer.route.fetched_tokens for answer in (some, none, gone)] == [32, 0, 0]
         totals = await _totals(cluster, "prefill-1", num_pulls=2)
-        assert (totals.pulls, totals.pull_failures) == (1, 1)
+        assert (totals.prefix_fetches, totals.pull_failures) == (1, 1)
 
 
 _HOLDER_EVENTS = {
-    "it is asked": Fault(Milestone.ASKED),
-    "it has taken what is wanted": Fault(Milestone.GRANTED),
-    "it ships": Fault(Milestone.SENDING),
-    "it has shipped": Fault(Milestone.SHIPPED),
+    "it is asked": Fault(FailpointStage.ASKED),
+    "it has taken what is wanted": Fault(FailpointStage.SERVING_FETCH),
+    "it ships": Fault(FailpointStage.SENDING),
+    "it has shipped": Fault(FailpointStage.SHIPPED),
 }
 
 
@@ -152,20 +152,20 @@ async def test_the_holder_dies_in_a_pull(
     model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
     fault = replace(_HOLDER_EVENTS[event], number=number)
     async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
-        holder = await cluster.add(Role.DECODE, fault)
+        prefix_source = await cluster.add(Role.DECODE, fault)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
-        first = await _ask(cluster, policy, prompt, f"> {holder.id}")
+        first = await _ask(cluster, policy, prompt, f"> {prefix_source.id}")
         async with asyncio.timeout(WITHIN_S):
             pulling = asyncio.create_task(
-                _ask(cluster, policy, prompt + first.ids[:9], f"{prefill} < {holder.id} > {decode}", pull=64)
+                _ask(cluster, policy, prompt + first.ids[:9], f"{prefill} < {prefix_source.id} > {decode}", fetch=64)
             )
             beside = await _ask(cluster, policy, other, f"{prefill} > {decode}")
             answer = await pulling
         assert [answer.ids, beside.ids] == _ids(reference(model_dir, [prompt + first.ids[:9], other], _GREEDY))
-        assert holder.has_been_hit, "the fault never happened"
+        assert prefix_source.has_been_hit, "the fault never happened"
         assert answer.route.attempts == 1
         if number is signal.SIGSTOP:
-            holder.send(signal.SIGCONT)
+            prefix_source.send(signal.SIGCONT)
         await cluster.idle()
 
 
@@ -173,11 +173,11 @@ async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Refe
     model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
     async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
-        doomed = await cluster.add(Role.PREFILL, Fault(Milestone.LANDED))
+        doomed = await cluster.add(Role.PREFILL, Fault(FailpointStage.LANDED))
         await _ask(cluster, policy, prompt, f"{prefill} > {decode}")
         ways = f"{doomed.id} < {prefill} > {decode}", f"{prefill} > {decode}"
         async with asyncio.timeout(WITHIN_S):
-            answer = await _ask(cluster, policy, prompt, *ways, pull=64)
+            answer = await _ask(cluster, policy, prompt, *ways, fetch=64)
         assert [answer.ids] == _ids(reference(model_dir, [prompt], _GREEDY))
         assert doomed.has_been_hit and answer.route.prefill_replica == prefill
         await cluster.idle()
@@ -187,16 +187,18 @@ async def test_a_pull_that_nobody_waits_for_leaves_nothing(checkpoint: Checkpoin
     prompt, policy = prompts(70)[0], FakePolicy()
     tree = _tree(1, 1, timeouts={"transfer_s": 60.0})  # whatever ends it here is no deadline
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **tree) as cluster:
-        holder = await cluster.add(Role.DECODE)
+        prefix_source = await cluster.add(Role.DECODE)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
-        await _ask(cluster, policy, prompt, f"> {holder.id}")
-        holder.send(signal.SIGSTOP)
-        asking = asyncio.create_task(_ask(cluster, policy, prompt, f"{prefill} < {holder.id} > {decode}", pull=64))
+        await _ask(cluster, policy, prompt, f"> {prefix_source.id}")
+        prefix_source.send(signal.SIGSTOP)
+        asking = asyncio.create_task(
+            _ask(cluster, policy, prompt, f"{prefill} < {prefix_source.id} > {decode}", fetch=64)
+        )
         await cluster.until(lambda: (seen := cluster.replicas.get(prefill)) and seen.status.running)
         asking.cancel()
-        others = [replica for replica in cluster.replicas if replica.id != holder.id]
+        others = [replica for replica in cluster.replicas if replica.id != prefix_source.id]
         await cluster.until(lambda: not any(replica.status.running for replica in others))
-        holder.send(signal.SIGCONT)
+        prefix_source.send(signal.SIGCONT)
         await cluster.idle()
 
 
@@ -205,7 +207,7 @@ class SteadyRates:
 
     def __init__(self) -> None:
         self.replicas: Replicas | None = None  # who knows how many tokens wait where
-        self._policy = CostPolicy(pulls=True)
+        self._policy = CostPolicy(prefix_fetches=True)
 
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
@@ -240,8 +242,8 @@ async def test_each_turn_of_a_chat_computes_only_what_is_new(
             answer = await cluster.generate(turn, _GREEDY)
             assert [answer.ids] == _ids(reference(model_dir, [turn], _GREEDY))
             if number < 3:
-                assert answer.route.cached_tokens + answer.route.pulled_tokens == num_known
-                assert answer.route.pulled_tokens >= 16 * (number > 0), "the answer comes from who gave it"
+                assert answer.route.cached_tokens + answer.route.fetched_tokens == num_known
+                assert answer.route.fetched_tokens >= 16 * (number > 0), "the answer comes from who gave it"
             num_known = (len(turn) + len(answer.ids) - 1) // 16 * 16
             turn = turn + answer.ids + prompts(21)[0]
         await cluster.idle()
@@ -262,8 +264,8 @@ async def test_a_hot_prefix_is_copied_before_it_queues(
         other = next(r.id for r in cluster.pools[Role.PREFILL] if r.id != first.route.prefill_replica)
         assert {answer.route.prefill_replica for answer in answers} == {first.route.prefill_replica, other}
         # A sibling that overtakes the one that pulls may compute the prefix itself; then nothing is left to be pulled.
-        reused = [answer.route.cached_tokens + answer.route.pulled_tokens for answer in answers]
-        pulled = sum(answer.route.pulled_tokens for answer in answers)
-        assert sum(reused) >= 6 * 320 and (pulled >= 320 or 0 in reused)
-        assert (await _totals(cluster, other, num_pulls=min(1, pulled))).pulled_tokens == pulled
+        reused = [answer.route.cached_tokens + answer.route.fetched_tokens for answer in answers]
+        fetched = sum(answer.route.fetched_tokens for answer in answers)
+        assert sum(reused) >= 6 * 320 and (fetched >= 320 or 0 in reused)
+        assert (await _totals(cluster, other, num_pulls=min(1, fetched))).fetched_tokens == fetched
         await cluster.idle()

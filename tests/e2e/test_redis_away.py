@@ -61,32 +61,36 @@ def own_redis(tmp_path: Path) -> Iterator[_Redis]:
     server.kill()
 
 
-def _holders(cluster: LocalCluster) -> dict[str, int]:
+def _prefix_sources(cluster: LocalCluster) -> dict[str, int]:
     hashes = block_hashes(root_hash(cluster.model), tuple(_PROMPT), block_size=16)
     return cluster.replicas.index.match(hashes)
 
 
 async def _know_the_prompt(cluster: LocalCluster) -> dict[str, int]:
     await cluster.generate(_PROMPT, _GREEDY)
-    await becomes(lambda: len(_holders(cluster)) == 2)  # the prefill replica, and the decode replica it was shipped to
-    return _holders(cluster)
+    await becomes(
+        lambda: len(_prefix_sources(cluster)) == 2
+    )  # the prefill replica, and the decode replica it was shipped to
+    return _prefix_sources(cluster)
 
 
 async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _Redis) -> None:
     async with local_cluster(checkpoint("llama"), own_redis.url, **_TREE) as cluster:
         before = {replica.id: replica for replica in cluster.replicas}
-        holders = await _know_the_prompt(cluster)
+        prefix_sources = await _know_the_prompt(cluster)
         own_redis.kill()
         for number in range(4):
             answer = await cluster.generate(_PROMPT, _GREEDY, id=str(number))
             assert answer.route.attempts == 1
-            assert answer.route.decode_replica in holders, "it still knows where the prefix is"
-        assert _holders(cluster) == holders
+            assert answer.route.decode_replica in prefix_sources, "it still knows where the prefix is"
+        assert _prefix_sources(cluster) == prefix_sources
         own_redis.start()
         with redis.Redis.from_url(own_redis.url) as client:
             await becomes(lambda: len(client.smembers("cluster:members")) == 3)
-            await becomes(lambda: all(client.scard(f"cluster:blocks:{replica}:device") for replica in holders))
-        await stays(lambda: _holders(cluster) == holders, for_s=2)  # the router reads what the replicas write again
+            await becomes(lambda: all(client.scard(f"cluster:blocks:{replica}:device") for replica in prefix_sources))
+        await stays(
+            lambda: _prefix_sources(cluster) == prefix_sources, for_s=2
+        )  # the router reads what the replicas write again
         assert {replica.id: replica for replica in cluster.replicas} == before, "nobody left or came"
         newcomer = await cluster.add(Role.DECODE)
         assert newcomer.id in {replica.id for replica in cluster.replicas}
@@ -95,13 +99,13 @@ async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _
 async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> None:
     async with local_cluster(checkpoint("llama"), own_redis.url, **_TREE) as cluster:
         before = {replica.id: replica for replica in cluster.replicas}
-        holders = await _know_the_prompt(cluster)
+        prefix_sources = await _know_the_prompt(cluster)
         own_redis.send(signal.SIGSTOP)
         try:
             end_at = time.monotonic() + 5  # past the deadlines of everybody who asks it, and past the leases
             while time.monotonic() < end_at:
                 answer = await cluster.generate(_PROMPT, _GREEDY)
-                assert answer.route.attempts == 1 and answer.route.decode_replica in holders
+                assert answer.route.attempts == 1 and answer.route.decode_replica in prefix_sources
         finally:
             own_redis.send(signal.SIGCONT)
         await cluster.add(Role.DECODE)

@@ -93,15 +93,15 @@ async def test_what_it_has_cached_is_known_under_its_new_name_alone(
         address = cluster.seen(held).member.address
         with pytest.raises(ReplicaFailed, match="it has not drained"):
             held.ranks[0].hand_over()
-        heir = await cluster.switch(held)
+        successor = await cluster.switch(held)
         assert told == [None], "heads no longer rest because nobody asked them where it was"
-        await becomes(lambda: cluster.replicas.index.match(hashes).get(heir.id) == 4)
+        await becomes(lambda: cluster.replicas.index.match(hashes).get(successor.id) == 4)
         assert held.id not in cluster.replicas.index.match(hashes)
         with pytest.raises(ReplicaLost):
             await _pull(cluster, held.id, address, hashes)
-        policy.way = Option(prefill=heir.id, decode="decode-2")
+        policy.way = Option(prefill=successor.id, decode="decode-2")
         again = await cluster.generate(prompt, _GREEDY, id="again")
-        assert again.route.prefill_replica == heir.id and again.route.cached_tokens == 64
+        assert again.route.prefill_replica == successor.id and again.route.cached_tokens == 64
         assert again.ids == first.ids
 
 
@@ -114,9 +114,9 @@ async def _pull(cluster: LocalCluster, replica: str, address: str, hashes: Seque
     asking = cluster.identity(rank("decode-99"))
     async with open_channel(address, peer=rank(replica), identity=asking) as channel:
         handoff = pb.Handoff(id="h", epoch=1, replica="decode-99", ranks=["127.0.0.1:1"], max_tokens=16, ttl_s=5.0)
-        request = pb.PullRequest(handoff=handoff, hashes=hashes[0])
+        request = pb.FetchRequest(handoff=handoff, hashes=hashes[0])
         try:
-            async for _ in worker_pb2_grpc.PrefixHolderStub(channel).Pull(request, timeout=WITHIN_S):
+            async for _ in worker_pb2_grpc.PrefixFetchStub(channel).Fetch(request, timeout=WITHIN_S):
                 pass
         except aio.AioRpcError as error:
             raise error_of(error, peer=replica) from error

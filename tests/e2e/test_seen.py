@@ -10,8 +10,8 @@ import httpx
 from cluster.cli.top import plain
 from cluster.cli.trace import picture
 from core.process.ports import free_port
-from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficNews
-from core.types.timeline import LifeState, critical_path, spans_of
+from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
+from core.types.timeline import RequestPhase, critical_path, spans_of
 from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.support.identities import router
@@ -38,29 +38,29 @@ async def test_operators_see_requests_replicas_and_routers(checkpoint: Checkpoin
 
 
 async def _look(services: list[RouterService]) -> None:
-    doors = [httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) for service in services]
+    endpoints = [httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) for service in services]
     admins = [httpx.AsyncClient(base_url="http://{}:{}".format(*service.admin_address)) for service in services]
     body = {"prompt": [5 + i % 20 for i in range(70)], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    answer = await doors[0].post("/v1/completions", json=body, headers={"x-request-id": "r-1"}, timeout=60)
+    answer = await endpoints[0].post("/v1/completions", json=body, headers={"x-request-id": "r-1"}, timeout=60)
     assert answer.status_code == 200 and "traceparent" not in answer.headers
 
     # A request's life, by its id or its answer's; of the router that served it.
     (life,) = (await admins[0].get("/debug/lives/cmpl-r-1")).json().values()
     spans = spans_of(life)
     assert {(span.state, span.replica) for span in spans} >= {
-        (LifeState.PREPARE, ""),
-        (LifeState.QUEUE, ""),
-        (LifeState.ROUTE, "decode-1"),
-        (LifeState.ROUTE, "prefill-0"),
-        (LifeState.COMPUTE, "prefill-0"),
-        (LifeState.WIRE, "prefill-0"),
-        (LifeState.WAIT, "decode-1"),
-        (LifeState.DECODE, "decode-1"),
+        (RequestPhase.PREPARE, ""),
+        (RequestPhase.QUEUE, ""),
+        (RequestPhase.ROUTE, "decode-1"),
+        (RequestPhase.ROUTE, "prefill-0"),
+        (RequestPhase.COMPUTE, "prefill-0"),
+        (RequestPhase.WIRE, "prefill-0"),
+        (RequestPhase.WAIT, "decode-1"),
+        (RequestPhase.DECODE, "decode-1"),
     }
     assert life["outcome"] == "completed" and 0 < life["first_token_s"] < life["seconds"]
     assert all(0 <= span.start_s < span.end_s <= life["seconds"] for span in spans)
     path = critical_path(spans)
-    assert path[0].state is LifeState.PREPARE and path[-1].state is LifeState.DECODE
+    assert path[0].state is RequestPhase.PREPARE and path[-1].state is RequestPhase.DECODE
     assert any("compute" in line and "#" in line for line in picture("r-1", life))
     assert (await admins[1].get("/debug/lives/r-1")).status_code == 404
 
@@ -87,13 +87,13 @@ async def _look(services: list[RouterService]) -> None:
     # And of what the controller decides, as it hears when it tells what has come.
     decision_shown = ShownDecision(at=0.0, text="2P1D", reason="first tokens come late")
 
-    async def answer(news: TrafficNews) -> TrafficAnswer:
+    async def answer(news: TrafficReport) -> TrafficAnswer:
         return TrafficAnswer(life="a", scaling=(decision_shown,))
 
     async def is_shown() -> bool:
         return bool((await admins[0].get("/debug/view")).json()["autoscaler"])
 
-    services[0].tell_traffic(answer)
+    services[0].report_traffic(answer)
     await told(is_shown)
     view = (await admins[0].get("/debug/view")).json()
     lines = plain([view, (await admins[1].get("/debug/view")).json()]).splitlines()
@@ -108,7 +108,7 @@ async def _look(services: list[RouterService]) -> None:
     async with admins[0].stream("GET", "/ui/events", headers={"host": "localhost:1"}) as events:
         names = [line async for line in _first(events, 2)]
     assert names == ["event: all", "event: now"]
-    for client in (*doors, *admins):
+    for client in (*endpoints, *admins):
         await client.aclose()
 
 

@@ -17,7 +17,7 @@ from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Sampling
-from frontend.attached_deployments import Borrower, Pass
+from frontend.attached_deployments import AttachedDeployment, AttachedIdentity
 from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
@@ -45,37 +45,37 @@ async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
         for name, model_dir in dirs.items()
     }
     assert expected["first"] != expected["second"]
-    borrowers = list[Borrower]()
+    attached_deployments = list[AttachedDeployment]()
 
-    async def find_borrowers() -> list[Borrower]:
-        return [*borrowers]
+    async def find_attached() -> list[AttachedDeployment]:
+        return [*attached_deployments]
 
-    doors = {"grpc_port": free_port(), "http_port": free_port()}
-    async with local_cluster(dirs["first"], redis_url, **tree_of("first", **doors)) as cluster:
+    endpoints = {"grpc_port": free_port(), "http_port": free_port()}
+    async with local_cluster(dirs["first"], redis_url, **tree_of("first", **endpoints)) as cluster:
         service = await RouterService.open(
             cluster.spec,
             credentials=cluster.credentials,
             identity=cluster.identity(router("router-1")),
-            find_borrowers=find_borrowers,
+            find_attached=find_attached,
         )
         url = "http://{}:{}/v1".format(*service.http_address)
         try:
             async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
                 await becomes(lambda: all(service.health().values()))
                 async with streams(client, expected["first"][1]):
-                    beside = tree_of("second", name="beside", doors="cluster")
+                    beside = tree_of("second", name="beside", endpoints="cluster")
                     async with local_cluster(dirs["second"], redis_url, is_alone=False, **beside) as second:
-                        borrowers.append(borrower(second))
+                        attached_deployments.append(attached(second))
                         await becomes(lambda: service.models == ["first", "second"])
                         assert [model.id async for model in client.models.list()] == ["first", "second"]
                         for model, ids in expected.items():
                             assert [await ids_of(client, model, prompt) for prompt in _ASKED] == ids
                             assert [await ids_by_grpc(service.grpc_port, model, prompt) for prompt in _ASKED] == ids
                         await second.idle()
-                    await told(lambda: is_away(client))
+                    await told(lambda: is_unavailable(client))
                     assert service.is_ready(), "for the other model"
                     assert await ids_of(client, "first", _ASKED[0]) == expected["first"][0]
-                    borrowers.clear()
+                    attached_deployments.clear()
                     await becomes(lambda: service.models == ["first"])
                     with pytest.raises(openai.NotFoundError, match="model 'second' is not served here; 'first' is"):
                         await ids_of(client, "second", _ASKED[0])
@@ -84,11 +84,11 @@ async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
         await cluster.idle()
 
 
-def borrower(cluster: LocalCluster) -> Borrower:
-    async def enter() -> Pass:
-        return Pass(identity=cluster.identity(router("router-1", deployment=cluster.spec.name)))
+def attached(cluster: LocalCluster) -> AttachedDeployment:
+    async def enter() -> AttachedIdentity:
+        return AttachedIdentity(identity=cluster.identity(router("router-1", deployment=cluster.spec.name)))
 
-    return Borrower(spec=cluster.spec, credentials=cluster.credentials, enter=enter)
+    return AttachedDeployment(spec=cluster.spec, credentials=cluster.credentials, enter=enter)
 
 
 @asynccontextmanager
@@ -140,10 +140,10 @@ async def ids_by_grpc(port: int, model: str, prompt: list[int]) -> list[int]:
         ]
 
 
-async def is_away(client: AsyncOpenAI) -> bool:
+async def is_unavailable(client: AsyncOpenAI) -> bool:
     """Before its router has seen that the replicas are gone it may try one, in vain."""
-    with pytest.raises(openai.InternalServerError) as refused:
+    with pytest.raises(openai.InternalServerError) as rejected:
         await ids_of(client, "second", _ASKED[0])
-    assert refused.value.status_code == 503
-    said = refused.value.body["message"]  # type: ignore[index]
+    assert rejected.value.status_code == 503
+    said = rejected.value.body["message"]  # type: ignore[index]
     return said == "model 'second' cannot be served at present: it has no decode replica"

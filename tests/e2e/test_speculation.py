@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.request import DraftTally, Role, Sampling
 from core.types.token_rules import TokenRules
 from engine.config import EngineConfig
@@ -133,7 +133,7 @@ async def test_where_a_replica_is_killed(
 ) -> None:
     tree = _tree(method, 2, 0, model=smaller_dir if method == "draft" else None)
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-        doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=30))
+        doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=30))
         await cluster.add(Role.DECODE)
         for _ in range(3):
             assert await _ask(cluster) == expected

@@ -75,8 +75,8 @@ async def router_with(
     }
     model_dir = checkpoint("llama", max_position_embeddings=max_context)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        seal_key = cluster.credentials.key(Purpose.API_KEYS)
-        publisher = KeyPublisher(connect_redis(redis_url), name=cluster.spec.name, seal_key=seal_key)
+        signing_key = cluster.credentials.key(Purpose.API_KEYS)
+        publisher = KeyPublisher(connect_redis(redis_url), name=cluster.spec.name, signing_key=signing_key)
         await publisher.publish(book_of(*issued))
         service = await RouterService.open(
             cluster.spec,
@@ -117,9 +117,9 @@ async def test_a_tenant_that_asks_for_everything_keeps_nobody_else_waiting(
     greedy, modest = issue("greedy"), issue("modest")
     more = {"decode": {"max_running": 4}, "timeouts": {"queue_s": 120}}
     async with router_with(checkpoint, redis_url, greedy, modest, max_context=4096, **more) as asked:
-        with pytest.raises(BadRequestError, match="at most 3 choices of one tenant") as refused:
+        with pytest.raises(BadRequestError, match="at most 3 choices of one tenant") as rejected:
             await asked.text(greedy, n=4, num_tokens=2)
-        assert refused.value.param == "n"
+        assert rejected.value.param == "n"
         flood = [asyncio.create_task(asked.text(greedy, n=n, num_tokens=3000)) for n in (3, 1, 3)]
         await becomes(asked.num_running)
         for _ in range(3):

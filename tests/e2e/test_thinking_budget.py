@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.types.constraints import Grammar, GrammarKind
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.request import Role, Sampling, choice_seed
 from core.types.thinking_budget import ThinkingBudget
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
@@ -87,7 +87,7 @@ async def test_on_one_pair_also_where_the_first_token_is_the_last(
 
 async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
-        doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=9))
+        doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=9))
         await cluster.add(Role.DECODE)
         assert await _ask(cluster) == expected
         assert doomed.has_been_hit, "the fault never happened"

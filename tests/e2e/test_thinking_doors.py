@@ -109,9 +109,9 @@ async def _check_openai(client: AsyncOpenAI) -> str:
         model="letters", input="hi", max_output_tokens=40, extra_body={"thinking_token_budget": 5}
     )
     assert answer.usage.output_tokens_details.reasoning_tokens == 5 + _NUM_MARKER
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as rejected:
         await client.chat.completions.create(**_ASKED, extra_body={"thinking_token_budget": -3})
-    assert refused.value.param == "thinking_token_budget"
+    assert rejected.value.param == "thinking_token_budget"
     return told[0]
 
 

@@ -23,7 +23,7 @@ from jsonschema.validators import validator_for
 
 from core.grammar.compiler import GrammarCompiler
 from core.types.constraints import Grammar, GrammarKind
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.request import FinishReason, Role, Sampling
 from engine.cpu.library import open_kernels
 from frontend.text.tokenizer import Tokenizer
@@ -40,8 +40,12 @@ _MAX_ANSWER = 40  # tokens
 _WAVE = 125  # requests at once: a step costs hardly more for many
 _EVERY = 2  # waves, over one of which a replica of each role dies, that came for it
 _DYING = {  # while answers of that wave are half written; each time a little later
-    Role.PREFILL: [Fault(milestone, nth) for nth in (3, 5) for milestone in (Milestone.COMMITTING, Milestone.SHIPPED)],
-    Role.DECODE: [Fault(milestone, nth) for nth in (6, 14) for milestone in (Milestone.SAMPLED, Milestone.COMPUTING)],
+    Role.PREFILL: [
+        Fault(milestone, nth) for nth in (3, 5) for milestone in (FailpointStage.COMMITTING, FailpointStage.SHIPPED)
+    ],
+    Role.DECODE: [
+        Fault(milestone, nth) for nth in (6, 14) for milestone in (FailpointStage.SAMPLED, FailpointStage.COMPUTING)
+    ],
 }
 _PROMPTS = [
     f"{thing}, as JSON: " for thing in ("A thing", "What the shop of my uncle has", "Tomorrow", "The first of many")
@@ -83,9 +87,9 @@ async def test_answers_to_a_thousand(smollm2_dir: Path, redis_url: str) -> None:
 @pytest.mark.timeout(900)
 async def test_answers_to_public_schemas(smollm2_dir: Path, redis_url: str) -> None:
     tokenizer = Tokenizer(smollm2_dir)
-    taken, refused = public_schemas(GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size))
-    print(f"{len(taken)} schemas are taken, {sum(refused.values())} are refused:")
-    print(*(f"{count:4d} {why}" for why, count in sorted(refused.items(), key=lambda of: -of[1])), sep="\n")
+    taken, rejected = public_schemas(GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size))
+    print(f"{len(taken)} schemas are taken, {sum(rejected.values())} are refused:")
+    print(*(f"{count:4d} {why}" for why, count in sorted(rejected.items(), key=lambda of: -of[1])), sep="\n")
     assert len(taken) > 200
     asked = _all_asked(tokenizer, taken)
     pair = await _answers(smollm2_dir, redis_url, asked, 1, 1)

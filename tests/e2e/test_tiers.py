@@ -71,7 +71,7 @@ async def test_what_the_pool_evicts_comes_back(
     async with local_cluster(model_dir, redis_url, **_tree(tmp_path, host=host, disk=disk, tp=tp)) as cluster:
         await _ask_all(cluster, expected)
         again = await cluster.generate(_PROMPTS[0], _GREEDY)
-        assert (again.ids, again.route.cached_tokens, again.route.pulled_tokens) == (expected[0], 96, 0)
+        assert (again.ids, again.route.cached_tokens, again.route.fetched_tokens) == (expected[0], 96, 0)
         await cluster.idle()
         totals = _prefill(cluster).status.totals
         assert totals.host_hit_tokens + totals.disk_hit_tokens == 96 and totals.tier_losses == 0
@@ -102,14 +102,14 @@ async def test_lower_tiers_stay_with_a_replica_that_changes_its_role(
     async with local_cluster(model_dir, redis_url, **tree | {"decode": tree["prefill"]}) as cluster:
         await _ask_all(cluster, expected)
         [prefill], [decode] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
-        heir = await cluster.switch(prefill)
+        successor = await cluster.switch(prefill)
         cluster.pools[Role.DECODE].remove(decode)
         await asyncio.to_thread(decode.ranks[0].stop)
         await becomes(lambda: cluster.replicas.get(decode.id) is None)
         again = await cluster.generate(_PROMPTS[0], _GREEDY)
-        assert (again.ids, again.route.decode_replica) == (expected[0], heir.id)
+        assert (again.ids, again.route.decode_replica) == (expected[0], successor.id)
         await cluster.idle()
-        seen = cluster.seen(heir)
+        seen = cluster.seen(successor)
         await cluster.until(lambda: seen.status.totals.generated_tokens == len(expected[0]))
         assert (seen.status.totals.computed_tokens, seen.status.totals.disk_hit_tokens) == (100 - 96, 96)
 
@@ -243,9 +243,9 @@ async def test_a_peer_is_given_what_the_holder_has_in_a_lower_tier(
         for prompt, tokens in zip(_PROMPTS, expected, strict=True):
             policy.option = Option(prefill="prefill-0", decode="decode-2")
             assert (await cluster.generate(prompt, _GREEDY)).ids == tokens
-        policy.option = Option(prefill="prefill-1", decode="decode-2", pull_from="prefill-0", pull_tokens=96)
+        policy.option = Option(prefill="prefill-1", decode="decode-2", fetch_from="prefill-0", fetch_tokens=96)
         answer = await cluster.generate(_PROMPTS[0], _GREEDY)
-        assert (answer.ids, answer.route.cached_tokens, answer.route.pulled_tokens) == (expected[0], 0, 96)
+        assert (answer.ids, answer.route.cached_tokens, answer.route.fetched_tokens) == (expected[0], 0, 96)
         await cluster.idle()
 
 

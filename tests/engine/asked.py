@@ -43,7 +43,7 @@ class Asked:
 
 
 @dataclass
-class Said:
+class AnswerText:
     """What came of several: the tokens of each choice, by (request, choice)."""
 
     tokens: dict[tuple[str, int], list[SampledToken]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Said:
     num_known: int = 0
     num_preemptions: int = 0
     num_accepted: int = 0  # tokens that were drafted
-    num_fed: int = 0  # tokens that were computed before the host knew them
+    num_device_tokens: int = 0  # tokens that were computed before the host knew them
 
     @property
     def ids(self) -> list[list[int]]:
@@ -65,10 +65,10 @@ def answers(
     config: SchedulerConfig = AMPLE,
     num_blocks: int = 512,
     *,
-    runs_ahead: bool = False,
+    is_async: bool = False,
     speculation: Speculation | Callable[[BlockManager], Speculation] | None = None,
-) -> Said:
-    said, blocks = Said(), BlockManager(num_blocks)
+) -> AnswerText:
+    said, blocks = AnswerText(), BlockManager(num_blocks)
     if speculation is not None and not isinstance(speculation, Speculation):
         speculation = speculation(blocks)
     bounded = _Bounded(runner, config.max_batch_tokens)
@@ -78,7 +78,7 @@ def answers(
         blocks,
         config,
         block_size=runner.layout.block_size,
-        runs_ahead=runs_ahead,
+        is_async=is_async,
         speculation=speculation,
     )
     for number, one in enumerate(asked):
@@ -94,7 +94,7 @@ def answers(
         blocks.check_integrity()
     assert blocks.num_available == num_blocks
     said.num_accepted = num_accepted(speculation) if speculation else 0
-    said.num_preemptions, said.num_fed = engine.decoding.num_preemptions, bounded.num_fed
+    said.num_preemptions, said.num_device_tokens = engine.decoding.num_preemptions, bounded.num_device_tokens
     return said
 
 
@@ -102,7 +102,7 @@ class Oracle:
     """Who knows some answers to some prompts: as often as `is_right` says of a position."""
 
     def __init__(
-        self, said: Said, asked: Sequence[Asked], is_right: Callable[[int], bool] = lambda position: True
+        self, said: AnswerText, asked: Sequence[Asked], is_right: Callable[[int], bool] = lambda position: True
     ) -> None:
         self._whole = [
             [*asked[int(id)].prompt, *(token.token_id for token in tokens)] for (id, _), tokens in said.tokens.items()
@@ -121,7 +121,7 @@ class Branching:
     """Implements Proposer: a draft that some answers belie from one place on, where a branch of it is right; beside
     one that is not."""
 
-    def __init__(self, said: Said, asked: Sequence[Asked], *, every: int) -> None:
+    def __init__(self, said: AnswerText, asked: Sequence[Asked], *, every: int) -> None:
         """every: so many tokens a place is wrong."""
         self._right = Oracle(said, asked)
         self._wrong = Oracle(said, asked, lambda position: position % every > 0)
@@ -160,11 +160,11 @@ class _Bounded:
 
     def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
         self._runner, self._max_tokens = runner, max_tokens
-        self.num_fed = 0
+        self.num_device_tokens = 0
 
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Tensor | None:
         assert step is None or step.num_tokens <= max(self._max_tokens, len(step.decoding))
-        self.num_fed += len(step.fed.sources) if step and step.fed else 0
+        self.num_device_tokens += len(step.device_tokens.sources) if step and step.device_tokens else 0
         return self._runner.execute(step, orders)
 
 
@@ -234,7 +234,7 @@ def one_of_each_kind(grammar: CompiledGrammar) -> list[Asked]:
     return [*found, thinks, Asked(every[-1], bound, grammar, num_choices=2)]
 
 
-def compare(found: Said, expected: Said, *, atol: float = 1e-4) -> None:
+def compare(found: AnswerText, expected: AnswerText, *, atol: float = 1e-4) -> None:
     assert (found.ids, found.failures) == (expected.ids, expected.failures)
     for key, tokens in found.tokens.items():
         for ours, theirs in zip(tokens, expected.tokens[key], strict=True):
@@ -253,11 +253,11 @@ def _compare_logprobs(ours: SampledToken, theirs: SampledToken, *, atol: float) 
 def check_with_leavers(
     runner: ModelRunner,
     asked: Sequence[Asked],
-    expected: Said,
+    expected: AnswerText,
     speculation: Speculation | None,
     *,
     blocks: BlockManager,
-    runs_ahead: bool = False,
+    is_async: bool = False,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """One comes at every second step, and one leaves at every fifth: the others have all of what is expected, those as
@@ -270,7 +270,7 @@ def check_with_leavers(
         AMPLE,
         block_size=runner.layout.block_size,
         speculation=speculation,
-        runs_ahead=runs_ahead,
+        is_async=is_async,
     )
     got: dict[tuple[str, int], list[int]] = {}
     left: set[str] = set()

@@ -12,7 +12,7 @@ class FakeCapture:
     def __init__(self, device: FakeStreams, *, replays_on: str | None = None, waits: bool = True) -> None:
         """replays_on: another stream than the one that replays. waits: for what the step reads."""
         self._device = device
-        self._lane = device.lane()
+        self._lane = device.device_stream()
         self._replays_on = replays_on
         self._waits = waits
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.types.errors import ReplicaLost
 from core.types.request import Sampling
-from engine.batch.batch import FedTokens
+from engine.batch.batch import DeviceTokens
 from engine.config import EngineConfig
 from engine.engine import SchedulerConfig
 from engine.kernels.sample import NOT_FINITE
@@ -26,7 +26,7 @@ from engine.sampling import sampler
 from engine.sampling.sampler import choose_by_torch
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
-from tests.engine.asked import AMPLE, Asked, Said, answers, check_with_leavers, letters_grammar, one_of_each_kind
+from tests.engine.asked import AMPLE, AnswerText, Asked, answers, check_with_leavers, letters_grammar, one_of_each_kind
 from tests.engine.gang import join
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.worker.rank_of_one import FakeSender
@@ -61,7 +61,7 @@ def _gang(parallel: Any, directory: Path, *, dtype: str = "float32", capture: An
 
 def said_of_each_kind(
     place: Path, prefix: str, rank: int, size: int, directory: Path, grammars: Path
-) -> tuple[Said, Said] | None:
+) -> tuple[AnswerText, AnswerText] | None:
     """Where each step waits, and where steps run ahead; None on the ranks that follow."""
     gang = _gang(join(place, prefix, rank, size), directory)
     if rank:
@@ -69,8 +69,8 @@ def said_of_each_kind(
         return None
     asked = [_soon_over(one) for one in one_of_each_kind(letters_grammar(grammars))]
     leader = Leader(gang, beats=True)
-    waits, ahead = (answers(leader, asked, runs_ahead=runs) for runs in (False, True))  # type: ignore[arg-type]
-    check_with_leavers(leader, asked, waits, None, blocks=BlockManager(_NUM_BLOCKS), runs_ahead=True)  # type: ignore[arg-type]
+    waits, ahead = (answers(leader, asked, is_async=runs) for runs in (False, True))  # type: ignore[arg-type]
+    check_with_leavers(leader, asked, waits, None, blocks=BlockManager(_NUM_BLOCKS), is_async=True)  # type: ignore[arg-type]
     gang.execute(None, Orders(stop=True))
     return waits, ahead
 
@@ -84,7 +84,7 @@ def _soon_over(one: Asked) -> Asked:
 
 def said_where_blocks_run_out(
     place: Path, prefix: str, rank: int, size: int, directory: Path
-) -> list[tuple[Said, Said]] | None:
+) -> list[tuple[AnswerText, AnswerText]] | None:
     """As above, of rows whose bits are the same whatever is beside them."""
     gang = _gang(join(place, prefix, rank, size), directory, dtype="bfloat16", deterministic=True)
     if rank:
@@ -98,7 +98,7 @@ def said_where_blocks_run_out(
     for budget, num_blocks in ((9, 20), (64, 24)):
         limits = SchedulerConfig(max_batch_tokens=budget, max_running=8, max_waiting=9)
         waits, ahead = (
-            answers(Leader(gang), asked, limits, num_blocks, runs_ahead=runs)  # type: ignore[arg-type]
+            answers(Leader(gang), asked, limits, num_blocks, is_async=runs)  # type: ignore[arg-type]
             for runs in (False, True)
         )
         found.append((waits, ahead))
@@ -106,7 +106,9 @@ def said_where_blocks_run_out(
     return found
 
 
-def said_by_replays(place: Path, prefix: str, rank: int, size: int, directory: Path) -> tuple[Said, Said, int] | None:
+def said_by_replays(
+    place: Path, prefix: str, rank: int, size: int, directory: Path
+) -> tuple[AnswerText, AnswerText, int] | None:
     """Every step is replayed, and its fed tokens come on the device, whatever the host says of them: where each step
     waits, where steps run ahead, and the replays."""
     replays: list[Step] = []
@@ -124,7 +126,7 @@ def said_by_replays(place: Path, prefix: str, rank: int, size: int, directory: P
     limits = SchedulerConfig(max_batch_tokens=8, max_running=8, max_waiting=9)
     gang = _gang(parallel, directory, recorded_rows=limits.max_batch_tokens, max_context=64, capture=capture)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FedTokens, "fill", _not_on_the_host)
+        patch.setattr(DeviceTokens, "fill", _not_on_the_host)
         patch.setattr(sampler, "choose_by_torch", _as_a_gpu_does)
         if rank:
             gang.follow()
@@ -134,15 +136,15 @@ def said_by_replays(place: Path, prefix: str, rank: int, size: int, directory: P
             for i, (prompt, stops) in enumerate(zip(prompts(9, 20, 3, 17), ((), _STOPS, (), ()), strict=True))
         ]
         waits, ahead = (
-            answers(Leader(gang), asked, limits, runs_ahead=runs)  # type: ignore[arg-type]
+            answers(Leader(gang), asked, limits, is_async=runs)  # type: ignore[arg-type]
             for runs in (False, True)
         )
         gang.execute(None, Orders(stop=True))
         return waits, ahead, len(replays)
 
 
-def _not_on_the_host(fed: FedTokens, token_ids_T: np.ndarray) -> None:
-    token_ids_T[fed.places] = 0
+def _not_on_the_host(device_tokens: DeviceTokens, token_ids_T: np.ndarray) -> None:
+    token_ids_T[device_tokens.places] = 0
 
 
 def _as_a_gpu_does(logits_RV: Tensor, rows: Any) -> Tensor:
@@ -160,7 +162,7 @@ def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, director
         gang.follow()
     asked = [Asked(prompt, Sampling(temperature=0.0, max_tokens=9)) for prompt in prompts(9, 20)]
     try:
-        answers(Leader(gang), asked, AMPLE, runs_ahead=True)  # type: ignore[arg-type]
+        answers(Leader(gang), asked, AMPLE, is_async=True)  # type: ignore[arg-type]
     except ReplicaLost as error:
         return str(error)
     return "nothing"
@@ -174,7 +176,7 @@ def leads_and_fails(place: Path, prefix: str, rank: int, size: int, directory: P
         if rank:
             gang.follow()
         gang.runner.parallel.broadcast_on_device = _fail  # type: ignore[method-assign]
-        answers(Leader(gang), asked, AMPLE, runs_ahead=True)  # type: ignore[arg-type]
+        answers(Leader(gang), asked, AMPLE, is_async=True)  # type: ignore[arg-type]
     except (ReplicaLost, ZeroDivisionError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

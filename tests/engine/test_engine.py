@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import OFFLINE, Sampling, SequenceRequest, choice_seed
 from engine import engine as engine_module
-from engine.batch.batch import Batch, FedTokens, KeptRows
+from engine.batch.batch import Batch, DeviceTokens, KeptRows
 from engine.batch.rows import Row, RowChanges
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -60,7 +60,7 @@ class FakeMask:
 
     failure = ""
 
-    def may_forbid(self, tokens: Sequence[int], start: int, num_coming: int, /) -> bool:
+    def may_forbid(self, tokens: Sequence[int], start: int, num_in_flight: int, /) -> bool:
         return True
 
     def allowed(self, tokens: Sequence[int], start: int, /) -> NDArray[np.int32]:
@@ -89,8 +89,8 @@ class FakePool:
             return None
         batch = step.batch
         self._check_follower(step.changes, batch)
-        if batch.fed:
-            batch.fed.fill(batch.token_ids)
+        if batch.device_tokens:
+            batch.device_tokens.fill(batch.token_ids)
         for slot, token in zip(batch.slots.tolist(), batch.token_ids.tolist(), strict=True):
             self.tokens[slot] = token
         self._score(step, batch)
@@ -125,9 +125,14 @@ class FakePool:
     def _check_follower(self, changes: RowChanges, batch: Batch) -> None:
         """A rank that hears of the changes only, and may have heard of nothing before, makes the same batch."""
         assert changes.is_whole or changes.number == self._follower.number + 1
-        if fed := batch.fed:  # which it cannot be told: as many come as the step before has rows, for those behind them
-            rows = np.repeat(np.arange(len(changes.kept)), changes.query_lens)[fed.places]
-            assert len(fed.token_ids) == len(self._follower) and (changes.kept[rows] == fed.sources).all()
+        if (
+            device_tokens := batch.device_tokens
+        ):  # which it cannot be told: as many come as the step before has rows, for those behind them
+            rows = np.repeat(np.arange(len(changes.kept)), changes.query_lens)[device_tokens.places]
+            assert (
+                len(device_tokens.token_ids) == len(self._follower)
+                and (changes.kept[rows] == device_tokens.sources).all()
+            )
             assert (changes.query_lens[rows] == 1).all()
         theirs = self._follower.apply(RowChanges.decode(changes.encode()))
         for name, numbers in vars(batch).items():
@@ -147,7 +152,7 @@ def choose(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions
     """As a sampler that finds no token behind POISON."""
     found = [logits[i] for i in (range(len(rows)) if positions is None else positions)]
     for tokens, row in zip(found, rows, strict=True):
-        assert row.position == len(tokens) and not (row.reads_tokens and row.num_coming)
+        assert row.position == len(tokens) and not (row.reads_tokens and row.num_in_flight)
     return Sampled.known(
         [None if POISON in tokens else (_next(tokens, row.seed), None) for tokens, row in zip(found, rows, strict=True)]
     )
@@ -278,7 +283,7 @@ def test_known_tokens_are_told_by_the_step_that_takes_them() -> None:
     """Where steps run ahead, too: whom they are about may be gone before that step is over."""
     pool, blocks = FakePool(), BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=40, max_running=20, max_waiting=20)
-    engine = Engine(pool, choose, blocks, config, block_size=_BLOCK, runs_ahead=True)
+    engine = Engine(pool, choose, blocks, config, block_size=_BLOCK, is_async=True)
     engine.add(_prompt(range(9), max_tokens=30))
     tokens = next([kind] * 9 for kind in range(50) if not _depends([kind] * 9 + [_next([kind] * 9, 7)]))
     masked = _prompt(tokens, source=KVSource.PREFILL, mask=FakeMask(), max_tokens=20)
@@ -389,7 +394,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Prompts come, are fetched, shipped, cancelled, paused and computed in any order."""
 
     decodes = True
-    runs_ahead = False
+    is_async = False
     max_batch_tokens = 7
     max_running = 5
     drafts = False
@@ -408,7 +413,7 @@ class EngineMachine(RuleBasedStateMachine):
             config,
             block_size=_BLOCK,
             connector=self,
-            runs_ahead=self.runs_ahead,
+            is_async=self.is_async,
             speculation=self.speculation if self.drafts else None,
         )
         self.prompts: list[Prompt] = []  # not whole yet
@@ -469,7 +474,7 @@ class EngineMachine(RuleBasedStateMachine):
         held = {sequence: len(sequence.blocks) for sequence in self.running}
         result = self.engine.step()
         for sequence, num_blocks in held.items():
-            if sequence in self.engine.decoding.running and not self.runs_ahead:
+            if sequence in self.engine.decoding.running and not self.is_async:
                 assert sequence.num_missing == 1, "as if nothing had been drafted"
                 assert len(sequence.blocks) <= max(num_blocks, sequence.num_blocks_for(sequence.num_computed))
         said: dict[TokenSequence, list[int]] = {}
@@ -629,7 +634,7 @@ class PrefillingMachine(EngineMachine):
 class AheadMachine(EngineMachine):
     """The same where steps run ahead."""
 
-    runs_ahead = True
+    is_async = True
 
 
 class SpeculatingMachine(EngineMachine):
@@ -649,7 +654,7 @@ class BranchingMachine(SpeculatingMachine):
 class SpeculatingAheadMachine(BranchingMachine):
     """The same where steps run ahead, if they have nothing to draft."""
 
-    runs_ahead = True
+    is_async = True
 
 
 class HostileProposer:
@@ -787,9 +792,9 @@ def _whatever_comes(step: ScheduledStep, running: Collection[TokenSequence]) -> 
     return not step.prompts and any(sequence in running for sequence, _ in step.decoding)
 
 
-def _in_another_order(step: ScheduledStep, behind: ScheduledStep) -> FedTokens | None:
-    fed = _fed_tokens(step, behind)
-    return fed and replace(fed, sources=fed.sources[::-1])
+def _in_another_order(step: ScheduledStep, behind: ScheduledStep) -> DeviceTokens | None:
+    device_tokens = _fed_tokens(step, behind)
+    return device_tokens and replace(device_tokens, sources=device_tokens.sources[::-1])
 
 
 def _nobody_leaves(self: Engine[object], step: ScheduledStep) -> object:
@@ -805,18 +810,18 @@ def _all_that_was_computed(self: TokenSequence, num_tokens: int, blocks: BlockMa
         self.num_computed += 1
 
 
-_fed_tokens, _complete = async_steps.fed_tokens, Engine.complete
+_fed_tokens, _complete = async_steps.device_tokens_of, Engine.complete
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
         (engine_module, "may_be_followed", _whatever_comes),
-        (engine_module, "fed_tokens", _in_another_order),
+        (engine_module, "device_tokens_of", _in_another_order),
         (Engine, "complete", _nobody_leaves),
         (SamplingRow, "position", property(lambda self: len(self.tokens))),
         (TokenSequence, "computed", _all_that_was_computed),
-        (TokenSequence, "num_coming", property(lambda self: 0)),
+        (TokenSequence, "num_in_flight", property(lambda self: 0)),
     ],
 )
 def test_a_fault_of_steps_that_run_ahead_is_found(
@@ -837,7 +842,7 @@ def test_a_sequence_without_a_next_token_fails_alone_while_the_next_step_is_unde
         return Sampled.known([None if bad else one for one, bad in zip(chosen, is_bad, strict=True)])
 
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9)
-    engine = Engine(pool, choose_but_one, blocks, config, block_size=_BLOCK, runs_ahead=True)
+    engine = Engine(pool, choose_but_one, blocks, config, block_size=_BLOCK, is_async=True)
     for prompt in (_prompt(range(9), max_tokens=20), _prompt(range(20, 29), max_tokens=20)):
         engine.add(prompt)
     [good], [bad] = (prefilled.sequences for prefilled in engine.step().prefilled)
@@ -863,7 +868,7 @@ def test_a_row_that_was_dropped_is_computed_again_where_it_was(
         monkeypatch.setattr(KeptRows, "end_before", lambda self, ends: True)
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9)
-    engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK, runs_ahead=True)
+    engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK, is_async=True)
     engine.add(_prompt(range(9), max_tokens=9))
     _run(engine, 2)
     (sequence,) = engine.decoding.running

@@ -29,7 +29,7 @@ def test_what_is_said_is_the_same_on_two_ranks_and_on_one(
     assert other.result(_WITHIN_S) is None
     for found in (alone_ahead, waits, ahead):
         compare(found, expected)
-    assert ahead.num_fed == alone_ahead.num_fed > 20 and not waits.num_fed
+    assert ahead.num_device_tokens == alone_ahead.num_device_tokens > 20 and not waits.num_device_tokens
 
 
 def test_where_blocks_run_out_and_answers_end_where_nobody_expects_it(
@@ -37,7 +37,7 @@ def test_where_blocks_run_out_and_answers_end_where_nobody_expects_it(
 ) -> None:
     leader, _ = start_gang(2, gang_answers.said_where_blocks_run_out, tiny_model("llama")[0])
     for waits, ahead in leader.result(_WITHIN_S):
-        assert ahead.tokens == waits.tokens and ahead.num_fed > 20
+        assert ahead.tokens == waits.tokens and ahead.num_device_tokens > 20
         assert waits.num_preemptions and ahead.num_preemptions
 
 
@@ -46,7 +46,7 @@ def test_fed_tokens_of_replayed_steps_are_on_the_device_of_every_rank(
 ) -> None:
     leader, _ = start_gang(2, gang_answers.said_by_replays, tiny_model("llama")[0])
     waits, ahead, num_replays = leader.result(_WITHIN_S)
-    assert ahead.ids == waits.ids and ahead.num_fed > 20
+    assert ahead.ids == waits.ids and ahead.num_device_tokens > 20
     assert ahead.failures == waits.failures == {"3": "LogitsNotFinite"} and len(ahead.ids[3]) == 5
     assert num_replays >= waits.num_steps + ahead.num_steps - 2, "the last step of each has no rows"
 

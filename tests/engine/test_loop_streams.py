@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.types.request import Sampling
 from engine.batch import download
-from engine.batch.batch import FedTokens
+from engine.batch.batch import DeviceTokens
 from engine.config import EngineConfig
 from engine.cpu import library
 from engine.runner import streams
@@ -46,12 +46,12 @@ def races(
     """asks: of each prompt its tokens, those of its answer, and how many log-probabilities are told with them."""
     with pytest.MonkeyPatch.context() as patch:
         device = FakeStreams()
-        copies = device.lane()
+        copies = device.device_stream()
         patch.setattr(streams, "streams_of", device.streams_of)
         patch.setattr(library, "load_kernels", lambda: None)
-        patch.setattr(download, "copies_lane", lambda device: copies)
+        patch.setattr(download, "copy_stream", lambda device: copies)
         patch.setattr(sampler, "choose_by_torch", likeliest)
-        patch.setattr(FedTokens, "fill", lambda fed, token_ids_T: None)  # the host does not know them
+        patch.setattr(DeviceTokens, "fill", lambda device_tokens, token_ids_T: None)  # the host does not know them
         mutate(patch, device, copies)
         directory, _ = tiny_model("llama", num_hidden_layers=1)
         config = EngineConfig(
@@ -68,8 +68,8 @@ def races(
         ]
         with device.watched("compute"):
             runner = ModelRunner(config, capture=FakeCapture(device))
-            said = answers(runner, asked, num_blocks=16, runs_ahead=True)
-        assert said.num_fed or all(num_tokens < 3 for _, num_tokens, _ in asks)
+            said = answers(runner, asked, num_blocks=16, is_async=True)
+        assert said.num_device_tokens or all(num_tokens < 3 for _, num_tokens, _ in asks)
         return device.races
 
 

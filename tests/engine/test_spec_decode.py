@@ -116,16 +116,16 @@ def test_an_answer_that_ends_within_a_draft_ends_there(asking: str, max_tokens: 
     assert proposer.finished_with == [[*free.prompt, *expected.ids[0]]]
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("guesses", [False, True])
 def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahead(
-    guesses: bool, runs_ahead: bool, runner: ModelRunner
+    guesses: bool, is_async: bool, runner: ModelRunner
 ) -> None:
     """Nobody guesses, or a guess is never worth it: beside one row a token costs as much as a step."""
     speculation = _speculation(one=FakeProposer(lambda tokens, most: [0] * most if guesses else []))
     blocks, config = BlockManager(64), SchedulerConfig(max_batch_tokens=64, max_running=4, max_waiting=4)
     engine = Engine(
-        runner, sample, blocks, config, block_size=8, speculation=speculation, prices=_Dear(), runs_ahead=runs_ahead
+        runner, sample, blocks, config, block_size=8, speculation=speculation, prices=_Dear(), is_async=is_async
     )
     sequence = sequence_of(Asked(prompts(9)[0], Sampling(max_tokens=12)), "0", block_size=8)
     engine.add(Prompt(sequence))
@@ -148,7 +148,7 @@ def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
         SchedulerConfig(max_batch_tokens=32, max_running=2, max_waiting=2),
         block_size=2,
         speculation=_speculation(oracle=guesses),
-        runs_ahead=True,
+        is_async=True,
     )
     large, small = sequences = [sequence_of(one, str(i), block_size=2) for i, one in enumerate(asked)]
     for sequence, tenant in zip(sequences, "ab", strict=True):

@@ -48,7 +48,7 @@ def test_answers_are_what_they_are_without_drafts(
     expected = answers(drafting.runner, asked, _ROOM, 2048)
     found = answers(drafting.runner, asked, _ROOM, 2048, speculation=drafting.speculation)
     compare(found, expected)
-    tight = answers(drafting.runner, asked, _ROOM, 80, runs_ahead=True, speculation=drafting.speculation)
+    tight = answers(drafting.runner, asked, _ROOM, 80, is_async=True, speculation=drafting.speculation)
     compare(tight, expected)
     assert tight.num_preemptions
     blocks = BlockManager(2048)
@@ -79,6 +79,6 @@ def test_so_are_they_on_a_gpu(
     few, drafting = asked[:60], Drafting(method, tiny_model("llama")[0], make, tmp_path)
     expected = answers(drafting.runner, few, _ROOM, 2048)
     compare(answers(drafting.runner, few, _ROOM, 2048, speculation=drafting.speculation), expected, atol=1e-3)
-    tight = answers(drafting.runner, few, _ROOM, 80, runs_ahead=True, speculation=drafting.speculation)
+    tight = answers(drafting.runner, few, _ROOM, 80, is_async=True, speculation=drafting.speculation)
     compare(tight, expected, atol=1e-3)
     assert sum(drafting.num_drafted) > 20

@@ -6,6 +6,6 @@ from tests.support.frontend_fixtures import (  # noqa: F401
     byte_level,
     byte_level_dir,
     completions,
-    door,
+    endpoint,
     openai_server,
 )

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
-from core.types.errors import DeployError, ModelAway, UnknownModel
-from frontend.attached_deployments import Borrower, Borrowers, Pass
+from core.types.errors import DeployError, ModelUnavailable, UnknownModel
+from frontend.attached_deployments import AttachedDeployment, AttachedDeployments, AttachedIdentity
 from frontend.served_model import ServedModel
 from frontend.text.models import Models
 from tests.core.model.test_config import write_no_weights
@@ -29,35 +29,35 @@ from tests.support.waiting import becomes
 class Ray:
     """What it says of borrowers."""
 
-    borrowers: list[Borrower] = field(default_factory=list)
-    is_away: bool = False
+    attached_deployments: list[AttachedDeployment] = field(default_factory=list)
+    is_unavailable: bool = False
     num_asked: int = 0
     left: list[str] = field(default_factory=list)
 
-    async def find(self) -> Sequence[Borrower]:
+    async def find(self) -> Sequence[AttachedDeployment]:
         self.num_asked += 1
-        if self.is_away:
+        if self.is_unavailable:
             raise DeployError("Ray is away")
-        return list(self.borrowers)
+        return list(self.attached_deployments)
 
     async def has_been_asked(self) -> None:
         """Whatever is so now has been seen."""
         before = self.num_asked
         await becomes(lambda: self.num_asked >= before + 2)
 
-    def borrower(
+    def attached(
         self, name: str, model_dir: Path, redis_url: str, *, served_name: str = "", fails: bool = False
-    ) -> Borrower:
+    ) -> AttachedDeployment:
         tree = {"name": name, "model": {"source": str(model_dir), "served_name": served_name or name}}
-        spec = parse_spec(tree | {"router": {"doors": "main"}, "security": {"tls": "off"}})
+        spec = parse_spec(tree | {"router": {"endpoints": "main"}, "security": {"tls": "off"}})
 
-        async def enter() -> Pass:
+        async def enter() -> AttachedIdentity:
             if fails:
                 raise DeployError(f"{name}'s controller is gone")
             identity = in_clear(router(deployment=name))
-            return Pass(identity=identity, leave=lambda: self.left.append(name))
+            return AttachedIdentity(identity=identity, leave=lambda: self.left.append(name))
 
-        return Borrower(spec=spec, credentials=Credentials.new(index_url=redis_url), enter=enter)
+        return AttachedDeployment(spec=spec, credentials=DeploymentSecrets.new(index_url=redis_url), enter=enter)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +71,15 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Pat
 
 
 @asynccontextmanager
-async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tuple[Models, Borrowers]]:
+async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tuple[Models, AttachedDeployments]]:
     models = Models(completions(FakeTokenService(), name="own"))
-    borrowers = Borrowers(models, ray.find, node="127.0.0.1", has_many_tenants=lambda: False)
-    await borrowers.settle()
-    task = asyncio.create_task(borrowers.follow_forever())
+    attached_deployments = AttachedDeployments(models, ray.find, node="127.0.0.1", has_many_tenants=lambda: False)
+    await attached_deployments.settle()
+    task = asyncio.create_task(attached_deployments.follow_forever())
     try:
-        yield models, borrowers
+        yield models, attached_deployments
     finally:
-        await borrowers.close()
+        await attached_deployments.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -88,14 +88,14 @@ async def test_they_are_there_before_the_doors_open_and_come_and_go_later(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    early, late = (ray.borrower(name, checkpoint_dir, redis_url) for name in ("early", "late"))
-    ray.borrowers = [early]
-    async with following(ray, completions) as (models, borrowers):
-        assert models.names == ["own", "early"] and not borrowers.is_any_ready(), "it has no replica"
-        ray.borrowers = [early, late]
+    early, late = (ray.attached(name, checkpoint_dir, redis_url) for name in ("early", "late"))
+    ray.attached_deployments = [early]
+    async with following(ray, completions) as (models, attached_deployments):
+        assert models.names == ["own", "early"] and not attached_deployments.is_any_ready(), "it has no replica"
+        ray.attached_deployments = [early, late]
         await becomes(lambda: models.names == ["own", "early", "late"])
         found = models.find("late")
-        ray.borrowers = [late]
+        ray.attached_deployments = [late]
         await becomes(lambda: models.names == ["own", "late"])
         await becomes(lambda: ray.left == ["early"])
         assert models.find("late") is found
@@ -108,10 +108,10 @@ async def test_one_that_was_taken_down_and_deployed_anew_is_another(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]
+    ray.attached_deployments = [ray.attached("g", checkpoint_dir, redis_url)]
     async with following(ray, completions) as (models, _):
         first = models.find("g")
-        ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]  # with other credentials
+        ray.attached_deployments = [ray.attached("g", checkpoint_dir, redis_url)]  # with other credentials
         await becomes(lambda: "g" in models.names and models.find("g") is not first)
         assert ray.left == ["g"]
 
@@ -120,12 +120,12 @@ async def test_one_that_is_refused_for_its_name_takes_nothing_along_when_it_goes
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    first = ray.borrower("a", checkpoint_dir, redis_url, served_name="same", fails=True)
-    ray.borrowers = [first, ray.borrower("b", checkpoint_dir, redis_url, served_name="same")]
+    first = ray.attached("a", checkpoint_dir, redis_url, served_name="same", fails=True)
+    ray.attached_deployments = [first, ray.attached("b", checkpoint_dir, redis_url, served_name="same")]
     async with following(ray, completions) as (models, _):
-        ray.borrowers = [first]
+        ray.attached_deployments = [first]
         await ray.has_been_asked()
-        with pytest.raises(ModelAway):
+        with pytest.raises(ModelUnavailable):
             models.find("same")
 
 
@@ -134,12 +134,12 @@ async def test_until_one_is_opened_anew_it_is_away_and_no_unknown_model(
 ) -> None:
     """However long closing takes, and if that fails."""
     ray, found = Ray(), list[str]()
-    ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]
+    ray.attached_deployments = [ray.attached("g", checkpoint_dir, redis_url)]
     async with following(ray, completions) as (models, _):
         first, close = models.find("g"), ServedModel.close
 
         async def close_in_vain(served: ServedModel) -> None:
-            with pytest.raises(ModelAway, match="it is just being taken up"):
+            with pytest.raises(ModelUnavailable, match="it is just being taken up"):
                 models.find("g")
             found.append("away")
             await close(served)
@@ -147,7 +147,7 @@ async def test_until_one_is_opened_anew_it_is_away_and_no_unknown_model(
 
         with monkeypatch.context() as patch:
             patch.setattr(ServedModel, "close", close_in_vain)
-            ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]
+            ray.attached_deployments = [ray.attached("g", checkpoint_dir, redis_url)]
             await becomes(lambda: "g" in models.names and models.find("g") is not first)
         assert found == ["away"]
 
@@ -157,14 +157,16 @@ async def test_one_that_cannot_be_opened_is_away_and_the_others_go_on(
 ) -> None:
     ray = Ray()
     broken, well = (
-        ray.borrower(name, checkpoint_dir, redis_url, fails=name == "broken") for name in ("broken", "well")
+        ray.attached(name, checkpoint_dir, redis_url, fails=name == "broken") for name in ("broken", "well")
     )
-    ray.borrowers = [broken, well]
+    ray.attached_deployments = [broken, well]
     async with following(ray, completions) as (models, _):
         assert models.names == ["own", "well"], "nobody waits for more than one try"
-        with pytest.raises(ModelAway, match="'broken' is not served by this router at present: its deployment cannot"):
+        with pytest.raises(
+            ModelUnavailable, match="'broken' is not served by this router at present: its deployment cannot"
+        ):
             models.find("broken")
-        ray.borrowers = [well]
+        ray.attached_deployments = [well]
         await becomes(lambda: not models.is_known("broken"))
 
 
@@ -172,12 +174,12 @@ async def test_while_nobody_can_say_who_they_are_they_stay(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    ray.borrowers = [ray.borrower("g", checkpoint_dir, redis_url)]
+    ray.attached_deployments = [ray.attached("g", checkpoint_dir, redis_url)]
     async with following(ray, completions) as (models, _):
-        ray.borrowers, ray.is_away = [], True
+        ray.attached_deployments, ray.is_unavailable = [], True
         await ray.has_been_asked()
         assert models.names == ["own", "g"]
-        ray.is_away = False
+        ray.is_unavailable = False
         await becomes(lambda: models.names == ["own"])
 
 
@@ -185,17 +187,17 @@ async def test_of_two_with_one_name_the_first_is_served(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
-    ray.borrowers = [
-        ray.borrower("b", checkpoint_dir, redis_url, served_name="same"),
-        ray.borrower("a", checkpoint_dir, redis_url, served_name="same"),
-        ray.borrower("c", checkpoint_dir, redis_url, served_name="own"),
+    ray.attached_deployments = [
+        ray.attached("b", checkpoint_dir, redis_url, served_name="same"),
+        ray.attached("a", checkpoint_dir, redis_url, served_name="same"),
+        ray.attached("c", checkpoint_dir, redis_url, served_name="own"),
     ]
     async with following(ray, completions) as (models, _):
         found = models.find("same")
         await ray.has_been_asked()
         assert models.names == ["own", "same"] and models.find("same") is found
         assert models.find("own") is models.default
-        second = ray.borrowers[0]
-        ray.borrowers = [second]  # the first is gone
+        second = ray.attached_deployments[0]
+        ray.attached_deployments = [second]  # the first is gone
         await becomes(lambda: ray.left == ["a"] and "same" in models.names)
         assert models.find("same") is not found

@@ -31,9 +31,9 @@ def rank(model: RankOfOne) -> RankOfOne:
     return RankOfOne(model.runner)
 
 
-def _worker(rank: RankOfOne, *, max_guests: int = _GUESTS) -> PrefillWorker:
+def _worker(rank: RankOfOne, *, max_local_decodes: int = _GUESTS) -> PrefillWorker:
     parts = rank.parts(decodes=False)
-    limits = replace(parts.limits, max_guests=max_guests, max_guest_blocks=_BLOCKS)
+    limits = replace(parts.limits, max_local_decodes=max_local_decodes, max_local_decode_blocks=_BLOCKS)
     return PrefillWorker(replace(parts, limits=limits))
 
 
@@ -51,7 +51,7 @@ class Guest:
         return self.listener.heard[-1:] == ["ended"]
 
     def submit(self, worker: PrefillWorker) -> Guest:
-        worker.guests.submit(self.prompt, _ROUTER, self.listener)
+        worker.local_decodes.submit(self.prompt, _ROUTER, self.listener)
         return self
 
 
@@ -80,15 +80,15 @@ def _alone(rank: RankOfOne, tokens: list[int], *, max_tokens: int) -> list[int]:
 
 def test_a_guest_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
     worker = _worker(rank)
-    guest = Guest(rank, _PROMPT, stream=1).submit(worker)
-    assert worker.num_requests == 1 and worker.status().guests.waiting == 1
+    local_decode = Guest(rank, _PROMPT, stream=1).submit(worker)
+    assert worker.num_requests == 1 and worker.status().local_decodes.waiting == 1
     _step(worker, {})
-    told = worker.status().guests
+    told = worker.status().local_decodes
     assert (told.running, told.waiting, told.blocks) == (1, 0, 3) and worker.status().running == 1
     said = _run(worker)
-    assert guest.listener.heard == ["reserved, 0 cached", "started at 20, epoch 0", "ended"]
-    assert len(said[1]) == 5 and guest.listener.error is None
-    assert (worker.num_requests, rank.num_held) == (0, 0) and not worker.status().HasField("guests")
+    assert local_decode.listener.heard == ["reserved, 0 cached", "started at 20, epoch 0", "ended"]
+    assert len(said[1]) == 5 and local_decode.listener.error is None
+    assert (worker.num_requests, rank.num_held) == (0, 0) and not worker.status().HasField("local_decodes")
 
 
 def test_choices_of_a_guest_are_streams_of_their_own(rank: RankOfOne) -> None:
@@ -101,14 +101,16 @@ def test_choices_of_a_guest_are_streams_of_their_own(rank: RankOfOne) -> None:
 
 def test_prompts_are_computed_and_shipped_beside_guests(rank: RankOfOne) -> None:
     worker, listener, handoff, said = _worker(rank), FakeListener(), rank.handoff(18), dict[int, list[int]]()
-    guests = [Guest(rank, tokens, stream=i, max_tokens=20).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER))]
+    local_decodes = [
+        Guest(rank, tokens, stream=i, max_tokens=20).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER))
+    ]
     while len(said) < 2:
         _step(worker, said)
     worker.submit(rank.prompt(_THIRD), handoff, listener)
     while not listener.tokens:
         _step(worker, said)
     assert rank.sender.passages[handoff.key].committed == (18, listener.tokens)
-    assert not any(guest.is_over for guest in guests)
+    assert not any(local_decode.is_over for local_decode in local_decodes)
     worker.shipped(0, shipment(handoff))
     for stream, tokens in _run(worker).items():
         said[stream] += tokens
@@ -117,23 +119,25 @@ def test_prompts_are_computed_and_shipped_beside_guests(rank: RankOfOne) -> None
 
 
 def test_a_guest_beyond_the_share_waits_and_prompts_pass_it(rank: RankOfOne) -> None:
-    worker, listener = _worker(rank, max_guests=1), FakeListener()
+    worker, listener = _worker(rank, max_local_decodes=1), FakeListener()
     first, second = (Guest(rank, tokens, stream=i).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER)))
     worker.submit(rank.prompt(_THIRD), None, listener)
     while not listener.ends:
         worker.step()
-    assert not first.is_over and second.listener.heard == [] and worker.status().guests.waiting == 1
+    assert not first.is_over and second.listener.heard == [] and worker.status().local_decodes.waiting == 1
     _run(worker)
     assert first.is_over and second.is_over and rank.num_held == 0
 
 
-@pytest.mark.parametrize("refused", ["its KV is elsewhere", "too many choices", "too large"])
-def test_what_can_never_be_answered_here_is_refused_at_once(rank: RankOfOne, refused: str) -> None:
+@pytest.mark.parametrize("rejected", ["its KV is elsewhere", "too many choices", "too large"])
+def test_what_can_never_be_answered_here_is_refused_at_once(rank: RankOfOne, rejected: str) -> None:
     worker = _worker(rank)
-    guest = Guest(rank, _LARGE if refused == "too large" else _PROMPT, stream=1, n=3 if "choices" in refused else 1)
-    guest.prompt.source = KVSource.PREFILL if "elsewhere" in refused else KVSource.HERE
-    guest.submit(worker)
-    assert isinstance(guest.listener.error, CapacityError) and worker.num_requests == 0
+    local_decode = Guest(
+        rank, _LARGE if rejected == "too large" else _PROMPT, stream=1, n=3 if "choices" in rejected else 1
+    )
+    local_decode.prompt.source = KVSource.PREFILL if "elsewhere" in rejected else KVSource.HERE
+    local_decode.submit(worker)
+    assert isinstance(local_decode.listener.error, CapacityError) and worker.num_requests == 0
 
 
 def test_guests_that_outgrow_their_share_go_on_one_after_another(rank: RankOfOne) -> None:
@@ -188,7 +192,7 @@ def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: R
     is_scored = "scored" in why
     worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
     max_tokens = 30 if is_scored else 60
-    guest = Guest(rank, _PROMPT, stream=1, max_tokens=max_tokens).submit(worker)
+    local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=max_tokens).submit(worker)
     while rank.num_held < (6 if is_scored else 8):
         assert _step(worker, said)
     prompt = rank.prompt(_PROMPT[:16] + _LARGE[16:] if is_scored else _LARGE[:40])
@@ -198,7 +202,7 @@ def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: R
     worker.submit(prompt, None, listener)
     while not listener.tokens:
         assert _step(worker, said)
-    assert not guest.is_over and worker.status().totals.preemptions == 1
+    assert not local_decode.is_over and worker.status().totals.preemptions == 1
     for stream, tokens in _run(worker).items():
         said[stream] += tokens
     assert said == {1: _alone(rank, _PROMPT, max_tokens=max_tokens)}
@@ -209,10 +213,10 @@ def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: R
 def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
     """While it waits, computes or is answered."""
     worker = _worker(rank)
-    guest = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
+    local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
     for _ in range(steps):
         worker.step()
-    worker.guests.cancel(guest.prompt)
+    worker.local_decodes.cancel(local_decode.prompt)
     assert not worker.step() and (worker.num_requests, rank.num_held) == (0, 0)
     assert worker.status().totals.cancelled == 1
 
@@ -220,19 +224,19 @@ def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) 
 def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, moving, said = _worker(rank), FakeMoveListener(), dict[int, list[int]]()
-    guest = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
+    local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
     while 1 not in said:
         _step(worker, said)
     handoff = replace(rank.handoff(20), max_tokens=40)
-    worker.guests.migrate(_ROUTER, 1, handoff, moving)
+    worker.local_decodes.migrate(_ROUTER, 1, handoff, moving)
     _step(worker, said)
     _step(worker, said)
     assert not _step(worker, said), "it is paused, with nothing left to ship"
-    passage = rank.sender.passages[handoff.key]
-    num_tokens = len(guest.prompt.sequence.tokens)
-    assert passage.committed and passage.committed[0] == num_tokens - 1 and rank.num_held
+    transfer = rank.sender.passages[handoff.key]
+    num_tokens = len(local_decode.prompt.sequence.tokens)
+    assert transfer.committed and transfer.committed[0] == num_tokens - 1 and rank.num_held
     worker.shipped(0, shipment(handoff))
-    assert moving.num_tokens == num_tokens and guest.is_over and worker.status().totals.migrations == 1
+    assert moving.num_tokens == num_tokens and local_decode.is_over and worker.status().totals.migrations == 1
     assert said[1] == _alone(rank, _PROMPT, max_tokens=20)[: len(said[1])]
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
@@ -246,7 +250,7 @@ def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, m
     while 1 not in said:
         _step(worker, said)
     worker.submit(rank.prompt(larger), None, listener)
-    worker.guests.migrate(_ROUTER, 1, replace(rank.handoff(36), max_tokens=64), moving)
+    worker.local_decodes.migrate(_ROUTER, 1, replace(rank.handoff(36), max_tokens=64), moving)
     while _step(worker, said):
         pass
     assert moving.stayed == ["it was preempted"] and not rank.sender.passages
@@ -257,14 +261,14 @@ def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, m
 def test_prompts_do_not_wait_for_the_end_of_a_guest_that_has_outgrown_the_share(rank: RankOfOne) -> None:
     """It is alone, and has eight of the twelve blocks in the end; the prompt would fit beside six."""
     worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
-    guest = Guest(rank, _PROMPT, stream=1, max_tokens=40).submit(worker)
-    while worker.status().guests.blocks <= _BLOCKS:
+    local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=40).submit(worker)
+    while worker.status().local_decodes.blocks <= _BLOCKS:
         _step(worker, said)
     _, asked = prompts(20, 46)  # with no beginning in common
     worker.submit(rank.prompt(asked), None, listener)
     for _ in range(5):
         _step(worker, said)
-    assert listener.tokens and not guest.is_over
+    assert listener.tokens and not local_decode.is_over
     while _step(worker, said):
         pass
     assert said == {1: _alone(rank, _PROMPT, max_tokens=40)} and rank.num_held == 0
@@ -281,9 +285,9 @@ def test_a_ticket_serves_once_whoever_is_to_use_it(rank: RankOfOne, monkeypatch:
     first, second, prompt, late = FakeMoveListener(), FakeMoveListener(), FakeListener(), FakeMoveListener()
     other = rank.handoff(18, id="other")
     worker.submit(rank.prompt(_THIRD), other, FakeListener())
-    worker.guests.migrate(_ROUTER, 1, handoff, first)
-    worker.guests.migrate(_ROUTER, 2, handoff, second)
-    worker.guests.migrate(_ROUTER, 2, replace(other, max_tokens=60), late)
+    worker.local_decodes.migrate(_ROUTER, 1, handoff, first)
+    worker.local_decodes.migrate(_ROUTER, 2, handoff, second)
+    worker.local_decodes.migrate(_ROUTER, 2, replace(other, max_tokens=60), late)
     worker.submit(rank.prompt(_THIRD), replace(handoff, max_tokens=18), prompt)
     assert second.stayed == ["it is being moved already, or was"]
     assert late.stayed == ["its handoff is under way already, or was"]

@@ -70,7 +70,7 @@ def test_where_a_prompts_time_went_is_told_with_its_first_tokens(rank: RankOfOne
     worker.cancel(left)
     _run(worker)
     spent = prompt.spent
-    assert spent and spent.waited_s > 0 and spent.computed_s > 0 and spent.pulled_s == 0
+    assert spent and spent.waited_s > 0 and spent.computed_s > 0 and spent.fetched_s == 0
     assert left.spent is None and len(worker.replica.clock) == 0, "nothing is kept of one that nobody waits for"
 
 
@@ -78,13 +78,13 @@ def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
     worker.submit(rank.prompt(_PROMPT), handoff, listener)
     assert worker.step()
-    passage = rank.sender.passages[handoff.key]
+    transfer = rank.sender.passages[handoff.key]
     layers = range(rank.runner.layout.num_layers)
-    assert passage.spans == [(layer, 0, 16) for layer in layers], "a chunk, layer by layer"
-    assert passage.committed is None and not listener.tokens
+    assert transfer.spans == [(layer, 0, 16) for layer in layers], "a chunk, layer by layer"
+    assert transfer.committed is None and not listener.tokens
     _run(worker)
-    assert passage.spans == [(layer, start, end) for start, end in ((0, 16), (16, 20)) for layer in layers]
-    assert passage.committed == (20, listener.tokens) and len(listener.tokens) == 1
+    assert transfer.spans == [(layer, start, end) for start, end in ((0, 16), (16, 20)) for layer in layers]
+    assert transfer.committed == (20, listener.tokens) and len(listener.tokens) == 1
     assert listener.ends == [], "its KV has not landed yet"
     assert (worker.num_requests, rank.num_held) == (2, 3), "the prompt, and its departure"
 

@@ -63,7 +63,7 @@ class FakeStreams:
         with self._lock:
             return FakeEvent(self, self.clock(self.current).copy())
 
-    def lane(self) -> FakeLane:
+    def device_stream(self) -> FakeLane:
         with self._lock:
             number = self._num_lanes % self._num_streams if self._num_streams else self._num_lanes
             self._num_lanes += 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import DraftTally, SampledToken, SequenceRequest, TokenLogprob, finish_reason
-from core.types.timeline import Life
+from core.types.timeline import Timeline
 from router.generation import Arrived, RequestRoute, Taker
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]
@@ -30,7 +30,7 @@ class FakeTokenService:
     max_context: int = 256
     together: int = 1  # so many tokens of all choices come at once
     logprobs: Sequence[float] = ()  # of each token of a choice; -0.5 of those that come after
-    refuse: Exception | None = None  # on entering
+    reject: Exception | None = None  # on entering
     hang_after: int | None = None  # tokens of all choices, then silence until `go_on`
     fail_after: tuple[int, Exception] | None = None  # tokens of all choices, then this error
     end_after: int | None = None  # tokens of all choices, then a premature end
@@ -54,15 +54,15 @@ class FakeGeneration:
         self._taker: Taker | None = None
         self._open = set(request.choices)
         self._stopped: set[int] = set()
-        self.life = Life()
+        self.life = Timeline()
         self.route = RequestRoute(
             drafts=DraftTally(steps=4, drafts=3, drafted=9, accepted=2),
             prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, attempts=1
         )  # fmt: skip
 
     async def __aenter__(self) -> FakeGeneration:
-        if self._fake.refuse is not None:
-            raise self._fake.refuse
+        if self._fake.reject is not None:
+            raise self._fake.reject
         self._owner = asyncio.current_task()
         self._fake.started.append(self._request)
         self._fake.has_ended.clear()

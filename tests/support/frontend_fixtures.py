@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
-from tests.support.openai_door import OpenAIDoor, open_openai_door
+from tests.support.openai_door import OpenAIEndpoint, open_openai_endpoint
 from tests.support.tiny_service import MakeCompletions
 from tests.support.tiny_tokenizers import make_byte_fallback, make_byte_level
 
@@ -39,13 +39,13 @@ def completions(byte_level_dir: Path, byte_level: Tokenizer) -> MakeCompletions:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def openai_server(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
-    async with open_openai_door(completions) as door:
-        yield door
+async def openai_server(completions: MakeCompletions) -> AsyncIterator[OpenAIEndpoint]:
+    async with open_openai_endpoint(completions) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
-def door(openai_server: OpenAIDoor) -> OpenAIDoor:
+def endpoint(openai_server: OpenAIEndpoint) -> OpenAIEndpoint:
     """The one server of a module, with a token service of the test's own. Its tests share one event loop."""
     openai_server.service.token_service = FakeTokenService()
     openai_server.is_healthy = True

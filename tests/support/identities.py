@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.identity.authority import LIFE_S, Authority
-from core.identity.credentials import Identity, Papers
+from core.identity.credentials import Identity, TlsCredentials
 from core.identity.key_pair import KeyPair
 from core.identity.process_name import ProcessName
 
@@ -22,10 +22,10 @@ def in_clear(name: ProcessName) -> Identity:
     return Identity(name, None)
 
 
-def papers(authority: Authority, name: ProcessName, *, life_s: float = LIFE_S) -> Papers:
+def tls_credentials(authority: Authority, name: ProcessName, *, life_s: float = LIFE_S) -> TlsCredentials:
     keys = KeyPair()
-    return keys.papers(authority.issue(name, keys.request, life_s=life_s))
+    return keys.tls_credentials(authority.issue(name, keys.request, life_s=life_s))
 
 
 def proven(authority: Authority, name: ProcessName, *, life_s: float = LIFE_S) -> Identity:
-    return Identity(name, papers(authority, name, life_s=life_s))
+    return Identity(name, tls_credentials(authority, name, life_s=life_s))

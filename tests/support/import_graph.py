@@ -60,12 +60,12 @@ def cycles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
     stack: list[str] = []
     found = []
 
-    def visit(node: str) -> None:
+    def request_context(node: str) -> None:
         index[node] = low[node] = len(index)
         stack.append(node)
         for to in graph.get(node, ()):
             if to not in index:
-                visit(to)
+                request_context(to)
                 low[node] = min(low[node], low[to])
             elif to in stack:
                 low[node] = min(low[node], index[to])
@@ -78,7 +78,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
 
     for node in graph:
         if node not in index:
-            visit(node)
+            request_context(node)
     return sorted(found)
 
 

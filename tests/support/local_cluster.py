@@ -21,7 +21,7 @@ from cluster.control.replica import role_of
 from cluster.ray import authority_store
 from core.identity.authority import Authority
 from core.identity.credentials import Identity
-from core.identity.deployment_secrets import Credentials, Purpose
+from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.identity.process_name import ProcessName
 from core.index.redis_client import connect_redis
 from core.model import config as model_config
@@ -46,7 +46,7 @@ from router.serving.replicas import Replicas
 from router.telemetry.metrics import Metrics
 from tests.support.ceiling import Ceiling
 from tests.support.hosts import Host
-from tests.support.identities import in_clear, papers, proven
+from tests.support.identities import in_clear, proven, tls_credentials
 from tests.support.rank_in_process import RANKS_LOG, Fault, RankInProcess
 from tests.support.waiting import WITHIN_S, becomes
 
@@ -111,7 +111,7 @@ class LocalCluster:
         return self.launch.spec
 
     @property
-    def credentials(self) -> Credentials:
+    def credentials(self) -> DeploymentSecrets:
         return self.launch.credentials
 
     async def add(
@@ -154,7 +154,7 @@ class LocalCluster:
     def renew(self) -> None:
         """New certificates for all; for ranks in this process."""
         for identity in self._identities:
-            identity.renew(papers(self.authority, identity.name))
+            identity.renew(tls_credentials(self.authority, identity.name))
 
     async def generate(
         self,
@@ -209,31 +209,31 @@ class LocalCluster:
     async def switch(self, replica: LocalReplica) -> LocalReplica:
         """Let a replica become one of the other pool, and wait until the router sees it."""
         role = other(role_of(replica.id))
-        heir = LocalReplica(f"{role}-{self._next_id}", [])
+        successor = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
         await self.drain(replica)
-        names = [ProcessName.of_rank(self.spec.name, heir.id, rank) for rank in range(len(replica.ranks))]
+        names = [ProcessName.of_rank(self.spec.name, successor.id, rank) for rank in range(len(replica.ranks))]
         becoming = [
             asyncio.to_thread(self._become, rank, role, self.identity(name))
             for rank, name in zip(replica.ranks, names, strict=True)
         ]
-        heir.ranks += await asyncio.gather(*becoming)
+        successor.ranks += await asyncio.gather(*becoming)
         self.pools[role_of(replica.id)].remove(replica)
-        self.pools[role].append(heir)
-        addresses = [rank.bind()["address"] for rank in heir.ranks]
-        await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in heir.ranks))
-        await self.until(lambda: (seen := self.replicas.get(heir.id)) and seen.is_usable)
-        return heir
+        self.pools[role].append(successor)
+        addresses = [rank.bind()["address"] for rank in successor.ranks]
+        await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in successor.ranks))
+        await self.until(lambda: (seen := self.replicas.get(successor.id)) and seen.is_usable)
+        return successor
 
     def _become(self, rank: Any, role: Role, identity: Identity) -> Any:
         """The rank that goes on with what this one has loaded; one in a process of its own stays what it is here."""
         if self.processes:
             rank.become(role, identity)
             return rank
-        heir: Any = _MAKERS[role](self.launch, identity=identity, host="127.0.0.1")
-        heir.bind()
-        heir.succeed(rank)
-        return heir
+        successor: Any = _MAKERS[role](self.launch, identity=identity, host="127.0.0.1")
+        successor.bind()
+        successor.succeed(rank)
+        return successor
 
     def seen(self, replica: LocalReplica) -> Replica:
         """As the router sees it."""
@@ -301,10 +301,10 @@ async def local_cluster(
     authority = authority_store.open_files(spec.security) if is_lent else Authority.create(spec.name)
     router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=router))
-    credentials = Credentials.new(index_url=redis_url)
+    credentials = DeploymentSecrets.new(index_url=redis_url)
     launch = Launch(spec=spec, log_dir="unused", credentials=credentials)
     discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key(Purpose.MEMBERS))
-    policy = policy or make_policy(spec.router.policy, pulls=True)
+    policy = policy or make_policy(spec.router.policy, prefix_fetches=True)
     dispatch = Dispatch(
         replicas,
         Chooser(policy, max_local_tokens=spec.router.max_local_prefill),

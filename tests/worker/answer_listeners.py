@@ -17,16 +17,16 @@ class FakeAnswerListener:
         self.handoff: Handoff | None = None
         self.opening: transfer_pb2.OpenRequest | None = None
         self.heard: list[str] = []
-        self.num_pulled: int | None = None
+        self.num_from_peers: int | None = None
         self.error: ClusterError | None = None
 
     def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
         self.handoff, self.opening = handoff, opening
         self.heard.append(f"reserved, {num_cached} cached")
 
-    def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
+    def started(self, num_tokens: int, *, epoch: int, num_from_peers: int) -> None:
         self.heard.append(f"started at {num_tokens}, epoch {epoch}")
-        self.num_pulled = num_pulled
+        self.num_from_peers = num_from_peers
 
     def ended(self, error: ClusterError | None) -> None:
         self.error = error

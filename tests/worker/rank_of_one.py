@@ -18,10 +18,10 @@ from engine.runner.runner import ModelRunner
 from engine.scheduler import sequence
 from engine.scheduler.prompts import KVSource, Prompt
 from engine.tiers.tiers import Tiers
-from kvtransfer.protocol.fetches import Pulls
+from kvtransfer.protocol.fetches import PrefixFetches
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.rank_transfer import Shipment
-from kvtransfer.transfer.serve_fetches import Grants
+from kvtransfer.transfer.serve_fetches import ServedFetches
 from tests.engine.tiny_models import random_model, tiny_config
 from worker.gang_runner import GangRunner
 from worker.replica_engine import EngineParts
@@ -61,7 +61,7 @@ class FakeSender:
     def __init__(self, *, num_layers: int = 2) -> None:
         self._num_layers = num_layers
         self.passages: dict[HandoffKey, FakePassage] = {}
-        self.config = SimpleNamespace(probe=unobserved)
+        self.config = SimpleNamespace(failpoint=unobserved)
 
     def begin(self, handoff: Handoff, blocks: Sequence[int]) -> FakePassage:
         return self.passages.setdefault(handoff.key, FakePassage(handoff, blocks, self._num_layers))
@@ -115,7 +115,7 @@ class RankOfOne:
 
     def parts(self, *, decodes: bool = True) -> EngineParts:
         tiers: Tiers[Prompt] = Tiers(self.blocks, None, self.runner.layout, eviction="lru", timeout_s=1.0)
-        pulls: Pulls[Prompt] = Pulls(
+        prefix_fetches: PrefixFetches[Prompt] = PrefixFetches(
             self.receiver,
             self.blocks,
             replica="replica-0",
@@ -123,14 +123,14 @@ class RankOfOne:
             layout=self.runner.layout,
             timeout_s=1.0,
             close_elsewhere=self.receiver.close_elsewhere,
-            call=lambda pull: asserted("nobody to pull from"),
+            call=lambda fetch: asserted("nobody to pull from"),
         )
         return EngineParts(
             gang=self.gang,
             blocks=self.blocks,
             limits=replace(_LIMITS, decodes=decodes),
-            pulls=pulls,
-            grants=Grants(self.blocks, self.runner.layout, tiers),
+            prefix_fetches=prefix_fetches,
+            served_fetches=ServedFetches(self.blocks, self.runner.layout, tiers),
             tiers=tiers,
         )
 

@@ -16,14 +16,14 @@ from core.types.errors import ReplicaFailed
 from core.types.handoff import Handoff
 from core.types.request import SequenceRequest
 from core.types.tier import Tier
-from engine.batch.batch import Batch, FedTokens
+from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.rows import Row, RowChanges
 from engine.kv.layout import KVLayout
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.row_updates import LastRows
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import ScheduledStep
-from engine.scheduler.step_commands import BeginOrder, CommitOrder, DraftOrder, FedOrder, Orders, ShipOrder
+from engine.scheduler.step_commands import BeginOrder, CommitOrder, DeviceTokenOrder, DraftOrder, Orders, ShipOrder
 from engine.spec_decode.heads.head_row import HeadRow
 from engine.tiers.commands import LoadOrder, LoadSource, Save, TierOrders
 from tests.worker.rank_of_one import FakeSender
@@ -122,7 +122,7 @@ def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
         for rank, sender in zip(ranks, senders, strict=True)
     )
     prompt, granted, moving, unwanted = (_handoff(id, 6) for id in ("prompt", "granted", "moving", "unwanted"))
-    leader.execute(None, Orders(copies=[(1, 2)], grants=[BeginOrder(granted, [5, 6], 6)]))
+    leader.execute(None, Orders(copies=[(1, 2)], served_fetches=[BeginOrder(granted, [5, 6], 6)]))
     begins = [BeginOrder(prompt, [3, 4], 0), BeginOrder(moving, [7, 8], 4), BeginOrder(unwanted, [9], 0)]
     assert leader.execute(_step([10, 11, 12, 13, 14, 15]), Orders(begins=begins, rows=[prompt.key])) == "logits"
     leader.commit(prompt.key, [16])
@@ -166,15 +166,19 @@ def test_tokens_that_nobody_knows_yet_come_in_their_turn_on_every_rank() -> None
     leader.execute(step, Orders())
     del sequences[1]
     for sequence in sequences:
-        sequence.sampling_row.num_coming = 1
-    fed = FedTokens(token_ids=torch.tensor([7, 1 << 20, -1]), sources=np.array([0, 2]), places=np.array([0, 1]))
-    step = ScheduledStep(decoding=[(one, 1) for one in sequences], prompts=[], last_rows=last_rows, fed=fed)
+        sequence.sampling_row.num_in_flight = 1
+    device_tokens = DeviceTokens(
+        token_ids=torch.tensor([7, 1 << 20, -1]), sources=np.array([0, 2]), places=np.array([0, 1])
+    )
+    step = ScheduledStep(
+        decoding=[(one, 1) for one in sequences], prompts=[], last_rows=last_rows, device_tokens=device_tokens
+    )
     leader.execute(step, Orders(copies=[(1, 2)]))
     leader.execute(None, Orders(stop=True))
     follower.follow()
     assert ours.did == theirs.did == [[10, 11, 12], (1, 2), "handed on", [0, 0]]
-    told = theirs.batches[-1].fed
-    assert told and not ours.batches[0].fed and not theirs.batches[0].fed
+    told = theirs.batches[-1].device_tokens
+    assert told and not ours.batches[0].device_tokens and not theirs.batches[0].device_tokens
     assert (told.sources.tolist(), told.places.tolist()) == ([0, 2], [0, 1])
     assert told.token_ids.tolist() == [7, 99, -1] and told.token_ids.dtype is torch.int32
     assert theirs.batches[-1].slots.tolist() == ours.batches[-1].slots.tolist() == [3 * 4 + 3, 5 * 4 + 3]
@@ -189,47 +193,51 @@ def _decoding(tokens: list[int], *, block: int) -> Sequence:
 
 
 @pytest.mark.parametrize(
-    ("fed", "num_tokens"),
+    ("device_tokens", "num_tokens"),
     [
-        (FedOrder(1, [1], [2]), 1),  # there is no such row before
-        (FedOrder(1, [-1], [0]), 1),
-        (FedOrder(1, [0], [3]), 1),  # nor such a place
-        (FedOrder(1, [0], [-1]), 1),
-        (FedOrder(1, [0], [1]), 1),  # a new row
-        (FedOrder(1, [0], [4]), 3),  # it computes others, too
-        (FedOrder(1, [0], [2, 2]), 1),
-        (FedOrder(1, [], []), 1),
-        (FedOrder(0, [0], [2]), 1),  # for one row
-        (FedOrder(2, [0], [2]), 1),
-        (FedOrder(-1, [0], [2]), 1),
+        (DeviceTokenOrder(1, [1], [2]), 1),  # there is no such row before
+        (DeviceTokenOrder(1, [-1], [0]), 1),
+        (DeviceTokenOrder(1, [0], [3]), 1),  # nor such a place
+        (DeviceTokenOrder(1, [0], [-1]), 1),
+        (DeviceTokenOrder(1, [0], [1]), 1),  # a new row
+        (DeviceTokenOrder(1, [0], [4]), 3),  # it computes others, too
+        (DeviceTokenOrder(1, [0], [2, 2]), 1),
+        (DeviceTokenOrder(1, [], []), 1),
+        (DeviceTokenOrder(0, [0], [2]), 1),  # for one row
+        (DeviceTokenOrder(2, [0], [2]), 1),
+        (DeviceTokenOrder(-1, [0], [2]), 1),
     ],
     ids=str,
 )
 def test_tokens_that_nobody_knows_are_for_rows_that_go_on_from_those_that_choose_them(
-    fed: FedOrder, num_tokens: int
+    device_tokens: DeviceTokenOrder, num_tokens: int
 ) -> None:
-    def steps(fed: FedOrder) -> deque[bytes]:
+    def steps(device_tokens: DeviceTokenOrder) -> deque[bytes]:
         changes = _changes(
             query_lens=[2, num_tokens], token_ids=[20, 21, *[0] * num_tokens], blocks=[5, 6, *[7] * (num_tokens > 2)]
         )
         first = encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())
-        return deque([first, encode_step(changes, Orders(fed=fed)), encode_step(None, Orders(stop=True))])
+        return deque(
+            [first, encode_step(changes, Orders(device_tokens=device_tokens)), encode_step(None, Orders(stop=True))]
+        )
 
-    rank, follower = _follower(steps(fed))
+    rank, follower = _follower(steps(device_tokens))
     with pytest.raises(ReplicaFailed, match="cannot be: fed"):
         follower.follow()
     assert rank.did == [[10, 11, 12, 13, 14, 15]]
     if num_tokens == 1:  # as it should be
-        rank = FakeGangRank(steps(FedOrder(1, [0], [2])), deque([torch.tensor([7])]))
+        rank = FakeGangRank(steps(DeviceTokenOrder(1, [0], [2])), deque([torch.tensor([7])]))
         GangRunner(rank, FakeSender(), None).follow()  # type: ignore[arg-type]
         assert rank.did[-1] == [20, 21, 0]
 
 
-@pytest.mark.parametrize("fed", [FedOrder(1, [1 << 63], [2]), FedOrder(1, [0], [1 << 63])], ids=str)
-def test_numbers_that_no_array_holds_end_the_rank_as_others_do(fed: FedOrder) -> None:
+@pytest.mark.parametrize(
+    "device_tokens", [DeviceTokenOrder(1, [1 << 63], [2]), DeviceTokenOrder(1, [0], [1 << 63])], ids=str
+)
+def test_numbers_that_no_array_holds_end_the_rank_as_others_do(device_tokens: DeviceTokenOrder) -> None:
     first = encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())
     changes = _changes(query_lens=[2, 1], token_ids=[20, 21, 0], blocks=[5, 6])
-    rank, follower = _follower(deque([first, encode_step(changes, Orders(fed=fed))]))
+    rank, follower = _follower(deque([first, encode_step(changes, Orders(device_tokens=device_tokens))]))
     with pytest.raises(ReplicaFailed, match="orders what cannot be"):
         follower.follow()
     assert rank.did == [[10, 11, 12, 13, 14, 15]]
@@ -263,10 +271,10 @@ def test_heads_are_asked_of_a_row_before_it_has_the_block_of_its_next_token() ->
 @pytest.mark.parametrize(
     "orders",
     [
-        Orders(fed=FedOrder(1, [0], [0])),  # and no batch
+        Orders(device_tokens=DeviceTokenOrder(1, [0], [0])),  # and no batch
         Orders(copies=[(1, 12)]),
         Orders(copies=[(-1, 2)]),
-        Orders(grants=[BeginOrder(_handoff("h", 6), [5, 12], 6)]),
+        Orders(served_fetches=[BeginOrder(_handoff("h", 6), [5, 12], 6)]),
         Orders(begins=[BeginOrder(_handoff("h", 6), [5], 6)]),
         Orders(begins=[BeginOrder(replace(_handoff("h", 6), ranks=("a:1",) * 3), [5, 6], 6)]),
         Orders(begins=[BeginOrder(replace(_handoff("h", 6), first_token=3), [5, 6], 6)]),

@@ -13,19 +13,19 @@ from core.spec.schema import Spec
 from core.types.errors import SpecError
 from core.types.request import Role
 from core.types.role_switch import largest_step
-from worker.handover_state import Estate
+from worker.handover_state import HandoverState
 
 
-def estate(spec: Spec, role: Role, *, device: str = "cpu") -> Estate:
+def handover_state(spec: Spec, role: Role, *, device: str = "cpu") -> HandoverState:
     runner: Any = SimpleNamespace(device=torch.device(device))
-    return Estate(spec=spec, role=role, runner=runner, tiers=None, leader=None)
+    return HandoverState(spec=spec, role=role, runner=runner, tiers=None, leader=None)
 
 
 def test_what_was_loaded_otherwise_is_refused_and_named() -> None:
     old, new = parse_spec({"decode": {"kv_memory_gib": 2.0}}), parse_spec({})
-    estate(new, Role.DECODE).check(new, Role.PREFILL)
+    handover_state(new, Role.DECODE).check(new, Role.PREFILL)
     with pytest.raises(SpecError, match="loaded with another kv_memory_gib than a prefill replica has now"):
-        estate(old, Role.DECODE).check(new, Role.PREFILL)
+        handover_state(old, Role.DECODE).check(new, Role.PREFILL)
 
 
 def test_on_a_gpu_there_is_memory_for_the_largest_step_of_either_role() -> None:
@@ -33,8 +33,8 @@ def test_on_a_gpu_there_is_memory_for_the_largest_step_of_either_role() -> None:
     assert largest_step(old, Role.DECODE) == largest_step(old, Role.PREFILL) == (1024, 100)
     apart = parse_spec({"decode": {"max_batch_tokens": 256, "labels": {"a": "b"}}})
     assert largest_step(apart, Role.DECODE) == (256, 64), "it stays what it is"
-    estate(old, Role.DECODE, device="cuda").check(old, Role.PREFILL)
+    handover_state(old, Role.DECODE, device="cuda").check(old, Role.PREFILL)
     larger = parse_spec({"prefill": {"max_batch_tokens": 2048}})
-    estate(old, Role.DECODE).check(larger, Role.PREFILL)
+    handover_state(old, Role.DECODE).check(larger, Role.PREFILL)
     with pytest.raises(SpecError, match="memory for steps of 1024 tokens and 100 sequences, not 2048 and 64"):
-        estate(old, Role.DECODE, device="cuda").check(larger, Role.PREFILL)
+        handover_state(old, Role.DECODE, device="cuda").check(larger, Role.PREFILL)

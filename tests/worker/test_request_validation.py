@@ -15,7 +15,7 @@ from core.types.request import Sampling, SequenceRequest
 from core.types.thinking_budget import ThinkingBudget
 from core.types.token_rules import TokenRules
 from frontend.access.identity import salt_of
-from worker.request_validation import check_request, holder_of
+from worker.request_validation import check_request, prefix_source_of
 
 _TEN = tuple(range(10))
 _GOOD = SequenceRequest(id="r", token_ids=(1, 9), num_prompt_tokens=2, choices=(0, 3), stream=4)
@@ -55,9 +55,9 @@ def test_what_a_router_sends_passes() -> None:
     ],
 )
 def test_what_a_step_cannot_compute_names_the_field(field: str, value: Any) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as rejected:
         check_request(replace(_GOOD, **{field: value}), vocab_size=10, max_tokens=64)
-    assert refused.value.param == field
+    assert rejected.value.param == field
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_what_a_step_cannot_compute_names_the_field(field: str, value: Any) -> N
 )
 def test_how_a_token_cannot_be_chosen_names_the_field(field: str, value: Any) -> None:
     request = replace(_GOOD, sampling=replace(Sampling(), **{field: value}))
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as rejected:
         check_request(request, vocab_size=10, max_tokens=64)
-    assert refused.value.param == field
+    assert rejected.value.param == field
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_how_a_token_cannot_be_chosen_names_the_field(field: str, value: Any) ->
 )
 def test_token_rules_that_a_step_cannot_keep_name_the_field(field: str, value: Any) -> None:
     request = replace(_GOOD, sampling=Sampling(token_rules=TokenRules(**{field: value})))
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as rejected:
         check_request(request, vocab_size=10, max_tokens=64)
-    assert refused.value.param == field
+    assert rejected.value.param == field
 
 
 def test_more_tokens_than_a_sequence_may_have_are_refused() -> None:
@@ -133,16 +133,16 @@ def test_more_tokens_than_a_sequence_may_have_are_refused() -> None:
     ],
 )
 def test_a_holder_is_at_an_address_and_at_nothing_else_that_a_channel_would_take(address: str) -> None:
-    holder = pb.Holder(replica="prefill-1", address=address, num_tokens=5)
-    with pytest.raises(RequestError) as refused:
-        holder_of(pb.PrefillRequest(holder=holder))
-    assert refused.value.param == "holder.address"
+    prefix_source = pb.PrefixSource(replica="prefill-1", address=address, num_tokens=5)
+    with pytest.raises(RequestError) as rejected:
+        prefix_source_of(pb.PrefillRequest(prefix_source=prefix_source))
+    assert rejected.value.param == "holder.address"
 
 
 @pytest.mark.parametrize(
     "address", ["10.0.0.1:50051", "::1:443", "[fd00::1]:443", "localhost:1", "node-3.cluster.local:9"]
 )
 def test_addresses_of_nodes_pass(address: str) -> None:
-    found = holder_of(pb.GenerateRequest(holder=pb.Holder(replica="decode-1", address=address)))
+    found = prefix_source_of(pb.GenerateRequest(prefix_source=pb.PrefixSource(replica="decode-1", address=address)))
     assert found and found.address == address
-    assert holder_of(pb.GenerateRequest()) is None
+    assert prefix_source_of(pb.GenerateRequest()) is None

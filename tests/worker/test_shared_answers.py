@@ -89,12 +89,12 @@ async def test_scopes_do_not_mix(redis_url: str) -> None:
 
 
 async def test_answers_of_another_model_mean_nothing(redis_url: str) -> None:
-    async with _sides(redis_url, "m", "m", "another") as (one, other, stranger):
-        stranger.corpus.add(_answer(300))
-        await becomes(lambda: stranger.shared.told_tokens)
+    async with _sides(redis_url, "m", "m", "another") as (one, other, pending_peer):
+        pending_peer.corpus.add(_answer(300))
+        await becomes(lambda: pending_peer.shared.told_tokens)
         one.corpus.add(_answer(5))
         await becomes(lambda: other.knows(5))
-        assert not other.knows(300) and not stranger.knows(5) and not other.shared.refused
+        assert not other.knows(300) and not pending_peer.knows(5) and not other.shared.rejected
 
 
 async def test_a_long_answer_comes_in_parts_and_what_is_too_long_is_cut(redis_url: str) -> None:
@@ -149,7 +149,7 @@ async def test_what_makes_no_sense_is_left_out_and_counted(redis_url: str) -> No
         await redis.xadd("c:answers", {"message": b"by a stranger"})
         one.corpus.add(_answer(300))
         await becomes(lambda: other.knows(300))
-        await becomes(lambda: other.shared.refused == len(lies) + 2)
+        await becomes(lambda: other.shared.rejected == len(lies) + 2)
         assert not other.knows(5) and not other.knows(40)
         await redis.aclose()
 

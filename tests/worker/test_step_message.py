@@ -12,7 +12,7 @@ from core.types.errors import ReplicaFailed
 from core.types.handoff import Handoff
 from core.types.tier import Tier
 from engine.batch.rows import Row, RowChanges
-from engine.scheduler.step_commands import BeginOrder, CommitOrder, DraftOrder, FedOrder, Orders, ShipOrder
+from engine.scheduler.step_commands import BeginOrder, CommitOrder, DeviceTokenOrder, DraftOrder, Orders, ShipOrder
 from engine.tiers.commands import LoadOrder, LoadSource, Save, Spill, TierOrders
 from worker.step_message import decode_step, encode_step
 
@@ -46,13 +46,13 @@ _orders = st.builds(
     Orders,
     tiers=st.lists(_tier_orders, max_size=2),
     copies=st.lists(st.tuples(_numbers, _numbers)),
-    grants=st.lists(_begins, max_size=2),
+    served_fetches=st.lists(_begins, max_size=2),
     begins=st.lists(_begins, max_size=2),
     ships=st.lists(_ships, max_size=2),
     commits=st.lists(_commits, max_size=2),
     aborts=st.lists(_keys),
     rows=st.lists(st.none() | _keys),
-    fed=st.none() | st.builds(FedOrder, _numbers, st.lists(_numbers), st.lists(_numbers)),
+    device_tokens=st.none() | st.builds(DeviceTokenOrder, _numbers, st.lists(_numbers), st.lists(_numbers)),
     draft=st.none() | st.builds(DraftOrder, st.lists(st.tuples(_numbers, _numbers, st.lists(_numbers))), _numbers),
     stop=st.booleans(),
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
 from engine.kernels.attention.online_softmax import gather_row, places_of, reference_row
-from engine.kernels.attention.query_groups import TILE_ROWS, QueryStrips
+from engine.kernels.attention.query_groups import TILE_ROWS, QueryGroups
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes, from_code, from_codes
 
@@ -35,7 +35,7 @@ def decode_attention(
     codes_B2KSD: Tensor,
     scales_B2KS: Tensor | None,
     *,
-    strips: QueryStrips,
+    query_groups: QueryGroups,
     window: int | None,
     splits: Splits,
     out_THD: Tensor,
@@ -44,22 +44,22 @@ def decode_attention(
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the strips' tokens only. codes, scales: a layer of the pool,
     of 8 bits or of q's dtype; see KVPool. The queries of a strip without keys get zeros. splits: of the strips'
-    contexts and `window_of_strips`; results differ by rounding only. Where the value of a key is no number, the results
-    of all queries of its strip are none, also of those before it.
+    contexts and `window_of_query_groups`; results differ by rounding only. Where the value of a key is no number, the
+    results of all queries of its strip are none, also of those before it.
     """
     attend = launch_decode_attention if q_THD.is_cuda else reference_decode_attention
     attend(
         q_THD,
         codes_B2KSD,
         scales_B2KS,
-        strips=strips,
+        query_groups=query_groups,
         window=window,
         splits=splits,
         out_THD=out_THD,
     )
 
 
-def window_of_strips(window: int | None, most: int) -> int | None:
+def window_of_query_groups(window: int | None, most: int) -> int | None:
     """Up to so many keys before the last query of a strip one of its queries sees."""
     return None if window is None else window + most - 1
 
@@ -74,19 +74,29 @@ def reference_decode_attention(
     codes_B2KSD: Tensor,
     scales_B2KS: Tensor | None,
     *,
-    strips: QueryStrips,
+    query_groups: QueryGroups,
     window: int | None,
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
-    rows = [*zip(strips.firsts_U.tolist(), strips.counts_U.tolist(), strips.contexts_U.tolist(), strict=True)]
-    for token, seat in zip(strips.tokens_N.tolist(), strips.seats_N.tolist(), strict=True):
-        (first, count, context), table = rows[seat // strips.most], strips.tables_UB[seat // strips.most]
+    rows = [
+        *zip(
+            query_groups.firsts_U.tolist(),
+            query_groups.counts_U.tolist(),
+            query_groups.contexts_U.tolist(),
+            strict=True,
+        )
+    ]
+    for token, seat in zip(query_groups.tokens_N.tolist(), query_groups.seats_N.tolist(), strict=True):
+        (first, count, context), table = (
+            rows[seat // query_groups.most],
+            query_groups.tables_UB[seat // query_groups.most],
+        )
         if not context:
             out_THD[token] = 0
             continue
-        assert token == first + seat % strips.most
-        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context - (count - 1 - seat % strips.most))
+        assert token == first + seat % query_groups.most
+        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context - (count - 1 - seat % query_groups.most))
         out_THD[token] = reference_row(q_THD[token].unsqueeze(0), kv_2KLD, window=window)[0]
 
 
@@ -95,26 +105,26 @@ def launch_decode_attention(
     codes_B2KSD: Tensor,
     scales_B2KS: Tensor | None,
     *,
-    strips: QueryStrips,
+    query_groups: QueryGroups,
     window: int | None,
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
-    num_rows, num_heads, dim = len(strips.firsts_U), q_THD.shape[1], q_THD.shape[2]
+    num_rows, num_heads, dim = len(query_groups.firsts_U), q_THD.shape[1], q_THD.shape[2]
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
-    assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and strips.tables_UB.stride(-1) == 1
+    assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and query_groups.tables_UB.stride(-1) == 1
     num_programs = len(splits.rows_W)
     part_PXD = torch.empty(  # X = Q H: of each query all heads
-        num_programs + num_rows, strips.most * num_heads, dim, dtype=torch.float32, device=q_THD.device
+        num_programs + num_rows, query_groups.most * num_heads, dim, dtype=torch.float32, device=q_THD.device
     )
     largest_PX, total_PX = torch.empty(2, *part_PXD.shape[:2], dtype=torch.float32, device=q_THD.device)
     group = num_heads // num_kv_heads
-    block_m, block_d = max(TILE_ROWS, power_of_2(strips.most * group)), max(TILE_ROWS, power_of_2(dim))
+    block_m, block_d = max(TILE_ROWS, power_of_2(query_groups.most * group)), max(TILE_ROWS, power_of_2(dim))
     codes = as_bytes(codes_B2KSD)
-    sizes = {"Q": strips.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
+    sizes = {"Q": query_groups.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
     sizes |= {"BLOCK_M": block_m, "BLOCK_D": block_d, "WINDOW": window or 0}
     shared = (
-        *(strips.firsts_U, strips.counts_U, strips.tables_UB, strips.contexts_U),
+        *(query_groups.firsts_U, query_groups.counts_U, query_groups.tables_UB, query_groups.contexts_U),
         *(splits.starts_R, splits.rows_W, part_PXD, largest_PX, total_PX),
     )
     numbers = (
@@ -122,7 +132,7 @@ def launch_decode_attention(
         math.log2(math.e) / math.sqrt(dim),
         q_THD.stride(0),
         q_THD.stride(1),
-        strips.tables_UB.stride(0),
+        query_groups.tables_UB.stride(0),
     )
     if scales_B2KS is None:
         _attend_part[(num_programs, num_kv_heads)](
@@ -158,16 +168,16 @@ def launch_decode_attention(
             num_stages=4 if is_small else 3,
         )
     block_d = min(_FEATURES_COMBINED, power_of_2(dim))
-    _combine_parts[(len(strips.tokens_N), num_heads, cdiv(dim, block_d))](
+    _combine_parts[(len(query_groups.tokens_N), num_heads, cdiv(dim, block_d))](
         part_PXD,
         largest_PX,
         total_PX,
         splits.starts_R,
-        strips.tokens_N,
-        strips.seats_N,
+        query_groups.tokens_N,
+        query_groups.seats_N,
         out_THD,
         num_rows,
-        Q=strips.most,
+        Q=query_groups.most,
         H=num_heads,
         D=dim,
         BLOCK_P=_PARTS_COMBINED,

@@ -24,7 +24,7 @@ TILE_ROWS = 16  # of a matrix unit's operand
 
 
 @dataclass(frozen=True)
-class QueryStrips:
+class QueryGroups:
     """All numbers are int32, on the device."""
 
     firsts_U: Tensor  # the token in the step of a strip's first query
@@ -37,7 +37,7 @@ class QueryStrips:
     longest: int  # no context is longer
 
     @classmethod
-    def of(cls, numbers: Sequence[Tensor], *, most: int, longest: int) -> QueryStrips:
+    def of(cls, numbers: Sequence[Tensor], *, most: int, longest: int) -> QueryGroups:
         """numbers: as above, in their order."""
         firsts_U, counts_U, tables_UB, contexts_U, tokens_N, seats_N = numbers
         return cls(firsts_U, counts_U, tables_UB, contexts_U, tokens_N, seats_N, most, longest)
@@ -48,7 +48,7 @@ def most_queries(num_heads: int, num_kv_heads: int) -> int:
     return max(1, TILE_ROWS // (num_heads // num_kv_heads))
 
 
-class Strips(NamedTuple):
+class QueryGroupSizes(NamedTuple):
     """On the host."""
 
     rows_U: _Ints
@@ -67,11 +67,11 @@ class Strips(NamedTuple):
         return np.repeat(np.arange(len(self.counts_U)) * most, self.counts_U) + self.places_N
 
 
-def cut_strips(lengths_R: _Ints, contexts_R: _Ints, *, most: int) -> Strips:
+def cut_query_groups(lengths_R: _Ints, contexts_R: _Ints, *, most: int) -> QueryGroupSizes:
     """lengths: queries of each row, the last ones of its context."""
     num_R = -(-lengths_R // most)
     rows_U = np.repeat(np.arange(len(num_R)), num_R)
     firsts_U = (np.arange(len(rows_U)) - np.repeat(np.cumsum(num_R) - num_R, num_R)) * most
     counts_U = np.minimum(lengths_R[rows_U] - firsts_U, most)
     contexts_U = (contexts_R - lengths_R)[rows_U] + firsts_U + counts_U
-    return Strips(rows_U, firsts_U, counts_U, contexts_U)
+    return QueryGroupSizes(rows_U, firsts_U, counts_U, contexts_U)

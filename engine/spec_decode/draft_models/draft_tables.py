@@ -18,7 +18,7 @@ class DraftTable:
     blocks: list[int] = field(default_factory=list)
     num_known: int = 0  # leading tokens of the sequence whose KV is there
     drafted: list[int] = field(default_factory=list)  # and of these behind them, of which nobody knew whether they come
-    num_sealed: int = 0  # blocks
+    num_full: int = 0  # blocks
 
 
 class DraftTables:
@@ -55,8 +55,8 @@ class DraftTables:
             self._tables[id(sequence)] = ref(sequence, self._note_gone(id(sequence))), table
             hashes = self._hashes(sequence)
             found = self.blocks.match(hashes)
-            table.blocks, table.num_sealed = self.blocks.allocate(hashes[:found], found) or ([], 0)
-            table.num_known = table.num_sealed * self._block_size
+            table.blocks, table.num_full = self.blocks.allocate(hashes[:found], found) or ([], 0)
+            table.num_known = table.num_full * self._block_size
         table.num_known = min(_known(sequence, table), len(sequence.tokens) - 1)
         table.drafted.clear()
         self._tables.move_to_end(id(sequence))
@@ -66,9 +66,9 @@ class DraftTables:
         """The next so many tokens of the sequence are in the pool."""
         table.num_known += num_tokens
         hashes = sequence.hashes()
-        while table.num_sealed < min(table.num_known // self._block_size, len(hashes)):
-            self.blocks.seal(table.blocks[table.num_sealed], hashes[table.num_sealed])
-            table.num_sealed += 1
+        while table.num_full < min(table.num_known // self._block_size, len(hashes)):
+            self.blocks.fill_block(table.blocks[table.num_full], hashes[table.num_full])
+            table.num_full += 1
 
     def forget(self, sequence: Sequence) -> None:
         """Give its blocks back, if it has any."""

@@ -68,7 +68,7 @@ class HeadProposer:
 def _decodes(sequence: Sequence) -> bool:
     """It lacks its last token's KV alone, and nothing of it is coming."""
     is_next_to_last = sequence.num_computed == len(sequence.tokens) - 1 > 0
-    return is_next_to_last and bool(sequence.blocks) and not sequence.num_coming
+    return is_next_to_last and bool(sequence.blocks) and not sequence.num_in_flight
 
 
 def _row(sequence: Sequence) -> HeadRow:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.spec_decode.heads.features import UNKNOWN, list_before, slots_before
 
 # N tokens, S slots of the pool, W numbers that are known of each
@@ -34,15 +34,17 @@ class Entries:
     hidden_NW: Tensor  # the model's hidden states that are wanted of them, side by side
 
     @classmethod
-    def of(cls, batch: Batch, taps: Taps, layers: tuple[int, ...], *, block_size: int) -> Entries:
+    def of(
+        cls, batch: Batch, aux_hidden_states: AuxHiddenStates, layers: tuple[int, ...], *, block_size: int
+    ) -> Entries:
         """Good until the next step."""
-        assert taps.token_ids_T is not None
+        assert aux_hidden_states.token_ids_T is not None
         return cls(
-            token_ids_N=taps.token_ids_T[: batch.num_tokens],
+            token_ids_N=aux_hidden_states.token_ids_T[: batch.num_tokens],
             positions_N=batch.positions,
             slots_N=batch.slots,
             before_N=slots_before(batch, block_size=block_size),
-            hidden_NW=side_by_side(taps, layers),
+            hidden_NW=side_by_side(aux_hidden_states, layers),
         )
 
 
@@ -143,6 +145,6 @@ class LateEntries:
         return found
 
 
-def side_by_side(taps: Taps, layers: tuple[int, ...]) -> Tensor:
+def side_by_side(aux_hidden_states: AuxHiddenStates, layers: tuple[int, ...]) -> Tensor:
     """(N, W): a copy."""
-    return torch.cat([taps[layer] for layer in layers], dim=-1)
+    return torch.cat([aux_hidden_states[layer] for layer in layers], dim=-1)

@@ -27,7 +27,7 @@ from core.model.shape import ModelConfig
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
 from engine.kv.pool import KVPool
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
 from engine.spec_decode.heads.deferred_kv import Entries, LateEntries, side_by_side
 from engine.spec_decode.heads.draft_layer import DraftLayer
@@ -46,9 +46,11 @@ _MOST = 512  # while nobody asks
 class Eagle:
     """Implements DraftHeads."""
 
-    def __init__(self, layer: DraftLayer, taps: tuple[int, ...], model: ModelConfig, room: HeadsRoom) -> None:
+    def __init__(
+        self, layer: DraftLayer, aux_hidden_states: tuple[int, ...], model: ModelConfig, room: HeadsRoom
+    ) -> None:
         """taps: the hidden states that the layer wants."""
-        self.layers = taps
+        self.layers = aux_hidden_states
         self._layer = layer
         self._room = room
         self._index = model.num_layers
@@ -78,14 +80,14 @@ class Eagle:
         self.features.pass_over(slots)
         return True
 
-    def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
+    def follow(self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None) -> None:
         if self._can_wait and batch.wants_all_logits and on_layer is None:
-            self._late.add(batch, side_by_side(taps, self.layers), self._takes)
+            self._late.add(batch, side_by_side(aux_hidden_states, self.layers), self._takes)
             if len(self._late) >= (_ENOUGH if self._num_first is None else _MOST):
                 self.settle()
             return
         self.settle()
-        entries = Entries.of(batch, taps, self.layers, block_size=self._pool.layout.block_size)
+        entries = Entries.of(batch, aux_hidden_states, self.layers, block_size=self._pool.layout.block_size)
         over = self._behind_what_is_over(batch, entries)
         self._put(entries, going_on(batch))
         self.features.pass_over(over)

@@ -97,10 +97,10 @@ class Features:
         known = [row for row, place in enumerate(places) if place != UNKNOWN]
         return known, self.read([places[row] for row in known])
 
-    def knows(self, rows: Sequence[HeadRow], is_coming: Callable[[int], bool] = lambda slot: False) -> bool:
+    def knows(self, rows: Sequence[HeadRow], is_in_flight: Callable[[int], bool] = lambda slot: False) -> bool:
         """Whether anything is known of the position before the last token of all of them. is_coming: whether something
         will be of a slot."""
-        return all(is_coming(slot) or self._place(slot) != UNKNOWN for slot in self.slots_before(rows))
+        return all(is_in_flight(slot) or self._place(slot) != UNKNOWN for slot in self.slots_before(rows))
 
     def _place(self, slot: int) -> int:
         """Asked of a few between steps, when numpy's caches are cold: so hardly anything of it is called."""

@@ -12,7 +12,7 @@ from core.model.draft_heads import STEPS_KEPT
 from engine.batch.batch import Batch
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.spec_decode.heads.features import Features
 from engine.spec_decode.heads.head_row import Choose, HeadRow
 
@@ -58,7 +58,9 @@ class DraftHeads(Protocol):
         """Before anything else: what the heads keep is kept there."""
         ...
 
-    def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None, /) -> None:
+    def follow(
+        self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None, /
+    ) -> None:
         """A step has been computed: remember what drafts will need, and put into the pool what the heads keep of its
         tokens; with on_layer now, else perhaps not before `settle`. on_layer: as of ModelRunner.forward, for their own
         layers."""

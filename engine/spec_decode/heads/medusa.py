@@ -18,7 +18,7 @@ from core.model.shape import ModelConfig
 from engine.batch.batch import Batch
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
 from engine.spec_decode.heads.features import Features, going_on
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
@@ -58,9 +58,9 @@ class Medusa:
             pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
         )
 
-    def follow(self, batch: Batch, taps: Taps, on_layer: Callable[[int], None] | None) -> None:
+    def follow(self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None) -> None:
         last_N = going_on(batch)
-        x_TE = taps[self.layers[0]]
+        x_TE = aux_hidden_states[self.layers[0]]
         self.features.keep(batch.slots[last_N], x_TE[streams.upload_indices(last_N, x_TE.device)])
 
     def rest(self, num_first: int | None) -> None:

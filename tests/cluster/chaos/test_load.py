@@ -16,7 +16,7 @@ from cluster.chaos.question import questions
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.errors import CapacityError, ClusterError, DeployError, ReplicaLost
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 from frontend.grpc.errors import status_of
 
 Context = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -51,7 +51,7 @@ async def _load() -> AsyncIterator[tuple[FakeRouter, LoadGenerator]]:
     await server.start()
     try:
         async with LoadGenerator(
-            f"127.0.0.1:{port}", questions(4, max_tokens=8), access=DoorAccess(), rate=200, seed=1
+            f"127.0.0.1:{port}", questions(4, max_tokens=8), access=EndpointAccess(), rate=200, seed=1
         ) as load:
             yield router, load
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.chaos.question import Reply, compare, questions
 from cluster.chaos.site import leaked_blocks
-from cluster.chaos.tally import Stroke, Tally
+from cluster.chaos.tally import FaultWindow, Tally
 
 
 def _answer(*token_ids: int, text: str = "", reason: str = "length") -> Reply:
@@ -60,7 +60,7 @@ def test_a_run_is_clean_until_something_fails_differs_or_leaks() -> None:
 def test_a_pause_belongs_to_the_last_stroke() -> None:
     tally = Tally()
     tally.paused(0.2)
-    tally.strokes += [Stroke("kill-decode", "decode-0/0", 1.0), Stroke("controller", "controller", 2.0)]
+    tally.strokes += [FaultWindow("kill-decode", "decode-0/0", 1.0), FaultWindow("controller", "controller", 2.0)]
     tally.paused(0.1)
     assert [stroke.worst_pause_s for stroke in tally.strokes] == [0.0, 0.1]
     assert tally.worst_pause_s == 0.2

@@ -9,12 +9,12 @@ from typing import Any
 from cluster.cli.app import run
 from cluster.control import desired_state
 from cluster.launch import deployment, preflight
-from cluster.launch.endpoints import Doors
+from cluster.launch.endpoints import Endpoints
 from core.types.launch import Launch
 from tests.cluster.control import fake_rank
 
 
-def fake_router(launch: Launch, doors: Doors) -> Any:
+def fake_router(launch: Launch, endpoints: Endpoints) -> Any:
     from tests.cluster.cli.fake_router import build  # it imports Ray: not before local_ray.join()
 
     return build(launch)

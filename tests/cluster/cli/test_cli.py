@@ -177,11 +177,11 @@ def test_a_ray_that_is_not_ours_is_left_as_it_was(three_nodes: str, tmp_path: Pa
     assert len(living_groups()) == before[1] + 2
 
     elsewhere = ClusterCommand(tmp_path / "elsewhere", cluster.ray_environment)
-    refused = elsewhere.run(*deploy, *ports(), is_fake=True)
-    assert refused.code == 2
+    rejected = elsewhere.run(*deploy, *ports(), is_fake=True)
+    assert rejected.code == 2
     who = f"by {getpass.getuser()} on {socket.gethostname()}"
     assert (
-        f"cluster: guest is deployed on this Ray already, or is being deployed, {who}; `cluster --addr" in refused.err
+        f"cluster: guest is deployed on this Ray already, or is being deployed, {who}; `cluster --addr" in rejected.err
     )
     status = cluster.run("status", "--json")
     assert status.code == 0, "the one that was refused has taken nothing down"

@@ -9,7 +9,7 @@ import pytest
 from cluster.cli import connection
 from cluster.cli.app import run
 from cluster.launch import driver
-from core.types.api_key import ApiKey, KeyBook, KeyChange, new_key, new_secret
+from core.types.api_key import ApiKey, KeyChange, KeyRegistry, new_key, new_secret
 
 _KEY = new_key("acme", new_secret())
 
@@ -19,8 +19,8 @@ def is_told(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     """Whether the controller has been able to tell the routers."""
     told: bool = request.param
 
-    def ask(controller: object, method: str, *keys: ApiKey) -> KeyBook | KeyChange:
-        return KeyChange(key=keys[0], is_told=told) if keys else KeyBook(version=1, keys=(_KEY,))
+    def ask(controller: object, method: str, *keys: ApiKey) -> KeyRegistry | KeyChange:
+        return KeyChange(key=keys[0], is_told=told) if keys else KeyRegistry(version=1, keys=(_KEY,))
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(connection, "find_state", lambda name, **_: None)
@@ -40,9 +40,9 @@ def test_a_revoked_key_that_routers_still_take_is_an_error(is_told: bool, capsys
 def test_a_revoked_key_that_could_not_be_saved_is_an_error(
     is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ask(controller: object, method: str, *keys: ApiKey) -> KeyBook | KeyChange:
+    def ask(controller: object, method: str, *keys: ApiKey) -> KeyRegistry | KeyChange:
         if not keys:
-            return KeyBook(version=1, keys=(_KEY,))
+            return KeyRegistry(version=1, keys=(_KEY,))
         return KeyChange(key=keys[0], is_told=is_told, problem="keys.json: No space left on device; until then")
 
     monkeypatch.setattr(driver, "ask", ask)

@@ -79,9 +79,9 @@ def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
 @pytest.mark.timeout(400)
 def test_people_from_deploy_to_revoke(cluster: ClusterCommand, tmp_path: Path) -> None:
     """On a real Ray, whose token the person's machine does not have: its state directory is another."""
-    doors = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
+    endpoints = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
     place = ["--set", f"security.operators=127.0.0.1:{free_port()}"]
-    deployed = cluster.run("deploy", "1P1D", "--name", "peopled", *doors, *place, is_fake=True)
+    deployed = cluster.run("deploy", "1P1D", "--name", "peopled", *endpoints, *place, is_fake=True)
     assert deployed.code == 0, deployed.err
     files = {role: tmp_path / f"{role}.json" for role in PersonRole}
     for role, file in files.items():
@@ -98,16 +98,16 @@ def test_people_from_deploy_to_revoke(cluster: ClusterCommand, tmp_path: Path) -
     for who in (viewer, operator):
         assert theirs.run(*who, "status").code == 0
         assert "loading with 1 ranks" in theirs.run(*who, "logs", "decode-0").out
-    refused = theirs.run(*viewer, "scale", "decode=2")
-    assert refused.code == 2 and "only an operator may call this" in refused.err
+    rejected = theirs.run(*viewer, "scale", "decode=2")
+    assert rejected.code == 2 and "only an operator may call this" in rejected.err
     scaled = theirs.run(*operator, "scale", "decode=2")
     assert scaled.code == 0 and "decode 1 -> 2" in scaled.out, scaled.err
 
     assert cluster.run("operators", "revoke", "some-operator").code == 0
-    refused = theirs.run(*operator, "scale", "decode=1")
-    assert refused.code == 2 and "no longer, let in" in refused.err
-    trail = tmp_path / "state" / "peopled" / "trail" / "commands.jsonl"
-    [line] = [json.loads(line) for line in trail.read_text().splitlines()]
+    rejected = theirs.run(*operator, "scale", "decode=1")
+    assert rejected.code == 2 and "no longer, let in" in rejected.err
+    audit_log = tmp_path / "state" / "peopled" / "audit_log" / "commands.jsonl"
+    [line] = [json.loads(line) for line in audit_log.read_text().splitlines()]
     assert (line["who"], line["command"], line["asked"]) == (
         "operator/some-operator",
         "Scale",

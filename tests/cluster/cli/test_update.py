@@ -72,10 +72,10 @@ def test_a_dry_run_looks_at_what_need_not_be_fetched(
 ) -> None:
     controlled()
 
-    def refuse(spec: Spec, say: object) -> None:
+    def reject(spec: Spec, say: object) -> None:
         raise SpecError(f"{spec.speculation.model}: cut off")
 
-    monkeypatch.setattr(preflight, "check_model", refuse)
+    monkeypatch.setattr(preflight, "check_model", reject)
     heads = ("--set", "speculation.method=eagle", "--set")
     assert update(*heads, "speculation.model=/heads", "--dry-run") == 2
     told = capsys.readouterr()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.launch import Launch
 from tests.cluster.control import fake_rank
@@ -33,7 +33,7 @@ class Deployment:
         from cluster.control.desired_state import Parts
         from cluster.launch.driver import start_controller
 
-        self.credentials = Credentials.new(index_url=index_url)
+        self.credentials = DeploymentSecrets.new(index_url=index_url)
         self.name = f"t{uuid.uuid4().hex[:8]}"
         self.log_dir = log_dir
         self.controller = start_controller(self.name)

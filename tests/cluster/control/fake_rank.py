@@ -24,7 +24,7 @@ class FakeRank:
     """
 
     def __init__(self, launch: Launch, *, identity: Identity, fault: str = "") -> None:
-        print(f"known by {identity.name.uri if identity.papers else 'nothing'}", flush=True)
+        print(f"known by {identity.name.uri if identity.tls_credentials else 'nothing'}", flush=True)
         self._replica = identity.name.replica
         self._rank = identity.name.rank
         self._dir = Path(launch.log_dir)

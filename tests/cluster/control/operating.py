@@ -24,7 +24,7 @@ from core.identity.process_name import ProcessName
 from core.process.log import LogPart
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
-from core.types.api_key import ApiKey, KeyBook, KeyChange
+from core.types.api_key import ApiKey, KeyChange, KeyRegistry
 from core.types.errors import SpecError
 from core.types.request import Role
 
@@ -36,7 +36,7 @@ class FakeController:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.book = KeyBook()
+        self.book = KeyRegistry()
         self.num_replicas = {role.value: 1 for role in Role}
 
     async def status(self) -> ControllerReport:
@@ -62,7 +62,7 @@ class FakeController:
         self.asked.append(f"switch {replica}")
         return "prefill-1"
 
-    async def keys(self) -> KeyBook:
+    async def keys(self) -> KeyRegistry:
         self.asked.append("keys")
         return self.book
 
@@ -84,20 +84,20 @@ class Operating:
     spec: Spec
     book: PersonBook
     operations: Operations
-    trail: Path
+    audit_log: Path
     controller: FakeController
 
     def person(self, name: str, role: PersonRole) -> PersonFile:
         keys = KeyPair()
         _, certificate = self.book.issue(self.spec, name, role, keys.request, days=1)
-        return self.file(Identity(ProcessName.of_person(NAME, role, name), keys.papers(certificate)))
+        return self.file(Identity(ProcessName.of_person(NAME, role, name), keys.tls_credentials(certificate)))
 
     def file(self, identity: Identity) -> PersonFile:
         return PersonFile(address=f"127.0.0.1:{self.operations.port}", identity=identity)
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.trail.read_text().splitlines()] if self.trail.exists() else []
+        return [json.loads(line) for line in self.audit_log.read_text().splitlines()] if self.audit_log.exists() else []
 
 
 @asynccontextmanager
@@ -110,9 +110,9 @@ async def operating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     spec = parse_spec({"name": NAME, "security": {"operators": "127.0.0.1:1"}})
     authority_store.prepare(spec)
     identity = issue_identity(spec, ProcessName.of_controller(NAME))
-    controller, book, trail = FakeController(), PersonBook(NAME), tmp_path / "trail" / "commands.jsonl"
-    operations = await Operations.open(controller, book, "127.0.0.1:0", identity, trail=trail)
-    yield Operating(spec, book, operations, trail, controller)
+    controller, book, audit_log = FakeController(), PersonBook(NAME), tmp_path / "audit_log" / "commands.jsonl"
+    operations = await Operations.open(controller, book, "127.0.0.1:0", identity, audit_log=audit_log)
+    yield Operating(spec, book, operations, audit_log, controller)
     await operations.close()
 
 

@@ -13,7 +13,7 @@ from cluster.control.controller import Controller
 from cluster.control.desired_state import Desired
 from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
 from cluster.ray import cleanup, internals
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.errors import DeployError, RankUnreachable
 from core.types.launch import Launch
@@ -47,7 +47,7 @@ async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypa
     """Where the controller's host has just come back, the others are not all there at once."""
     removed: list[str] = []
 
-    class Life:
+    class Timeline:
         home = serving_since = None
         num_tries = 0
 
@@ -64,7 +64,7 @@ async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypa
             await asyncio.Event().wait()
 
     spec = parse_spec({"prefill": {"replicas": 0}, "decode": {"replicas": 1}})
-    launch = Launch(spec=spec, log_dir="", credentials=Credentials.new(index_url="redis://127.0.0.1:1"))
+    launch = Launch(spec=spec, log_dir="", credentials=DeploymentSecrets.new(index_url="redis://127.0.0.1:1"))
     for function in ("put", "get", "delete"):
         monkeypatch.setattr(internals, function, lambda *key, namespace: None)
     monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
@@ -72,7 +72,7 @@ async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypa
     monkeypatch.setattr(adoption, "find_replicas", lambda name: ["decode-0"])
     monkeypatch.setattr(cleanup, "find_replicas", lambda name: [])
     monkeypatch.setattr(adoption, "remove_leftovers", lambda replica, name: removed.append(replica))
-    monkeypatch.setattr(adoption, "ReplicaLife", Life)
+    monkeypatch.setattr(adoption, "ReplicaLifecycle", Timeline)
     starting = Controller.__new__(Controller)
     await starting.__init__("a")  # type: ignore[misc,func-returns-value]
     pools = (await starting.status())["pools"]
@@ -87,7 +87,7 @@ async def test_what_was_captured_of_traffic_goes_with_whoever_could_fetch_it(
     launch = Launch(
         spec=parse_spec({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}),
         log_dir=str(tmp_path / "logs"),
-        credentials=Credentials.new(index_url="redis://127.0.0.1:1"),
+        credentials=DeploymentSecrets.new(index_url="redis://127.0.0.1:1"),
     )
     for function in ("put", "get", "delete"):
         monkeypatch.setattr(internals, function, lambda *key, namespace: None)
@@ -95,7 +95,7 @@ async def test_what_was_captured_of_traffic_goes_with_whoever_could_fetch_it(
     monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
     for module in (adoption, cleanup):
         monkeypatch.setattr(module, "find_replicas", lambda name: [])
-    file = tmp_path / "trail" / "capture.jsonl"
+    file = tmp_path / "audit_log" / "capture.jsonl"
     file.parent.mkdir()
     file.write_text("of the life before")
     starting = Controller.__new__(Controller)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.control import desired_state
-from cluster.control.attached_list import BorrowerList, borrowers_of
+from cluster.control.attached_list import AttachedList, attached_to
 from cluster.control.desired_state import Desired
-from cluster.launch.attached_endpoints import borrow
+from cluster.launch.attached_endpoints import attach
 from cluster.ray import name_lock
-from cluster.ray.name_lock import NameClaim
+from cluster.ray.name_lock import NameLock
 from cluster.ray.store import StoreEntry
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
 from core.types.errors import SpecError
@@ -28,10 +28,10 @@ def spec_of(name: str, *, model: str, **router: object) -> Spec:
 
 def stored(spec: Spec) -> Desired:
     made = Desired(
-        launch=Launch(spec=spec, log_dir="/nowhere", credentials=Credentials.new(index_url="redis://127.0.0.1:1"))
+        launch=Launch(spec=spec, log_dir="/nowhere", credentials=DeploymentSecrets.new(index_url="redis://127.0.0.1:1"))
     )
     if name_lock.find(spec.name) is None:
-        name_lock.take(spec.name, NameClaim.new("ann"))
+        name_lock.take(spec.name, NameLock.new("ann"))
     desired_state.save(made)
     return made
 
@@ -48,47 +48,49 @@ def names(three_nodes: str) -> Iterator[list[str]]:
 def test_they_are_those_that_are_there_now(names: list[str]) -> None:
     main, a, b = names
     stored(spec_of(main, model="m", grpc_port=4001, keys="required", replicas=2))
-    borrowers = BorrowerList(main)
-    assert borrowers.launches() == []
-    first = stored(spec_of(a, model="x", doors=main))
+    attached_deployments = AttachedList(main)
+    assert attached_deployments.launches() == []
+    first = stored(spec_of(a, model="x", endpoints=main))
     stored(spec_of(b, model="y"))
-    assert [launch.credentials for launch in borrowers.launches()] == [first.launch.credentials]
-    assert borrowers.launches()[0] is borrowers.launches()[0], "what has not changed is not read again"
-    again = stored(spec_of(a, model="x", doors=main))
-    assert [launch.credentials for launch in borrowers.launches()] == [again.launch.credentials]
-    stored(spec_of(b, model="y", doors=main))
-    assert borrowers_of(main) == sorted([a, b]) and borrowers_of(a) == []
+    assert [launch.credentials for launch in attached_deployments.launches()] == [first.launch.credentials]
+    assert attached_deployments.launches()[0] is attached_deployments.launches()[0], (
+        "what has not changed is not read again"
+    )
+    again = stored(spec_of(a, model="x", endpoints=main))
+    assert [launch.credentials for launch in attached_deployments.launches()] == [again.launch.credentials]
+    stored(spec_of(b, model="y", endpoints=main))
+    assert attached_to(main) == sorted([a, b]) and attached_to(a) == []
     desired_state.forget(a)
-    assert borrowers_of(main) == [b]
-    newer = json.dumps({"spec": {"router": {"doors": main, "newer": 1}}})
+    assert attached_to(main) == [b]
+    newer = json.dumps({"spec": {"router": {"endpoints": main, "newer": 1}}})
     StoreEntry("desired", namespace=desired_state.namespace(a)).put(newer)
-    assert borrowers_of(main) == [b], "one that cannot be read keeps nobody else away"
+    assert attached_to(main) == [b], "one that cannot be read keeps nobody else away"
 
 
 def test_what_is_the_doors_is_taken_from_their_spec(names: list[str]) -> None:
     main, a, b = names
     with pytest.raises(SpecError, match=rf"router\.doors: {main} is not deployed on this Ray; deploy it first"):
-        borrow(spec_of(a, model="x", doors=main))
+        attach(spec_of(a, model="x", endpoints=main))
     stored(spec_of(main, model="m", grpc_port=4001, keys="required", replicas=2))
-    lent = borrow(spec_of(a, model="x", doors=main, policy="prefix", admin_port=9000))
+    lent = attach(spec_of(a, model="x", endpoints=main, policy="prefix", admin_port=9000))
     said = lent.router
-    assert (said.doors, said.grpc_port, said.keys, said.replicas) == (main, 4001, "required", 2)
+    assert (said.endpoints, said.grpc_port, said.keys, said.replicas) == (main, 4001, "required", 2)
     assert (said.policy, said.admin_ports, lent.num_routers) == ("prefix", [9000, 9001, 9002, 9003], 2)
     with pytest.raises(
         SpecError, match=rf"model\.served_name: m is what clients of these doors call the model of {main}"
     ):
-        borrow(spec_of(a, model="m", doors=main))
-    stored(spec_of(a, model="x", doors=main))
+        attach(spec_of(a, model="m", endpoints=main))
+    stored(spec_of(a, model="x", endpoints=main))
     with pytest.raises(SpecError, match=rf"call the model of {a}; set another"):
-        borrow(spec_of(b, model="x", doors=main))
+        attach(spec_of(b, model="x", endpoints=main))
     with pytest.raises(SpecError, match=rf"router\.doors: {a} has none of its own; name {main}, whose it uses"):
-        borrow(spec_of(b, model="y", doors=a))
+        attach(spec_of(b, model="y", endpoints=a))
 
 
 def test_what_is_stored_of_one_and_cannot_be_read_is_its_own_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     def text_of(name: str) -> bytes:
-        credentials = Credentials.new(index_url="redis://127.0.0.1:1")
-        launch = Launch(spec=spec_of(name, model=name, doors="main"), log_dir="/nowhere", credentials=credentials)
+        credentials = DeploymentSecrets.new(index_url="redis://127.0.0.1:1")
+        launch = Launch(spec=spec_of(name, model=name, endpoints="main"), log_dir="/nowhere", credentials=credentials)
         return Desired(launch=launch).to_json().encode()
 
     def newer(text: bytes) -> bytes:
@@ -99,7 +101,9 @@ def test_what_is_stored_of_one_and_cannot_be_read_is_its_own_trouble(monkeypatch
     store = {"a": text_of("a"), "b": newer(text_of("b")), "c": b"[]", "d": text_of("d")}
     monkeypatch.setattr(name_lock, "claimed", lambda: list(store))
     monkeypatch.setattr(desired_state, "stored", store.get)
-    borrowers = BorrowerList("main")
-    assert [launch.spec.name for launch in borrowers.launches()] == ["a", "d"]
+    attached_deployments = AttachedList("main")
+    assert [launch.spec.name for launch in attached_deployments.launches()] == ["a", "d"]
     store["d"] = newer(store["d"])
-    assert [launch.spec.name for launch in borrowers.launches()] == ["a", "d"], "as it was when it could be read"
+    assert [launch.spec.name for launch in attached_deployments.launches()] == ["a", "d"], (
+        "as it was when it could be read"
+    )

@@ -16,16 +16,16 @@ from cluster.control import scaling_history
 from cluster.control.autoscaling import Autoscaling
 from cluster.control.desired_state import Desired
 from cluster.control.scaling_history import ScalingHistory
-from cluster.control.traffic_log import TrafficBook
+from cluster.control.traffic_log import TrafficLog
 from cluster.rollout.role_pools import RolePools
 from cluster.rollout.update import Update
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.spec.schema import AutoscaleSpec
 from core.types.launch import Launch
 from core.types.request import Role
 from planner.autoscaler.decide import AutoscaleState
-from planner.autoscaler.live_observation import LiveSight
+from planner.autoscaler.live_observation import LiveObservation
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
 from tests.support.waiting import becomes
@@ -52,11 +52,11 @@ class _Site:
         launch = Launch(
             spec=parse_spec(tree, origin="a test"),
             log_dir=str(tmp_path),
-            credentials=Credentials.new(index_url="redis://localhost"),
+            credentials=DeploymentSecrets.new(index_url="redis://localhost"),
         )
         self.desired = Desired(launch=launch)
         self.history = history or FakeHistory()
-        self.asked: list[LiveSight] = []
+        self.asked: list[LiveObservation] = []
         self.scaled: list[dict[str, int]] = []
         self.before_done = self.before_scaled = lambda: None
         self.autoscaling = self.new_life()
@@ -65,14 +65,14 @@ class _Site:
         return Autoscaling(
             "test",
             {role: RolePools(role, changed=lambda: None) for role in Role},
-            TrafficBook(),
+            TrafficLog(),
             desired=lambda: self.desired,
             scale=self._scale,
             decide=self._decide,
             store=self.history,
         )
 
-    async def _decide(self, state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState, ScalingDecision]:
+    async def _decide(self, state: AutoscaleState, sight: LiveObservation) -> tuple[AutoscaleState, ScalingDecision]:
         self.asked.append(sight)
         spec = sight.spec
         number = state.number + 1

@@ -281,7 +281,7 @@ def test_whoever_is_in_ray_needs_no_certificate_of_anybodys(deploy: Deploy) -> N
     spec = parse_spec(deployment.call("status")["spec"])
     own = issue_identity(spec, ProcessName.of_person(deployment.name, "operator", "nobody-knows"))
     asked = deployment.call("certify", rank("decode-0", deployment=deployment.name), KeyPair().request)
-    assert own.papers and own.papers.certificate.authorities == asked.authorities
+    assert own.tls_credentials and own.tls_credentials.certificate.authorities == asked.authorities
 
 
 def test_stop_leaves_nothing(deploy: Deploy) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cluster.control.desired_state import Desired
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.launch import Launch
 from core.types.request import Role
@@ -23,7 +23,7 @@ _OLDEST = {
 
 def test_what_is_kept_is_found_again_scaled_as_it_was() -> None:
     launch = Launch(
-        spec=parse_spec({"name": "kept"}), log_dir="/logs", credentials=Credentials.new(index_url="redis://h")
+        spec=parse_spec({"name": "kept"}), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h")
     )
     desired = Desired(launch=launch)
     desired.scale(Role.DECODE, 5)
@@ -40,12 +40,14 @@ def test_what_another_version_has_kept_is_read_and_what_it_added_passed_over() -
     for tree in (_OLDEST, newer):
         found = Desired.from_json(json.dumps(tree))
         assert (found.spec.prefill.replicas, found.launch.log_dir, found.parts.decode) == (3, "/logs", "d.e:f")
-        assert found.launch.credentials == Credentials(secret=b"\xab" * 32, index_url="redis://:pass@127.0.0.1:7000/0")
+        assert found.launch.credentials == DeploymentSecrets(
+            secret=b"\xab" * 32, index_url="redis://:pass@127.0.0.1:7000/0"
+        )
         assert found.next_number == {Role.PREFILL: 4, Role.DECODE: 2}
 
 
 def test_what_a_replica_has_become_is_found_again() -> None:
-    launch = Launch(spec=parse_spec({}), log_dir="/logs", credentials=Credentials.new(index_url="redis://h"))
+    launch = Launch(spec=parse_spec({}), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h"))
     desired = Desired(launch=launch, switched={"decode-1": "prefill-3"})
     assert Desired.from_json(desired.to_json()) == desired
     assert not Desired.from_json(json.dumps(_OLDEST)).switched

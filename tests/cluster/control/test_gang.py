@@ -17,7 +17,7 @@ from cluster.control.gang import Gang
 from cluster.control.placement import Node
 from cluster.control.pool import ReplicaPool
 from cluster.control.replica import ReplicaStatus, role_of
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.errors import ReplicaFailed
 from core.types.launch import Launch
@@ -40,7 +40,7 @@ async def test_a_node_where_starts_have_failed_is_not_the_next_ones(
     monkeypatch.setattr(gang, "live_nodes", lambda: nodes)
     monkeypatch.setattr(gang, "placement_group", reserve)
     monkeypatch.setattr(gang, "placement_group_table", lambda *group: {"bundles_to_node_id": {0: "a"}} if group else {})
-    launch = Launch(spec=parse_spec({}), log_dir="", credentials=Credentials.new(index_url=""))
+    launch = Launch(spec=parse_spec({}), log_dir="", credentials=DeploymentSecrets.new(index_url=""))
     await Gang("decode-1", Desired(launch=launch), failures=failures).place(lambda why: None)
     assert [selector["ray.io/node-id"] for [selector] in selectors] == [chosen]
 
@@ -49,7 +49,7 @@ async def test_a_pool_remembers_where_starts_failed_while_one_of_it_is_missing(m
     """Also beside replicas that have served for long."""
     told: list[Mapping[str, int]] = []
 
-    class Life:
+    class Timeline:
         home = None
 
         def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int]) -> None:
@@ -62,15 +62,15 @@ async def test_a_pool_remembers_where_starts_failed_while_one_of_it_is_missing(m
                 raise ReplicaFailed("its disk is full")
             await asyncio.Event().wait()
 
-        def leave(self, heir: object = None) -> None: ...
+        def leave(self, successor: object = None) -> None: ...
 
     now = itertools.count(1000.0, 100.0)  # whenever somebody looks, far later
     monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    monkeypatch.setattr(pool_module, "ReplicaLife", Life)
+    monkeypatch.setattr(pool_module, "ReplicaLifecycle", Timeline)
     changed = asyncio.Event()
     pool, numbers = ReplicaPool(Role.DECODE, changed=changed.set), itertools.count()
     spec = parse_spec({"decode": {"replicas": 1}})
-    desired = Desired(launch=Launch(spec=spec, log_dir="", credentials=Credentials.new(index_url="")))
+    desired = Desired(launch=Launch(spec=spec, log_dir="", credentials=DeploymentSecrets.new(index_url="")))
     pool.reconcile(desired, lambda: f"decode-{next(numbers)}")  # this one serves
     desired.scale(Role.DECODE, 2)
     for _ in range(2):

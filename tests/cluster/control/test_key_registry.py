@@ -11,11 +11,11 @@ import redis
 
 from cluster.control.key_registry import KeyKeeper
 from cluster.ray import internals
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.index.key_channel import places_of
 from core.process.ports import free_port
 from core.spec.loader import parse_spec
-from core.types.api_key import KeyBook, KeyChange, new_key, new_secret
+from core.types.api_key import KeyChange, KeyRegistry, new_key, new_secret
 from core.types.errors import DeployError
 from core.types.launch import Launch
 from tests.support.disks import fill_disk
@@ -29,7 +29,7 @@ async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
     monkeypatch.setattr(internals, "get", lambda key, *, namespace: stored.get(key))
     monkeypatch.setattr(internals, "delete", lambda key, *, namespace: stored.pop(key, None))
-    credentials, made = Credentials.new(index_url=""), list[KeyKeeper]()
+    credentials, made = DeploymentSecrets.new(index_url=""), list[KeyKeeper]()
 
     def keeper(index_url: str) -> KeyKeeper:
         there = replace(credentials, index_url=index_url)
@@ -52,7 +52,7 @@ async def test_who_changes_keys_hears_whether_routers_were_told(
     assert not (await away.add(key)).is_told
     change = await away.revoke(key)
     assert (change.key, change.is_told) == (key, False)
-    assert away.book == KeyBook(version=4), "it is kept all the same"
+    assert away.registry == KeyRegistry(version=4), "it is kept all the same"
 
 
 async def test_nothing_of_a_revoked_key_stays_also_when_its_keeper_has_died(
@@ -67,7 +67,7 @@ async def test_nothing_of_a_revoked_key_stays_also_when_its_keeper_has_died(
         client.hset(places_of("kept", key.id)[0], "r1", 1)
     await first.revoke(revoked)
     await first.close()  # before it has cleared up
-    internals.put(b"keys", first.book.to_json().encode(), namespace=b"")  # it has died: nobody has taken it down
+    internals.put(b"keys", first.registry.to_json().encode(), namespace=b"")  # it has died: nobody has taken it down
     keep(redis_url)
     await becomes(lambda: not client.exists(*places_of("kept", revoked.id)))
     assert client.exists(*places_of("kept", kept.id)) == 1
@@ -83,7 +83,7 @@ async def test_who_is_asked_twice_to_revoke_says_the_same(keep: Callable[[str], 
     first = await keeper.revoke(key)
     again = keep(redis_url)
     assert await again.revoke(key) == first == KeyChange(key=key, is_told=True)
-    assert again.book == KeyBook(version=3, keys=(other,))
+    assert again.registry == KeyRegistry(version=3, keys=(other,))
 
 
 async def test_a_revoked_key_is_refused_although_the_disk_is_full(
@@ -97,11 +97,11 @@ async def test_a_revoked_key_is_refused_although_the_disk_is_full(
         fill_disk(meanwhile)
         change = await keeper.revoke(key)
         assert change.is_told and "keys.json: No space left on device" in change.problem
-        assert keeper.book == keep(redis_url).book == KeyBook(version=2)
+        assert keeper.registry == keep(redis_url).registry == KeyRegistry(version=2)
         with redis.Redis.from_url(redis_url) as client:
-            assert KeyBook.from_json(client.hget("kept:keys", "book")) == KeyBook(version=2)  # type: ignore[arg-type]
-        assert KeyBook.from_json((tmp_path / "keys.json").read_bytes()).keys == (key,)
-    await becomes(lambda: KeyBook.from_json((tmp_path / "keys.json").read_bytes()) == KeyBook(version=2))
+            assert KeyRegistry.from_json(client.hget("kept:keys", "book")) == KeyRegistry(version=2)  # type: ignore[arg-type]
+        assert KeyRegistry.from_json((tmp_path / "keys.json").read_bytes()).keys == (key,)
+    await becomes(lambda: KeyRegistry.from_json((tmp_path / "keys.json").read_bytes()) == KeyRegistry(version=2))
 
 
 async def test_where_it_cannot_be_saved_no_key_is_made(
@@ -114,7 +114,7 @@ async def test_where_it_cannot_be_saved_no_key_is_made(
         fill_disk(meanwhile)
         with pytest.raises(DeployError, match=r"the key is not made: .*keys\.json: No space left on device"):
             await keeper.add(second)
-    assert keeper.book == keep(redis_url).book == KeyBook(version=1, keys=(first,))
+    assert keeper.registry == keep(redis_url).registry == KeyRegistry(version=1, keys=(first,))
     assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]
 
 
@@ -123,12 +123,12 @@ async def test_a_keeper_that_comes_back_sees_that_the_file_says_what_ray_knows(
 ) -> None:
     """The head may have a new disk; the next deployment has nothing but the file."""
     key, file = new_key("a", new_secret()), tmp_path / "keys.json"
-    book = (await keep(redis_url).add(key)) and KeyBook(version=1, keys=(key,))
+    registry = (await keep(redis_url).add(key)) and KeyRegistry(version=1, keys=(key,))
     file.unlink()
-    assert keep(redis_url).book == KeyBook.from_json(file.read_bytes()) == book
-    for other in ("", KeyBook(version=7, keys=(new_key("b", new_secret()),)).to_json()):
+    assert keep(redis_url).registry == KeyRegistry.from_json(file.read_bytes()) == registry
+    for other in ("", KeyRegistry(version=7, keys=(new_key("b", new_secret()),)).to_json()):
         file.write_text(other)
-        assert keep(redis_url).book == KeyBook.from_json(file.read_bytes()) == book
+        assert keep(redis_url).registry == KeyRegistry.from_json(file.read_bytes()) == registry
 
 
 async def test_it_is_mended_later_where_that_cannot_be_done_at_once(
@@ -138,19 +138,19 @@ async def test_it_is_mended_later_where_that_cannot_be_done_at_once(
     (tmp_path / "keys.json").unlink()
     with monkeypatch.context() as meanwhile:
         fill_disk(meanwhile)
-        book = keep(redis_url).book
+        registry = keep(redis_url).registry
     await becomes((tmp_path / "keys.json").exists)
-    assert KeyBook.from_json((tmp_path / "keys.json").read_bytes()) == book
+    assert KeyRegistry.from_json((tmp_path / "keys.json").read_bytes()) == registry
 
 
 async def test_what_the_file_alone_knew_ray_knows_then(
     keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path
 ) -> None:
-    book = KeyBook(version=1, keys=(new_key("a", new_secret()),))
-    (tmp_path / "keys.json").write_text(book.to_json())
-    assert keep(redis_url).book == book
+    registry = KeyRegistry(version=1, keys=(new_key("a", new_secret()),))
+    (tmp_path / "keys.json").write_text(registry.to_json())
+    assert keep(redis_url).registry == registry
     (tmp_path / "keys.json").unlink()
-    assert keep(redis_url).book == book
+    assert keep(redis_url).registry == registry
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import redis
 from core.identity.deployment_secrets import Purpose
 from core.index.key_channel import KeyReader
 from core.index.redis_client import connect_redis
-from core.types.api_key import KeyBook, KeyChange, new_key, new_secret
+from core.types.api_key import KeyChange, KeyRegistry, new_key, new_secret
 from core.types.errors import SpecError
 from tests.cluster.control.conftest import Deployment
 from tests.support.waiting import until
@@ -22,14 +22,14 @@ from tests.support.waiting import until
 _NOBODY: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
 
 
-def told(deployment: Deployment, redis_url: str) -> KeyBook | None:
+def told(deployment: Deployment, redis_url: str) -> KeyRegistry | None:
     """What a router that starts now reads."""
 
-    async def read() -> KeyBook | None:
-        seal_key = deployment.credentials.key(Purpose.API_KEYS)
+    async def read() -> KeyRegistry | None:
+        signing_key = deployment.credentials.key(Purpose.API_KEYS)
         client = connect_redis(redis_url)
         try:
-            return await KeyReader(client, name=deployment.name, seal_key=seal_key).read()
+            return await KeyReader(client, name=deployment.name, signing_key=signing_key).read()
         finally:
             await client.aclose()
 
@@ -46,17 +46,17 @@ def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
     assert deployment.call("add_key", second).is_told
     with pytest.raises(SpecError, match="a key is called first already"):
         deployment.call("add_key", new_key("first", new_secret()))
-    book = KeyBook(version=2, keys=(first, second))
+    book = KeyRegistry(version=2, keys=(first, second))
     assert deployment.call("keys") == book == told(deployment, redis_url), "at once"
 
     redis.Redis.from_url(redis_url).flushall()
     until(lambda: told(deployment, redis_url) == book)
     deployment.restart()
     assert deployment.call("revoke_key", second) == KeyChange(key=second, is_told=True)
-    assert told(deployment, redis_url) == KeyBook(version=3, keys=(first,))
+    assert told(deployment, redis_url) == KeyRegistry(version=3, keys=(first,))
 
     file = tmp_path / "keys.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     deployment.call("stop")
     again = deploy(_NOBODY, index_url=redis_url)
-    assert again.call("keys") == KeyBook(version=3, keys=(first,))
+    assert again.call("keys") == KeyRegistry(version=3, keys=(first,))

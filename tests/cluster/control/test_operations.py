@@ -103,10 +103,10 @@ async def test_who_is_not_in_the_book_gets_nothing_whatever_certificate_it_has(s
     ]
     strangers += [served.file(proven(ours, name, life_s=-1.0)), served.file(in_clear(name))]
     again = served.person("carol", PersonRole.VIEWER)  # the name is free, and an earlier certificate of it is not
-    for stranger in strangers:
+    for pending_peer in strangers:
         for method, args in [("status", ()), *_CHANGES]:
             with pytest.raises(DeployError):
-                await _ask(stranger, method, *args)
+                await _ask(pending_peer, method, *args)
     assert not served.controller.asked and not served.lines
     assert await _ask(again, "status")
     assert [person.name for person in PersonBook(NAME).people.known] == ["carol"], "a controller that restarts knows"
@@ -125,8 +125,8 @@ async def test_who_has_changed_what_is_written_down(served: Operating) -> None:
     assert scaled["asked"] == {"replicas": {"decode": 3}} and scaled["peer"].startswith("ipv4:127.0.0.1:")
     assert (added["who"], added["command"], added["asked"]) == ("operator/bob", "CreateKey", {"name": "acme"})
     assert drained["asked"] == {"replica": "decode-99"} and "no replica is called" in drained["error"]
-    assert key.digest not in served.trail.read_text()
-    assert stat.S_IMODE(served.trail.stat().st_mode) == 0o600
+    assert key.digest not in served.audit_log.read_text()
+    assert stat.S_IMODE(served.audit_log.stat().st_mode) == 0o600
 
 
 async def test_a_key_that_the_command_would_not_have_made_is_refused(served: Operating) -> None:
@@ -161,4 +161,4 @@ async def test_a_name_that_is_taken_and_a_deployment_where_nobody_listens_are_on
 async def test_an_address_that_cannot_be_listened_at_is_one_line(served: Operating, tmp_path: Path) -> None:
     identity = issue_identity(served.spec, ProcessName.of_controller(NAME))
     with pytest.raises(DeployError, match=r"security\.operators: cannot listen at 192\.0\.2\.1:1"):
-        await Operations.open(served.controller, served.book, "192.0.2.1:1", identity, trail=tmp_path / "t")
+        await Operations.open(served.controller, served.book, "192.0.2.1:1", identity, audit_log=tmp_path / "t")

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.control import gang, replica_life
+from cluster.control import gang, replica_lifecycle
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang
 from cluster.control.pool import ReplicaPool
-from cluster.control.replica_life import ReplicaLife
+from cluster.control.replica_life import ReplicaLifecycle
 from cluster.rollout.role_pools import RolePools
 from cluster.rollout.update import Update, UpdateOptions
 from cluster.rollout.updater import Updater
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.errors import ReplicaFailed
 from core.types.launch import Launch
@@ -78,7 +78,7 @@ class FakeRank:
 
 
 def make_desired(spec: dict[str, Any]) -> Desired:
-    return Desired(launch=Launch(spec=parse_spec(spec), log_dir="", credentials=Credentials.new(index_url="")))
+    return Desired(launch=Launch(spec=parse_spec(spec), log_dir="", credentials=DeploymentSecrets.new(index_url="")))
 
 
 @pytest.mark.parametrize(("stage", "at"), [("", ""), ("reading weights", ", at 'reading weights'")])
@@ -90,10 +90,10 @@ async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.Monk
         gangs[-1].stage = stage
         return gangs[-1]
 
-    monkeypatch.setattr(replica_life, "Gang", make)
+    monkeypatch.setattr(replica_lifecycle, "Gang", make)
     desired = make_desired({"timeouts": {"start_s": 1.0}})
     with pytest.raises(ReplicaFailed) as failure:
-        await ReplicaLife("prefill-0", desired).live()
+        await ReplicaLifecycle("prefill-0", desired).live()
     assert str(failure.value) == f"not ready 1 s after it was placed (timeouts.start_s){at}"
     assert failure.value.will_repeat
     assert [gang.is_removed for gang in gangs] == [True]
@@ -117,7 +117,7 @@ class Adopted:
         monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.rank)
 
     async def join(self) -> None:
-        life = ReplicaLife("decode-0", make_desired({}))
+        life = ReplicaLifecycle("decode-0", make_desired({}))
         adoption = asyncio.create_task(life.adopt())
         await self.rank.answer("bind", {"pid": 1, "host": "node", "address": "127.0.0.1:1", "device": "cpu"})
         await self.rank.answer("status", STATUS)
@@ -157,8 +157,8 @@ async def test_an_update_goes_on_at_once_with_what_served_before_the_controller(
     desired = make_desired({"decode": {"replicas": 1}})
     options = UpdateOptions(waits_for_nodes=True)
     desired.update = Update(revision=2, spec=desired.spec, roles=frozenset({Role.DECODE}), options=options)
-    teller: Any = SimpleNamespace(counts={})
-    goals = Updater(pools, teller=teller, save=lambda: None).goals(desired)
+    reporter: Any = SimpleNamespace(counts={})
+    goals = Updater(pools, reporter=reporter, save=lambda: None).goals(desired)
     assert {make: goal.count for make, goal in goals[Role.DECODE].items()} == {2: 1}
     assert desired.last_update == "revision 2 serves"
     await adopted.pool.stop()
@@ -169,8 +169,8 @@ class WaitingHeir:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gangs: list[FakeGang] = []
-        monkeypatch.setattr(replica_life, "Gang", self._make)
-        self.life = ReplicaLife("prefill-1", make_desired({"timeouts": {"start_s": 1.0}}), was="decode-1")
+        monkeypatch.setattr(replica_lifecycle, "Gang", self._make)
+        self.life = ReplicaLifecycle("prefill-1", make_desired({"timeouts": {"start_s": 1.0}}), was="decode-1")
         self.living = asyncio.create_task(self.life.live())
 
     def _make(self, replica: str, desired: Desired, failures: Mapping[str, int]) -> FakeGang:
@@ -179,44 +179,44 @@ class WaitingHeir:
 
 
 async def test_an_heir_without_a_gang_starts_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    heir = WaitingHeir(monkeypatch)
-    await becomes(lambda: heir.life.view.stage == "waits for decode-1 to drain")
-    assert not heir.life.inherit(None)
+    successor = WaitingHeir(monkeypatch)
+    await becomes(lambda: successor.life.view.stage == "waits for decode-1 to drain")
+    assert not successor.life.inherit(None)
     with pytest.raises(ReplicaFailed, match="not ready 1 s after it was placed"):
-        await heir.living
-    assert heir.gangs[0].is_removed
+        await successor.living
+    assert successor.gangs[0].is_removed
 
 
 async def test_a_gang_is_left_to_nobody_who_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    heir, gang = WaitingHeir(monkeypatch), FakeGang()
-    await becomes(lambda: heir.life.view.stage)
-    heir.living.cancel()
-    await asyncio.gather(heir.living, return_exceptions=True)
-    assert not heir.life.inherit(gang), "whoever has it removes it"
+    successor, gang = WaitingHeir(monkeypatch), FakeGang()
+    await becomes(lambda: successor.life.view.stage)
+    successor.living.cancel()
+    await asyncio.gather(successor.living, return_exceptions=True)
+    assert not successor.life.inherit(gang), "whoever has it removes it"
 
 
 async def test_a_gang_that_was_taken_is_removed_by_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    heir, gang = WaitingHeir(monkeypatch), FakeGang()
-    await becomes(lambda: heir.life.view.stage)
-    assert heir.life.inherit(gang)
-    heir.living.cancel()
-    await asyncio.gather(heir.living, return_exceptions=True)
+    successor, gang = WaitingHeir(monkeypatch), FakeGang()
+    await becomes(lambda: successor.life.view.stage)
+    assert successor.life.inherit(gang)
+    successor.living.cancel()
+    await asyncio.gather(successor.living, return_exceptions=True)
     assert gang.is_removed
 
 
 async def test_a_gang_that_does_not_come_through_the_change_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process was killed just then, or has not let go of all."""
-    heir, gang = WaitingHeir(monkeypatch), FakeGang()
+    successor, gang = WaitingHeir(monkeypatch), FakeGang()
 
     async def become(replica: str, desired: Desired) -> None:
         assert replica == "prefill-1"
         raise ReplicaFailed("the process of rank 0 died: killed")
 
     gang.become = become  # type: ignore[attr-defined]
-    await becomes(lambda: heir.life.view.stage)
-    assert heir.life.inherit(gang)  # type: ignore[arg-type]
+    await becomes(lambda: successor.life.view.stage)
+    assert successor.life.inherit(gang)  # type: ignore[arg-type]
     with pytest.raises(ReplicaFailed, match="died: killed"):
-        await heir.living
+        await successor.living
     assert gang.is_removed
 
 
@@ -230,7 +230,7 @@ async def test_half_a_change_is_no_replica(monkeypatch: pytest.MonkeyPatch, ids:
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: ranks[int(name[-1])])
     desired = make_desired({"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 2}})
     desired.switched["decode-0"] = "prefill-3"
-    life = ReplicaLife("decode-0", desired)
+    life = ReplicaLifecycle("decode-0", desired)
     adoption = asyncio.create_task(life.adopt())
     for rank, id in zip(ranks, ids, strict=True):
         await rank.answer("replica", id)

@@ -11,9 +11,9 @@ import pytest
 
 from cluster.control.current_capture import CurrentCapture
 from cluster.control.traffic_capture import TrafficCapture
-from cluster.control.traffic_log import TrafficBook
+from cluster.control.traffic_log import TrafficLog
 from core.trace.trace import read_trace
-from core.trace.traffic import SeenRequest, TrafficNews
+from core.trace.traffic import SeenRequest, TrafficReport
 from core.types.errors import SpecError
 
 
@@ -29,13 +29,13 @@ def _seen(ago_s: float, *, num_tokens: int = 150, ids: tuple[int, ...] = (11, 12
     return SeenRequest(arrival_s=ago_s, num_tokens=num_tokens, ids=ids, **more)  # type: ignore[arg-type]
 
 
-def _news(router: str, arrived: dict[int, SeenRequest], changed: dict[int, SeenRequest] | None = None) -> TrafficNews:
-    return TrafficNews(router=router, arrived=arrived, changed=changed or {}, num_lost=0)
+def _news(router: str, arrived: dict[int, SeenRequest], changed: dict[int, SeenRequest] | None = None) -> TrafficReport:
+    return TrafficReport(router=router, arrived=arrived, changed=changed or {}, num_lost=0)
 
 
 def test_all_routers_requests_are_in_one_order_and_change_as_they_are_told() -> None:
     clock = _Clock()
-    book = TrafficBook(now=clock)
+    book = TrafficLog(now=clock)
     assert book.note(_news("a", {0: _seen(5.0), 1: _seen(1.0)})) == book.life
     book.note(_news("b", {0: _seen(3.0)}))
     assert [seen.arrival_s for seen in book.recent()] == [995.0, 997.0, 999.0]
@@ -48,13 +48,13 @@ def test_all_routers_requests_are_in_one_order_and_change_as_they_are_told() -> 
 
 
 def test_what_is_told_twice_counts_once_and_another_life_has_another_name() -> None:
-    book, ended = TrafficBook(now=_Clock()), []
+    book, ended = TrafficLog(now=_Clock()), []
     book.ended = ended.append
     over = {0: _seen(5.0, num_output=7)}
     book.note(_news("a", dict(over)))
     book.note(_news("a", {0: _seen(5.0, num_output=7)}))
     assert len(book.recent()) == len(ended) == 1
-    assert TrafficBook().life != book.life
+    assert TrafficLog().life != book.life
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_capture_ends_at_its_limit(tmp_path: Path) -> None:
 
 
 def test_there_is_one_capture_at_a_time_and_its_file_goes_with_it(tmp_path: Path) -> None:
-    book = TrafficBook()
+    book = TrafficLog()
     current = CurrentCapture(book)
     with pytest.raises(SpecError, match="no capture"):
         current.read(0, 1)
@@ -118,13 +118,13 @@ def test_there_is_one_capture_at_a_time_and_its_file_goes_with_it(tmp_path: Path
     [line] = current.read(0, 10_000).splitlines()
     assert json.loads(line)["output_length"] == 7
     current.stop()
-    assert current.report() is None and not list((tmp_path / "trail").iterdir())
+    assert current.report() is None and not list((tmp_path / "audit_log").iterdir())
     book.note(_news("a", {1: _seen(0.0, num_output=7)}))  # nobody is told
 
 
 def test_a_disk_without_room_ends_a_capture_and_no_more(tmp_path: Path, files_end: None) -> None:
     """What routers tell still counts, and what was captured by then can be fetched: in whole lines."""
-    capture, book = TrafficCapture(tmp_path / "capture", begin_s=0.0), TrafficBook(now=_Clock())
+    capture, book = TrafficCapture(tmp_path / "capture", begin_s=0.0), TrafficLog(now=_Clock())
     book.ended = capture.note
     book.note(_news("a", {number: _seen(1.0, num_output=4) for number in range(100)}))
     assert len(book.recent()) == 100

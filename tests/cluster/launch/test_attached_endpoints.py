@@ -10,7 +10,7 @@ import pytest
 
 from cluster.launch import deployment
 from cluster.launch import state as states
-from cluster.launch.attached_endpoints import check_no_borrowers, check_own, lender
+from cluster.launch.attached_endpoints import check_no_attached, check_own, lender
 from cluster.launch.local_ray import LocalRay
 from cluster.launch.state import Command, State
 from core.spec.loader import parse_spec
@@ -39,13 +39,13 @@ def remembered(name: str, **changes: Any) -> State:
     ],
 )
 def test_what_is_the_doors_is_for_their_own_spec_to_say(tree: dict[str, Any], said: str) -> None:
-    tree = {"name": "beside", **tree, "router": {"doors": "main", **tree.get("router", {})}}
+    tree = {"name": "beside", **tree, "router": {"endpoints": "main", **tree.get("router", {})}}
     with pytest.raises(SpecError, match=said):
         check_own(parse_spec(tree))
 
 
 def test_what_is_its_own_it_may_say() -> None:
-    router = {"doors": "main", "policy": "prefix", "max_waiting": 5, "backup_tokens": 64, "admin_port": 9000}
+    router = {"endpoints": "main", "policy": "prefix", "max_waiting": 5, "backup_tokens": 64, "admin_port": 9000}
     check_own(parse_spec({"name": "beside", "router": router}))
 
 
@@ -66,16 +66,16 @@ def test_doors_that_serve_others_are_not_taken_down_before_these(monkeypatch: py
     ray, stopped = LocalRay("/tmp/one", 1), list[LocalRay]()
     monkeypatch.setattr(deployment.local_ray, "stop", stopped.append)
     main = remembered("main", local_ray=ray)
-    remembered("a", lent_ray=ray, doors="main")
-    remembered("b", lent_ray=ray, doors="main")
-    remembered("older", lent_ray=LocalRay("/tmp/another", 2), doors="main")  # of a Ray that is gone
+    remembered("a", lent_ray=ray, endpoints="main")
+    remembered("b", lent_ray=ray, endpoints="main")
+    remembered("older", lent_ray=LocalRay("/tmp/another", 2), endpoints="main")  # of a Ray that is gone
     said = "main: its doors serve a, b, too; `cluster down --name a` and `cluster down --name b` first, or add --force"
-    with pytest.raises(DeployError) as refused:
+    with pytest.raises(DeployError) as rejected:
         deployment.take_down(main)
-    assert str(refused.value) == said and not stopped and states.load("main")
+    assert str(rejected.value) == said and not stopped and states.load("main")
     states.forget("a")
     states.forget("b")
-    check_no_borrowers(main)
+    check_no_attached(main)
     deployment.take_down(main)
     assert stopped == [ray] and states.load("main") is None
 
@@ -84,12 +84,12 @@ def test_with_force_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, stopped = LocalRay("/tmp/one", 1), list[LocalRay]()
     monkeypatch.setattr(deployment.local_ray, "stop", stopped.append)
     main = remembered("main", local_ray=ray)
-    remembered("a", lent_ray=ray, doors="main")
+    remembered("a", lent_ray=ray, endpoints="main")
     deployment.take_down(main, force=True)
     assert stopped == [ray]
 
 
 def test_one_whose_ray_has_gone_is_forgotten_without_asking_anybody() -> None:
-    borrower = remembered("a", lent_ray=LocalRay("/tmp/no-such-ray", 1), doors="main")
-    assert deployment.take_down(borrower) is None
+    attached = remembered("a", lent_ray=LocalRay("/tmp/no-such-ray", 1), endpoints="main")
+    assert deployment.take_down(attached) is None
     assert states.load("a") is None

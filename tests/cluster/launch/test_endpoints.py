@@ -10,11 +10,11 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.control.placement import Node
-from cluster.launch.endpoints import Doors, admin_addresses, keys_of, open_ones, openai_urls, plan_doors
+from cluster.launch.endpoints import Endpoints, admin_addresses, keys_of, open_ones, openai_urls, plan_endpoints
 from core.process.ports import free_port
 from core.spec.schema import RouterSpec
 from core.types.errors import SpecError
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 
 HEAD = {"node:__internal_head__": 1.0}
 
@@ -23,50 +23,50 @@ def node(ip: str, *, pool: str = "", **more: Any) -> Node:
     return Node(id=ip, name=ip, ip=ip, labels={"pool": pool} if pool else {}, **more)
 
 
-def plan(*nodes: Node, host: str | None = None) -> Doors:
-    return plan_doors(RouterSpec(host=host), nodes, is_one_machine=len(nodes) == 1)
+def plan(*nodes: Node, host: str | None = None) -> Endpoints:
+    return plan_endpoints(RouterSpec(host=host), nodes, is_one_machine=len(nodes) == 1)
 
 
 def test_on_one_machine_they_are_on_loopback_unless_the_spec_says_otherwise() -> None:
-    doors = plan(node("10.0.0.1", total=HEAD))
-    assert (doors.grpc, doors.http) == ("127.0.0.1:50051", "http://127.0.0.1:8000")
-    assert (doors.host, doors.actor_options) == ("127.0.0.1", {})
+    endpoints = plan(node("10.0.0.1", total=HEAD))
+    assert (endpoints.grpc, endpoints.http) == ("127.0.0.1:50051", "http://127.0.0.1:8000")
+    assert (endpoints.host, endpoints.actor_options) == ("127.0.0.1", {})
     opened = plan(node("10.0.0.1", total=HEAD), host="0.0.0.0")
     assert (opened.grpc, opened.http, opened.host) == ("10.0.0.1:50051", "http://10.0.0.1:8000", "0.0.0.0")
 
 
 def test_on_several_they_are_on_the_head_at_its_address_among_the_others() -> None:
-    doors = plan(node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD))
-    assert (doors.grpc, doors.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
-    assert doors.host is None
-    assert doors.actor_options == {"resources": {"node:__internal_head__": 0.001}}
+    endpoints = plan(node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD))
+    assert (endpoints.grpc, endpoints.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
+    assert endpoints.host is None
+    assert endpoints.actor_options == {"resources": {"node:__internal_head__": 0.001}}
 
 
 def test_a_label_says_where_routers_run() -> None:
     nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.0.{i}", pool="router") for i in (3, 4))]
-    doors = plan(*nodes)
-    assert doors.grpc == "10.0.0.3:50051,10.0.0.4:50051"
-    assert doors.http == "http://10.0.0.3:8000,http://10.0.0.4:8000"
-    assert openai_urls(doors.http) == "http://10.0.0.3:8000/v1,http://10.0.0.4:8000/v1"
-    for whole, one in ((doors.grpc, "10.0.0.4:50051"), (doors.http, "http://10.0.0.4:8000")):
+    endpoints = plan(*nodes)
+    assert endpoints.grpc == "10.0.0.3:50051,10.0.0.4:50051"
+    assert endpoints.http == "http://10.0.0.3:8000,http://10.0.0.4:8000"
+    assert openai_urls(endpoints.http) == "http://10.0.0.3:8000/v1,http://10.0.0.4:8000/v1"
+    for whole, one in ((endpoints.grpc, "10.0.0.4:50051"), (endpoints.http, "http://10.0.0.4:8000")):
         assert open_ones(whole, {"10.0.0.4"}) == one and open_ones(whole, set()) == whole
-    assert open_ones(doors.http, {"10.0.0.5", "10.0.0.4"}) == "http://10.0.0.4:8000,http://10.0.0.5:8000", (
+    assert open_ones(endpoints.http, {"10.0.0.5", "10.0.0.4"}) == "http://10.0.0.4:8000,http://10.0.0.5:8000", (
         "labelled since"
     )
     assert open_ones("10.0.0.3:50051", {"10.0.0.4"}) == "10.0.0.3:50051", "one for all routers of a machine"
-    assert doors.actor_options == {"label_selector": {"pool": "router"}}
+    assert endpoints.actor_options == {"label_selector": {"pool": "router"}}
 
 
 @pytest.mark.parametrize(("routers", "hosts", "at_most"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 2), (2, 3, 1)])
 def test_routers_share_no_host_while_there_are_others(routers: int, hosts: int, at_most: int) -> None:
     nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.1.{i}", pool="router") for i in range(hosts))]
-    assert plan_doors(RouterSpec(replicas=routers), nodes, is_one_machine=False).max_per_node == at_most
+    assert plan_endpoints(RouterSpec(replicas=routers), nodes, is_one_machine=False).max_per_node == at_most
 
 
 def test_all_networks_only_when_that_is_asked_for() -> None:
     nodes = [node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode")]
-    doors = plan(*nodes, host="0.0.0.0")
-    assert (doors.grpc, doors.host) == ("10.0.0.1:50051", "0.0.0.0")
+    endpoints = plan(*nodes, host="0.0.0.0")
+    assert (endpoints.grpc, endpoints.host) == ("10.0.0.1:50051", "0.0.0.0")
     with pytest.raises(
         SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; leave it out, or set 0.0.0.0"
     ):
@@ -76,19 +76,19 @@ def test_all_networks_only_when_that_is_asked_for() -> None:
 def test_doors_that_open_to_a_network_ask_for_a_word() -> None:
     """Until there are keys: then they are required, and nobody is let in by a spec that says nothing."""
     here, several = (node("10.0.0.1", total=HEAD),), (node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode"))
-    for doors in (plan(*here, host="0.0.0.0"), plan(*here, host="10.0.0.1"), plan(*several)):
+    for endpoints in (plan(*here, host="0.0.0.0"), plan(*here, host="10.0.0.1"), plan(*several)):
         with pytest.raises(SpecError, match=r"router.keys: .* at (0.0.0.0|10.0.0.1); set required, .*, or none, "):
-            keys_of(RouterSpec(), doors, has_keys=False)
-        assert keys_of(RouterSpec(), doors, has_keys=True) == "required"
+            keys_of(RouterSpec(), endpoints, has_keys=False)
+        assert keys_of(RouterSpec(), endpoints, has_keys=True) == "required"
         for word in ("required", "none"):
-            assert keys_of(RouterSpec(keys=word), doors, has_keys=False) == word
+            assert keys_of(RouterSpec(keys=word), endpoints, has_keys=False) == word
 
 
 def test_on_loopback_nobody_needs_a_key() -> None:
     for host in (None, "127.0.0.1", "::1", "localhost"):
-        doors = plan(node("10.0.0.1", total=HEAD), host=host)
-        assert keys_of(RouterSpec(host=host), doors, has_keys=True) == "none"
-    assert keys_of(RouterSpec(keys="required"), doors, has_keys=False) == "required"
+        endpoints = plan(node("10.0.0.1", total=HEAD), host=host)
+        assert keys_of(RouterSpec(host=host), endpoints, has_keys=True) == "none"
+    assert keys_of(RouterSpec(keys="required"), endpoints, has_keys=False) == "required"
 
 
 def test_a_router_by_itself_asks_for_keys_off_loopback() -> None:
@@ -110,10 +110,10 @@ async def test_a_client_finds_the_door_that_is_open_among_several() -> None:
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    doors = f"127.0.0.1:{free_port()},127.0.0.1:{port},127.0.0.1:{free_port()}"
+    endpoints = f"127.0.0.1:{free_port()},127.0.0.1:{port},127.0.0.1:{free_port()}"
 
     def ask() -> Any:
-        with DoorAccess().blocking_channel(doors) as channel:
+        with EndpointAccess().blocking_channel(endpoints) as channel:
             return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
 
     for _ in range(3):

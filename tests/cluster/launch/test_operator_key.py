@@ -10,14 +10,14 @@ import pytest
 from cluster.control.key_registry import key_file
 from cluster.launch import operator_key
 from cluster.launch import state as states
-from core.types.api_key import ApiKey, KeyBook, digest_of, new_key, new_secret
+from core.types.api_key import ApiKey, KeyRegistry, digest_of, new_key, new_secret
 from core.types.errors import DeployError
 
 
 class FakeController:
     """Has a book of keys."""
 
-    def __init__(self, book: KeyBook) -> None:
+    def __init__(self, book: KeyRegistry) -> None:
         self.book = book
 
     def ask(self, controller: object, method: str, *args: ApiKey) -> Any:
@@ -35,7 +35,7 @@ def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
 
 
-def make(book: KeyBook, monkeypatch: pytest.MonkeyPatch) -> tuple[KeyBook, list[str]]:
+def make(book: KeyRegistry, monkeypatch: pytest.MonkeyPatch) -> tuple[KeyRegistry, list[str]]:
     """The book afterwards, and what was said."""
     controller, said = FakeController(book), list[str]()
     monkeypatch.setattr("cluster.launch.driver.ask", controller.ask)
@@ -44,7 +44,7 @@ def make(book: KeyBook, monkeypatch: pytest.MonkeyPatch) -> tuple[KeyBook, list[
 
 
 def test_this_machine_has_the_secret_of_the_operators_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = make(KeyBook(), monkeypatch)
+    first, _ = make(KeyRegistry(), monkeypatch)
     again, _ = make(first, monkeypatch)
     assert again == first
     states.operator_key_file("a").unlink()
@@ -55,7 +55,7 @@ def test_this_machine_has_the_secret_of_the_operators_key(monkeypatch: pytest.Mo
 
 
 def test_a_deployment_that_knows_no_keys_of_clients_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    book, said = make(KeyBook(), monkeypatch)
+    book, said = make(KeyRegistry(), monkeypatch)
     assert "no client of a has an API key yet: `cluster keys create NAME` makes one (if some had, keys.json" in said[0]
     assert make(book.with_key(new_key("acme", new_secret())), monkeypatch)[1] == []
 
@@ -64,7 +64,7 @@ def test_a_key_file_that_cannot_be_read_is_not_an_empty_one() -> None:
     file = key_file(str(states.log_dir("a")))
     assert not operator_key.are_there_keys("a")
     file.parent.mkdir()
-    file.write_text(KeyBook().with_key(new_key("acme", new_secret())).to_json())
+    file.write_text(KeyRegistry().with_key(new_key("acme", new_secret())).to_json())
     assert operator_key.are_there_keys("a")
     file.write_text("")
     with pytest.raises(DeployError, match=r"keys\.json: it is no book of API keys"):

@@ -28,7 +28,7 @@ def test_what_is_saved_is_found_again_and_is_nobody_elses_to_read(saved: Path) -
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
     found = PersonFile.load(str(saved))
     assert (found.address, found.identity.name) == ("10.0.0.1:7000", _WHO)
-    assert found.identity.papers and b"PRIVATE KEY" in found.identity.papers.key
+    assert found.identity.tls_credentials and b"PRIVATE KEY" in found.identity.tls_credentials.key
     assert "PRIVATE" not in repr(found)
     saved.chmod(0o640)
     with pytest.raises(SpecError, match="chmod 600"):

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cluster.control.placement import Node
-from cluster.launch.preflight import check_door_ports, check_index, check_model, check_network
+from cluster.launch.preflight import check_endpoint_ports, check_index, check_model, check_network
 from core.index import membership, redis_server
 from core.index.membership import Membership
 from core.process.ports import free_port
@@ -166,5 +166,5 @@ def test_a_door_of_another_deployment_is_seen_on_every_host() -> None:
         return [True, port != 8000]
 
     with pytest.raises(DeployError, match=re.escape("HTTP port 8000 on 10.0.0.2 is in use; choose another with")):
-        check_door_ports(spec.router, ["10.0.0.1", "10.0.0.2"], look)
+        check_endpoint_ports(spec.router, ["10.0.0.1", "10.0.0.2"], look)
     assert looks == [50051, 8000]

@@ -101,12 +101,12 @@ async def test_who_stalls_keeps_no_other_from_being_heard() -> None:
 
 
 async def test_commands_pass_strangers_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    stranger = AdminAnswer("127.0.0.1:1", 200, b'{"deployment":"d"}')
-    router = replace(stranger, body=health())
-    assert seen_by([stranger]) is None
-    assert seen_by([stranger, router]) == seen_by([router]) == {"prefill": 1, "decode": 1}
+    pending_peer = AdminAnswer("127.0.0.1:1", 200, b'{"deployment":"d"}')
+    router = replace(pending_peer, body=health())
+    assert seen_by([pending_peer]) is None
+    assert seen_by([pending_peer, router]) == seen_by([router]) == {"prefill": 1, "decode": 1}
     state = State(name="d", ray_address="", local_ray=None, grpc="", http="", admin=("a:1",), deploying=None)
-    monkeypatch.setattr("cluster.launch.router_admin.ask_routers", lambda state, path: [stranger])
+    monkeypatch.setattr("cluster.launch.router_admin.ask_routers", lambda state, path: [pending_peer])
     with pytest.raises(DeployError, match="no router answers"):
         await_seen(state, {"decode": 1}, within_s=0.0)
     async with listening(says(b"not JSON")) as address:

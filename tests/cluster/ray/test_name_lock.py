@@ -14,32 +14,34 @@ from cluster.launch import deployment as deploying
 from cluster.launch import driver
 from cluster.launch.state import State
 from cluster.ray import name_lock
-from cluster.ray.name_lock import NameClaim
+from cluster.ray.name_lock import NameLock
 from core.types.errors import DeployError, NotDeployed
 from tests.cluster.control.conftest import Deployment
 
 _SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
 
-def _state(name: str, address: str, claim: str) -> State:
-    return State(name=name, claim=claim, ray_address=address, local_ray=None, grpc="", http="", deploying=None)
+def _state(name: str, address: str, lock: str) -> State:
+    return State(name=name, lock=lock, ray_address=address, local_ray=None, grpc="", http="", deploying=None)
 
 
 def test_one_of_many_at_once_has_it(three_nodes: str) -> None:
-    name, wanted = f"t{uuid.uuid4().hex[:8]}", [NameClaim.new("ann") for _ in range(8)]
+    name, wanted = f"t{uuid.uuid4().hex[:8]}", [NameLock.new("ann") for _ in range(8)]
 
-    def is_taken_by(claim: NameClaim) -> bool:
+    def is_taken_by(lock: NameLock) -> bool:
         try:
-            name_lock.take(name, claim)
+            name_lock.take(name, lock)
         except DeployError as error:
-            assert f"{name} is deployed on this Ray already, or is being deployed, by {claim}" == str(error)
+            assert f"{name} is deployed on this Ray already, or is being deployed, by {lock}" == str(error)
             return False
         return True
 
     with ThreadPoolExecutor(8) as threads:
-        [holder] = [claim for claim, is_its in zip(wanted, threads.map(is_taken_by, wanted), strict=True) if is_its]
-    assert name_lock.find(name) == holder and name in name_lock.claimed()
-    name_lock.take(name, holder)  # as when Ray asks its store twice
+        [prefix_source] = [
+            lock for lock, is_its in zip(wanted, threads.map(is_taken_by, wanted), strict=True) if is_its
+        ]
+    assert name_lock.find(name) == prefix_source and name in name_lock.claimed()
+    name_lock.take(name, prefix_source)  # as when Ray asks its store twice
     name_lock.give_up(name)
     assert name_lock.find(name) is None and name not in name_lock.claimed()
 
@@ -53,13 +55,13 @@ def test_nobody_takes_down_what_another_has_deployed(
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # this process stays
-    deployment, claim = Deployment(tmp_path / "logs", _SMALL), NameClaim.new("ann")
-    name_lock.take(deployment.name, claim)
+    deployment, lock = Deployment(tmp_path / "logs", _SMALL), NameLock.new("ann")
+    name_lock.take(deployment.name, lock)
     deployment.until_ready()
     for stale in ("0123456789abcdef", ""):  # "": by a version that made no claims
         for force in (False, True):
             state = _state(deployment.name, three_nodes, stale)
-            assert deploying.take_down(state, force=force) == claim
+            assert deploying.take_down(state, force=force) == lock
     assert len(find_replicas(deployment.name)) == 2 and deployment.call("status")
     found = remote.find_any(three_nodes, deployment.name)
     assert deploying.take_down(found) is None
@@ -76,7 +78,7 @@ def test_what_was_cut_short_is_removed_from_anywhere(
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     name = f"t{uuid.uuid4().hex[:8]}"
-    name_lock.take(name, NameClaim.new("ann"))
+    name_lock.take(name, NameLock.new("ann"))
     with pytest.raises(DeployError, match=f"{name}: it has no controller on Ray at .* removes what there is of it"):
         remote.find(three_nodes, name)
     assert deploying.take_down(remote.find_any(three_nodes, name)) is None

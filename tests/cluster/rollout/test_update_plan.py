@@ -45,13 +45,13 @@ class _World:
         return max(0, self.places[role] - taken)  # who waits counts, too
 
     def views(self, *, is_back: bool = False) -> dict[Role, RoleView]:
-        leaving, coming = (NEW, OLD) if is_back else (OLD, NEW)
+        leaving, candidate = (NEW, OLD) if is_back else (OLD, NEW)
         return {
             role: RoleView(
                 leaving=self.count_of(role, leaving),
-                coming=self.count_of(role, coming),
+                candidate=self.count_of(role, candidate),
                 leaving_target=targets[leaving],
-                coming_target=targets[coming],
+                candidate_target=targets[candidate],
                 room=self.room(role),
             )
             for role, targets in self.targets.items()
@@ -59,10 +59,10 @@ class _World:
 
     def carry_out(self, *, is_back: bool = False, is_trial: bool = False) -> None:
         """One look of the controller, which remembers nothing from the last one."""
-        leaving, coming = (NEW, OLD) if is_back else (OLD, NEW)
+        leaving, candidate = (NEW, OLD) if is_back else (OLD, NEW)
         for role, wanted in next_step(self.views(is_back=is_back), is_trial=is_trial).items():
             self._set(role, leaving, wanted.leaving)
-            self._set(role, coming, wanted.coming)
+            self._set(role, candidate, wanted.candidate)
 
     def happen(self) -> None:
         """Something, to one replica."""
@@ -159,18 +159,22 @@ def test_without_room_one_makes_it_but_never_the_last() -> None:
 def test_a_canary_leaves_the_old_ones_where_they_are() -> None:
     views = {
         role: RoleView(
-            leaving=ReplicaCount(ready=4), coming=ReplicaCount(ready=1), leaving_target=4, coming_target=1, room=3
+            leaving=ReplicaCount(ready=4), candidate=ReplicaCount(ready=1), leaving_target=4, candidate_target=1, room=3
         )
         for role in Role
     }
-    assert all((one.leaving, one.coming) == (4, 1) for one in next_step(views, is_trial=True).values())
-    assert all((one.leaving, one.coming) == (0, 1) for one in next_step(views).values())
+    assert all((one.leaving, one.candidate) == (4, 1) for one in next_step(views, is_trial=True).values())
+    assert all((one.leaving, one.candidate) == (0, 1) for one in next_step(views).values())
 
 
 def test_an_old_one_that_dies_meanwhile_is_replaced_by_its_like() -> None:
     views = {
         role: RoleView(
-            leaving=ReplicaCount(ready=2), coming=ReplicaCount(starting=1), leaving_target=4, coming_target=4, room=0
+            leaving=ReplicaCount(ready=2),
+            candidate=ReplicaCount(starting=1),
+            leaving_target=4,
+            candidate_target=4,
+            room=0,
         )
         for role in Role
     }

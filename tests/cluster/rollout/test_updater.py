@@ -12,7 +12,7 @@ from cluster.control.desired_state import Desired
 from cluster.rollout.role_pools import RolePools
 from cluster.rollout.update import Phase, UpdateOptions
 from cluster.rollout.updater import Updater
-from core.identity.deployment_secrets import Credentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
 from core.types.errors import SpecError
@@ -37,11 +37,11 @@ class FakeTeller:
 
 def updater() -> Updater:
     pools = {role: RolePools(role, changed=lambda: None) for role in Role}
-    return Updater(pools, teller=FakeTeller(), save=lambda: None)  # type: ignore[arg-type]
+    return Updater(pools, reporter=FakeTeller(), save=lambda: None)  # type: ignore[arg-type]
 
 
 def deployed(**sections: object) -> Desired:
-    launch = Launch(spec=wanted(**sections), log_dir="/logs", credentials=Credentials.new(index_url="redis://h"))
+    launch = Launch(spec=wanted(**sections), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h"))
     return Desired(launch=launch)
 
 

@@ -137,10 +137,10 @@ for _ in range(400):
     ],
 )
 def test_what_is_wrong_is_refused_by_name(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as rejected:
         compiler.compile(Grammar(kind=kind, text=text), param="field")
-    assert refused.value.param == "field"
-    assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
+    assert rejected.value.param == "field"
+    assert len(str(rejected.value)) < 400 and "\n" not in str(rejected.value)
 
 
 def test_choices_share_what_their_masks_may_cost(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,13 +166,13 @@ def test_a_marker_that_is_one_token_special_or_not(tmp_path: Path) -> None:
 )
 def test_what_no_step_could_keep_to_is_refused(wrong: dict[str, object]) -> None:
     _budget(3).check(131)
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as rejected:
         replace(_budget(3), **wrong).check(131)  # type: ignore[arg-type]
-    assert refused.value.param == "thinking"
+    assert rejected.value.param == "thinking"
 
 
 def test_without_a_tokenizer_that_is_understood_it_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(RequestError, match="tokenizer") as refused:
+    with pytest.raises(RequestError, match="tokenizer") as rejected:
         GrammarCompiler(tmp_path, vocab_size=8).bounded(_budget(1), param="field")
-    assert refused.value.param == "field"
+    assert rejected.value.param == "field"

@@ -17,7 +17,7 @@ from core.identity.credentials import Certificate
 from core.identity.key_pair import KeyPair
 from core.types.errors import SpecError
 from tests.core.identity.authorities import IssuedAuthority, issue_authority
-from tests.support.identities import DEPLOYMENT, papers, rank
+from tests.support.identities import DEPLOYMENT, rank, tls_credentials
 
 _NAME = rank("decode-3", 1)
 
@@ -33,7 +33,7 @@ def _names(certificate: Certificate) -> list[str]:
 
 
 def test_a_certificate_names_the_process_and_nothing_that_the_request_says() -> None:
-    found = papers(Authority.create(DEPLOYMENT), _NAME)
+    found = tls_credentials(Authority.create(DEPLOYMENT), _NAME)
     assert _names(found.certificate) == [_NAME.uri, _NAME.host]
     assert found.certificate.life_s == LIFE_S
     own = x509.load_pem_x509_certificate(found.certificate.chain)
@@ -42,15 +42,17 @@ def test_a_certificate_names_the_process_and_nothing_that_the_request_says() -> 
 
 
 def test_no_key_is_shown_where_papers_are_printed() -> None:
-    found = papers(Authority.create(DEPLOYMENT), _NAME)
+    found = tls_credentials(Authority.create(DEPLOYMENT), _NAME)
     assert b"PRIVATE KEY" in found.key and "PRIVATE" not in repr(found) and str(found.key) not in repr(found)
 
 
 def test_an_authority_that_was_kept_issues_as_before() -> None:
     before = Authority.create(DEPLOYMENT)
     after = Authority.from_json(before.to_json())
-    assert papers(after, _NAME).certificate.authorities == papers(before, _NAME).certificate.authorities
-    assert _names(papers(after, _NAME).certificate)
+    assert (
+        tls_credentials(after, _NAME).certificate.authorities == tls_credentials(before, _NAME).certificate.authorities
+    )
+    assert _names(tls_credentials(after, _NAME).certificate)
 
 
 @pytest.mark.parametrize(
@@ -78,21 +80,21 @@ def root() -> IssuedAuthority:
 def test_an_operators_intermediate_authority_issues_with_its_chain(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, _ = root.write(tmp_path, "root")
     certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
-    found = papers(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
+    found = tls_credentials(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
     assert _names(found.certificate) == [_NAME.uri, _NAME.host]
     assert len(x509.load_pem_x509_certificates(found.certificate.chain)) == 2
 
 
 def test_an_operators_root_may_issue_itself(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, key = root.write(tmp_path, "root")
-    found = papers(Authority.from_files(ca=ca, certificate=ca, key=key), _NAME)
+    found = tls_credentials(Authority.from_files(ca=ca, certificate=ca, key=key), _NAME)
     assert _names(found.certificate) and len(x509.load_pem_x509_certificates(found.certificate.chain)) == 1
 
 
 def test_no_certificate_outlives_those_that_stand_for_it(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, _ = root.write(tmp_path, "root")
     certificate, key = issue_authority("for xpyd", root, days=0.5).write(tmp_path, "own")
-    found = papers(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
+    found = tls_credentials(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
     assert found.certificate.life_s < LIFE_S * 0.51
 
 
@@ -134,6 +136,6 @@ def _mistakes(root: IssuedAuthority, directory: Path) -> dict[str, tuple[dict[st
 )
 def test_a_mistake_in_the_files_is_one_clear_line(root: IssuedAuthority, tmp_path: Path, mistake: str) -> None:
     files, said = _mistakes(root, tmp_path)[mistake]
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as rejected:
         Authority.from_files(**files)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert said in str(rejected.value) and "\n" not in str(rejected.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from core.identity.deployment_secrets import Credentials, Purpose
+from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.spec.loader import parse_spec
 from core.types.launch import Launch
 
@@ -12,7 +12,7 @@ _URL = "rediss://:pass-of-the-index@redis.example:6380/0"
 
 
 def test_no_secret_shows_in_what_a_process_is_started_with() -> None:
-    credentials = Credentials.new(index_url=_URL)
+    credentials = DeploymentSecrets.new(index_url=_URL)
     launch = Launch(spec=parse_spec({"index": _URL}), log_dir="logs", credentials=credentials)
     for shown in (repr(launch), str(launch), repr(credentials), str(credentials), str([launch.spec])):
         assert credentials.secret.hex() not in shown and repr(credentials.secret) not in shown
@@ -22,7 +22,7 @@ def test_no_secret_shows_in_what_a_process_is_started_with() -> None:
 def test_a_launch_survives_the_way_to_a_process() -> None:
     """Ray carries it as it carries any argument."""
     launch = Launch(
-        spec=parse_spec({"decode": {"replicas": 3}}), log_dir="logs", credentials=Credentials.new(index_url=_URL)
+        spec=parse_spec({"decode": {"replicas": 3}}), log_dir="logs", credentials=DeploymentSecrets.new(index_url=_URL)
     )
     there = pickle.loads(pickle.dumps(launch))
     assert there == launch and there.credentials.index_url == _URL
@@ -31,14 +31,16 @@ def test_a_launch_survives_the_way_to_a_process() -> None:
 
 def test_what_an_older_version_does_not_send_has_its_default_here() -> None:
     """In an upgrade, an older controller starts newer processes."""
-    launch = Launch(spec=parse_spec({"name": "a"}), log_dir="logs", credentials=Credentials.new(index_url=_URL))
+    launch = Launch(spec=parse_spec({"name": "a"}), log_dir="logs", credentials=DeploymentSecrets.new(index_url=_URL))
     arrive, (spec, *rest) = launch.__reduce__()
     del spec["security"], spec["kv"]["encrypt"]
     assert arrive(spec, *rest) == launch
 
 
 def test_each_use_has_a_key_of_its_own() -> None:
-    credentials, other = Credentials.new(index_url=""), Credentials.new(index_url="")
+    credentials, other = DeploymentSecrets.new(index_url=""), DeploymentSecrets.new(index_url="")
     keys = [each.key(purpose) for each in (credentials, other) for purpose in Purpose]
     assert len(set(keys)) == 2 * len(Purpose) and {len(key) for key in keys} == {32}
-    assert credentials.key(Purpose.LINKS) == Credentials(secret=credentials.secret, index_url="").key(Purpose.LINKS)
+    assert credentials.key(Purpose.LINKS) == DeploymentSecrets(secret=credentials.secret, index_url="").key(
+        Purpose.LINKS
+    )

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from core.identity.authority import Authority
-from core.identity.credentials import Identity, Papers
+from core.identity.credentials import Identity, TlsCredentials
 from core.identity.renewal import Renewal
 from core.types.errors import DeployError
-from tests.support.identities import DEPLOYMENT, in_clear, papers, rank
+from tests.support.identities import DEPLOYMENT, in_clear, rank, tls_credentials
 from tests.support.waiting import until
 
 _NAME = rank("decode-0")
@@ -22,46 +22,46 @@ _AUTHORITY = Authority.create(DEPLOYMENT)
 class FakeController:
     """Answers as the test has laid out, and refuses beyond that."""
 
-    def __init__(self, *answers: Papers | None) -> None:
+    def __init__(self, *answers: TlsCredentials | None) -> None:
         self.asked: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._answers = iter(answers)
 
-    def obtain(self) -> Papers:
+    def obtain(self) -> TlsCredentials:
         self.asked.put(None)
         if (answer := next(self._answers, None)) is None:
             raise DeployError("the controller does not answer")
         return answer
 
 
-def _papers(life_s: float) -> Papers:
+def _tls_credentials(life_s: float) -> TlsCredentials:
     """Those of a real certificate, said to last so long."""
-    made = papers(_AUTHORITY, _NAME)
+    made = tls_credentials(_AUTHORITY, _NAME)
     return replace(made, certificate=replace(made.certificate, life_s=life_s))
 
 
 @pytest.fixture
 def soon_over() -> Iterator[Identity]:
-    yield Identity(_NAME, _papers(0.03))
+    yield Identity(_NAME, _tls_credentials(0.03))
 
 
 def test_an_identity_is_renewed_before_its_papers_end(soon_over: Identity) -> None:
-    fresh = _papers(3600.0)
+    fresh = _tls_credentials(3600.0)
     controller = FakeController(fresh)
     renewal = Renewal(soon_over, controller.obtain)
     renewal.start()
-    until(lambda: soon_over.papers is fresh)
+    until(lambda: soon_over.tls_credentials is fresh)
     renewal.stop()
     assert controller.asked.qsize() == 1, "an hour is not over"
 
 
 def test_a_renewal_that_fails_is_tried_again(soon_over: Identity) -> None:
-    before, fresh = soon_over.papers, _papers(3600.0)
+    before, fresh = soon_over.tls_credentials, _tls_credentials(3600.0)
     controller = FakeController(None, None, fresh)
     renewal = Renewal(soon_over, controller.obtain, retry_s=0.01)
     renewal.start()
-    until(lambda: soon_over.papers is not before)
+    until(lambda: soon_over.tls_credentials is not before)
     renewal.stop()
-    assert soon_over.papers is fresh and controller.asked.qsize() == 3
+    assert soon_over.tls_credentials is fresh and controller.asked.qsize() == 3
 
 
 def test_who_has_no_papers_asks_for_none() -> None:

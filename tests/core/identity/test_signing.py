@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from core.identity.signing import SEAL_BYTES, is_sealed, opened, seal, sealed
+from core.identity.signing import SIGNATURE_BYTES, is_signed, sign, signed, verified
 
 _KEY = bytes(range(32))
 
 
 def test_a_seal_is_the_standards_own() -> None:
     """RFC 4231, test case 2."""
-    made = seal(b"Jefe", b"what do ya want ", memoryview(b"for nothing?"))
+    made = sign(b"Jefe", b"what do ya want ", memoryview(b"for nothing?"))
     assert made.hex() == "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
-    assert len(made) == SEAL_BYTES
+    assert len(made) == SIGNATURE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -22,15 +22,15 @@ def test_a_seal_is_the_standards_own() -> None:
     ids=["another key", "as another thing", "other data", "nothing"],
 )
 def test_nothing_else_is_sealed_by_it(key: bytes, parts: tuple[bytes, ...]) -> None:
-    shown = seal(_KEY, b"header", b"data")
-    assert is_sealed(shown, _KEY, b"header", b"data")
-    assert not is_sealed(shown, key, *parts)
-    assert not is_sealed(shown[:-1], _KEY, b"header", b"data") and not is_sealed(b"", _KEY, b"header", b"data")
+    shown = sign(_KEY, b"header", b"data")
+    assert is_signed(shown, _KEY, b"header", b"data")
+    assert not is_signed(shown, key, *parts)
+    assert not is_signed(shown[:-1], _KEY, b"header", b"data") and not is_signed(b"", _KEY, b"header", b"data")
 
 
 def test_what_is_opened_is_what_was_sealed_under_the_same_words() -> None:
-    found = sealed(b"value", _KEY, b"place", b"1")
-    assert found == seal(_KEY, b"place", b"1", b"value") + b"value"
-    assert opened(found, _KEY, b"place", b"1") == b"value"
-    assert opened(found, _KEY, b"place", b"2") is None and opened(found, bytes(32), b"place", b"1") is None
-    assert opened(found[:-1], _KEY, b"place", b"1") is None and opened(b"", _KEY, b"place", b"1") is None
+    found = signed(b"value", _KEY, b"place", b"1")
+    assert found == sign(_KEY, b"place", b"1", b"value") + b"value"
+    assert verified(found, _KEY, b"place", b"1") == b"value"
+    assert verified(found, _KEY, b"place", b"2") is None and verified(found, bytes(32), b"place", b"1") is None
+    assert verified(found[:-1], _KEY, b"place", b"1") is None and verified(b"", _KEY, b"place", b"1") is None

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 from redis.asyncio import Redis
 
-from core.identity.signing import seal
-from core.index.membership import Member, Membership, OtherVersion, RefusalReason
+from core.identity.signing import sign
+from core.index.membership import Member, Membership, OtherVersion, RejectionReason
 from core.types.request import Role
 from core.types.wire_version import WIRE_VERSION
 from tests.support.members import make_member
@@ -66,8 +66,8 @@ async def test_deployments_do_not_see_each_other(redis: Redis) -> None:
 async def test_a_record_that_this_deployment_has_not_signed_is_ignored_and_said_once(
     redis: Redis, caplog: pytest.LogCaptureFixture, record: str | bytes
 ) -> None:
-    refused: list[RefusalReason] = []
-    membership = Membership(redis, name="c", key=_KEY, count_refused=refused.append)
+    rejected: list[RejectionReason] = []
+    membership = Membership(redis, name="c", key=_KEY, count_rejected=rejected.append)
     good = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
     await membership.renew(good)
     await redis.sadd("c:members", "decode-0")
@@ -75,7 +75,7 @@ async def test_a_record_that_this_deployment_has_not_signed_is_ignored_and_said_
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert await membership.members() == [good]
-    assert refused == [RefusalReason.UNSIGNED]
+    assert rejected == [RejectionReason.UNSIGNED]
     assert len([line for line in caplog.messages if "decode-0" in line]) == 1
 
 
@@ -100,16 +100,16 @@ async def test_a_member_of_another_wire_is_left_out_counted_and_named_once(
     redis: Redis, caplog: pytest.LogCaptureFixture, version: int
 ) -> None:
     """Its record is ours, but what it says may mean anything: no field but the version is read."""
-    refused: list[RefusalReason] = []
-    membership = Membership(redis, name="c", key=_KEY, count_refused=refused.append)
+    rejected: list[RejectionReason] = []
+    membership = Membership(redis, name="c", key=_KEY, count_rejected=rejected.append)
     await membership.renew(_MEMBER)
     text = json.dumps({"wire_version": version, "replica": ["decode", 9]}).encode()
     await redis.sadd("c:members", "decode-9")
-    await redis.set("c:member:decode-9", seal(_KEY, text) + text)
+    await redis.set("c:member:decode-9", sign(_KEY, text) + text)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert await membership.members() == [_MEMBER]
-    assert refused == [RefusalReason.OTHER_VERSION]
+    assert rejected == [RejectionReason.OTHER_VERSION]
     [said] = caplog.messages
     assert "decode-9" in said and f"version {version} on the wire, and this router {WIRE_VERSION}" in said
 

@@ -42,9 +42,9 @@ def test_it_serves_and_evicts_only_what_expires(address: RedisAddress, tmp_path:
             assert client.xlen("events") == 1
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-lru"}
             assert client.config_get("save") == {"save": ""}
-        stranger = redis.Redis(port=address.port, retry=Retry(ConstantBackoff(0), 0))
-        with stranger, pytest.raises(redis.AuthenticationError):
-            stranger.ping()
+        pending_peer = redis.Redis(port=address.port, retry=Retry(ConstantBackoff(0), 0))
+        with pending_peer, pytest.raises(redis.AuthenticationError):
+            pending_peer.ping()
     finally:
         server.stop()
 

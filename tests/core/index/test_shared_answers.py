@@ -65,10 +65,10 @@ async def test_what_is_not_of_the_deployment_is_left_out_and_counted(redis: Redi
     assert await other.read() == [b"true"]
     await redis.xadd(_STREAM, {"message": "last"})
     assert await other.read() == [] == await other.read()
-    assert other.num_refused == len(bad) + 3, "one is counted again and again"
+    assert other.num_rejected == len(bad) + 3, "one is counted again and again"
     elsewhere = _end(redis, name="d")
     await redis.xadd("d:answers", {"message": value})
-    assert await elsewhere.read() == [] and elsewhere.num_refused == 1, "it is taken for one of another stream"
+    assert await elsewhere.read() == [] and elsewhere.num_rejected == 1, "it is taken for one of another stream"
 
 
 async def test_what_is_written_once_more_is_not_read_once_more(redis: Redis) -> None:
@@ -79,7 +79,7 @@ async def test_what_is_written_once_more_is_not_read_once_more(redis: Redis) -> 
     assert await other.read() == [b"first", b"second"]
     for _, fields in old:
         await redis.xadd(_STREAM, fields)
-    assert await other.read() == [] and other.num_refused == 0
+    assert await other.read() == [] and other.num_rejected == 0
 
 
 async def test_it_goes_on_where_redis_has_lost_everything(redis: Redis) -> None:
@@ -122,7 +122,7 @@ async def test_who_skips_numbers_does_not_run_a_counter_over(redis: Redis) -> No
     cipher = AESGCM(blake2b(writer, key=_KEY, digest_size=32, person=b"writer").digest())
     for number in (1, (1 << 64) - 1):
         nonce = number.to_bytes(12, "big")
-        sealed = cipher.encrypt(nonce, b"some", b"c")
-        await redis.xadd(_STREAM, {"message": writer + nonce[4:] + sealed})
+        signed = cipher.encrypt(nonce, b"some", b"c")
+        await redis.xadd(_STREAM, {"message": writer + nonce[4:] + signed})
     assert await other.read() == [b"some", b"some"]
     assert 0 < other.num_missed < 1 << 16

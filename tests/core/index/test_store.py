@@ -261,7 +261,7 @@ async def test_an_event_that_makes_no_sense_stops_nobody(redis: Redis, event: di
     for _ in range(2):
         await reader.follow(["a", "b"], wait_ms=1)
     assert index.match(_HASHES) == {"a": 1}
-    assert reader.num_refused == 1
+    assert reader.num_rejected == 1
 
 
 async def test_what_a_newer_version_says_beyond_this_is_passed_over(redis: Redis) -> None:
@@ -270,7 +270,7 @@ async def test_what_a_newer_version_says_beyond_this_is_passed_over(redis: Redis
     event: dict[Any, Any] = {"replica": "a", "device": _HASHES[0], "remote": b"12", "epoch": b"7"}
     await redis.xadd("c:events", event)
     await reader.follow(["a"], wait_ms=1)
-    assert (index.match(_HASHES), reader.num_refused) == ({"a": 1}, 0)
+    assert (index.match(_HASHES), reader.num_rejected) == ({"a": 1}, 0)
 
 
 async def test_replicas_that_are_no_members_hold_nothing(redis: Redis) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from core.process.child_process import OrderedProcess
+from core.process.child_process import ChildProcess
 from core.types.errors import ReplicaLost
 
 
 def test_orders_are_answered_in_order_and_a_process_that_is_gone_is_known() -> None:
-    process = OrderedProcess("tests.core.process.obedient", "40", answer_s=30.0)
+    process = ChildProcess("tests.core.process.obedient", "40", answer_s=30.0)
     try:
         process.tell("add", number=1)
         process.tell("add", number=1)

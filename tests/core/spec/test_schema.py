@@ -39,9 +39,9 @@ def test_deterministic(more: dict[str, Any]) -> None:
     ],
 )
 def test_deterministic_says_what_it_needs(more: dict[str, Any], need: str) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as rejected:
         parse_spec(DETERMINISTIC | more)
-    message = str(refused.value)
+    message = str(rejected.value)
     assert message.startswith(f"spec: engine: deterministic needs {need}") and "\n" not in message
 
 
@@ -77,16 +77,16 @@ def test_tls(text: str, meant: str) -> None:
     ],
 )
 def test_what_security_lacks(security: dict[str, str], said: str) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as rejected:
         parse_spec({"security": security})
-    assert str(refused.value).startswith(said)
+    assert str(rejected.value).startswith(said)
 
 
 @pytest.mark.parametrize(("running", "tokens"), [(512, 512), (600, 512), (16, 16)])
 def test_sequences_that_decode_leave_prompts_room_in_a_step(running: int, tokens: int) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as rejected:
         parse_spec({"decode": {"max_running": running, "max_batch_tokens": tokens}})
-    message = str(refused.value)
+    message = str(rejected.value)
     assert message.startswith(f"spec: decode: max_batch_tokens: {tokens} leave prompts nothing") and "\n" not in message
     assert (
         parse_spec({"decode": {"max_running": running, "max_batch_tokens": running + 1}}).decode.max_running == running
@@ -145,9 +145,9 @@ def test_a_rank_uses_one_gpu() -> None:
     ],
 )
 def test_what_cannot_be_encrypted_is_not_promised(more: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link can") as refused:
+    with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link can") as rejected:
         parse_spec(more)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
     assert parse_spec({"kv": {"encrypt": True}}).kv.encrypt and not parse_spec({}).kv.encrypt
     assert not parse_spec({}).kv.trust_network
 
@@ -167,18 +167,18 @@ def test_what_cannot_be_encrypted_is_not_promised(more: dict[str, Any]) -> None:
     ],
 )
 def test_a_section_that_is_none_or_elsewhere_is_told_how_to_be_written(tree: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as rejected:
         parse_spec(tree)
-    assert said in str(refused.value)
+    assert said in str(rejected.value)
 
 
 @pytest.mark.parametrize(
     ("method", "said"), [("eagle3", "(got 'eagle3'); did you mean eagle?"), ("luck", "(got 'luck')")]
 )
 def test_a_word_that_is_nearly_known(method: str, said: str) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as rejected:
         parse_spec({"speculation": {"method": method}})
-    assert str(refused.value).endswith(said)
+    assert str(rejected.value).endswith(said)
 
 
 def test_what_a_section_lacks_is_said_without_the_section() -> None:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from core.types.api_key import KeyBook, digest_of, new_key, new_secret, parse_priorities
+from core.types.api_key import KeyRegistry, digest_of, new_key, new_secret, parse_priorities
 from core.types.errors import SpecError
 
 
@@ -16,24 +16,24 @@ def test_a_secret_has_256_bits_and_is_not_kept() -> None:
     assert len(secrets) == 100 and all(re.fullmatch(r"sk-[\w-]{43}", secret) for secret in secrets)
     secret = secrets.pop()
     key = new_key("acme", secret)
-    text = KeyBook(keys=(key,)).to_json()
+    text = KeyRegistry(keys=(key,)).to_json()
     assert secret not in text and secret.removeprefix("sk-") not in text and key.digest == digest_of(secret)
     assert key.id not in secret
 
 
 def test_a_book_is_read_as_it_was_written_and_a_newer_ones_fields_are_passed_over() -> None:
     keys = (new_key("a", "x", rpm=5, priorities=(-1, 3)), new_key("b", "y", tenant="team", tpm=7, concurrency=1))
-    book = KeyBook(version=4, keys=keys)
-    assert KeyBook.from_json(book.to_json()) == book
+    book = KeyRegistry(version=4, keys=keys)
+    assert KeyRegistry.from_json(book.to_json()) == book
     tree = json.loads(book.to_json())
     tree["keys"][0]["colour"] = "red"
-    assert KeyBook.from_json(json.dumps(tree)) == book
+    assert KeyRegistry.from_json(json.dumps(tree)) == book
 
 
 def test_names_are_taken_once_and_given_back() -> None:
     key = new_key("a", "x")
-    book = KeyBook().with_key(key)
-    assert book.with_key(key) == book == KeyBook(version=1, keys=(key,)), "a controller that died was asked again"
+    book = KeyRegistry().with_key(key)
+    assert book.with_key(key) == book == KeyRegistry(version=1, keys=(key,)), "a controller that died was asked again"
     with pytest.raises(SpecError, match="a key is called a already"):
         book.with_key(new_key("a", "y"))
     for name in ("a", key.id):
@@ -41,7 +41,7 @@ def test_names_are_taken_once_and_given_back() -> None:
     with pytest.raises(SpecError, match="no key is called b; there are: a"):
         book.find("b")
     without = book.without(key)
-    assert without.without(key) == without == KeyBook(version=2), "and so it is when one is revoked"
+    assert without.without(key) == without == KeyRegistry(version=2), "and so it is when one is revoked"
 
 
 def test_a_key_is_its_own_tenant_unless_one_is_named() -> None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from cluster.cli.trace import picture
-from core.types.timeline import Life, LifeState, Span, critical_path, spans_of
+from core.types.timeline import RequestPhase, Span, Timeline, critical_path, spans_of
 
 _D, _P = "decode-1", "prefill-0"
 
 
-def _life() -> Life:
+def _life() -> Timeline:
     """As a prompt goes through two replicas: the wire overlaps what is computed, the decode replica waits for both."""
-    life = Life(began=100.0)
-    life.add(LifeState.PREPARE, "", 100.0, 100.1)
-    life.add(LifeState.QUEUE, "", 100.1, 100.3)
-    life.add(LifeState.ROUTE, _D, 100.3, 100.4)
-    life.add(LifeState.WAIT, _D, 100.4, 101.2)
+    life = Timeline(began=100.0)
+    life.add(RequestPhase.PREPARE, "", 100.0, 100.1)
+    life.add(RequestPhase.QUEUE, "", 100.1, 100.3)
+    life.add(RequestPhase.ROUTE, _D, 100.3, 100.4)
+    life.add(RequestPhase.WAIT, _D, 100.4, 101.2)
     begun = life.add_before(
-        101.0, _P, [(LifeState.WAIT, 0.1), (LifeState.PULL, 0.2), (LifeState.COMPUTE, 0.2)], since=100.4
+        101.0, _P, [(RequestPhase.WAIT, 0.1), (RequestPhase.FETCH, 0.2), (RequestPhase.COMPUTE, 0.2)], since=100.4
     )
-    life.add(LifeState.ROUTE, _P, 100.4, begun)
-    life.add_before(101.1, _P, [(LifeState.WIRE, 0.25)], since=100.4)
-    life.add(LifeState.DECODE, _D, 101.2, 103.0)
+    life.add(RequestPhase.ROUTE, _P, 100.4, begun)
+    life.add_before(101.1, _P, [(RequestPhase.WIRE, 0.25)], since=100.4)
+    life.add(RequestPhase.DECODE, _D, 101.2, 103.0)
     life.ended, life.outcome, life.first_s = 103.0, "completed", 1.0
     return life
 
@@ -31,35 +31,35 @@ def test_at_each_moment_it_is_what_the_others_wait_for() -> None:
     life = _life()
     path = critical_path(spans_of(life.as_dict()))
     assert [(span.state, span.replica) for span in path] == [
-        (LifeState.PREPARE, ""),
-        (LifeState.QUEUE, ""),
-        (LifeState.ROUTE, _D),
-        (LifeState.ROUTE, _P),
-        (LifeState.WAIT, _P),
-        (LifeState.PULL, _P),
-        (LifeState.COMPUTE, _P),
-        (LifeState.WIRE, _P),
-        (LifeState.WAIT, _D),
-        (LifeState.DECODE, _D),
+        (RequestPhase.PREPARE, ""),
+        (RequestPhase.QUEUE, ""),
+        (RequestPhase.ROUTE, _D),
+        (RequestPhase.ROUTE, _P),
+        (RequestPhase.WAIT, _P),
+        (RequestPhase.FETCH, _P),
+        (RequestPhase.COMPUTE, _P),
+        (RequestPhase.WIRE, _P),
+        (RequestPhase.WAIT, _D),
+        (RequestPhase.DECODE, _D),
     ]
     assert path[0].start_s == 0.0 and path[-1].end_s == pytest.approx(3.0)
     assert sum(span.end_s - span.start_s for span in path) == pytest.approx(3.0), "no moment twice, and none left out"
-    shares = {state: sum(one.end_s - one.start_s for one in path if one.state is state) for state in LifeState}
-    assert shares[LifeState.COMPUTE] == pytest.approx(0.2) and shares[LifeState.PULL] == pytest.approx(0.2)
-    assert shares[LifeState.WIRE] == pytest.approx(0.1), "what of the wire was not behind the computation"
+    shares = {state: sum(one.end_s - one.start_s for one in path if one.state is state) for state in RequestPhase}
+    assert shares[RequestPhase.COMPUTE] == pytest.approx(0.2) and shares[RequestPhase.FETCH] == pytest.approx(0.2)
+    assert shares[RequestPhase.WIRE] == pytest.approx(0.1), "what of the wire was not behind the computation"
 
 
 def test_durations_of_another_host_begin_no_sooner_than_its_call() -> None:
-    life = Life(began=0.0)
-    begun = life.add_before(5.0, _P, [(LifeState.WAIT, 1.0), (LifeState.COMPUTE, 100.0)], since=4.0)
-    assert begun == 4.0 and life.told() == [Span(LifeState.COMPUTE, _P, 4.0, 5.0)]
-    assert life.add_before(5.0, _P, [(LifeState.WIRE, -3.0)], since=4.0) == 5.0 and len(life.spans) == 1
+    life = Timeline(began=0.0)
+    begun = life.add_before(5.0, _P, [(RequestPhase.WAIT, 1.0), (RequestPhase.COMPUTE, 100.0)], since=4.0)
+    assert begun == 4.0 and life.told() == [Span(RequestPhase.COMPUTE, _P, 4.0, 5.0)]
+    assert life.add_before(5.0, _P, [(RequestPhase.WIRE, -3.0)], since=4.0) == 5.0 and len(life.spans) == 1
 
 
 def test_a_request_of_many_attempts_is_remembered_within_bounds() -> None:
-    life = Life(began=0.0)
+    life = Timeline(began=0.0)
     for number in range(1000):
-        life.add(LifeState.QUEUE, "", number, number + 0.5)
+        life.add(RequestPhase.QUEUE, "", number, number + 0.5)
     assert len(life.spans) == 256
 
 
@@ -74,4 +74,4 @@ def test_it_is_drawn() -> None:
 
 
 def test_of_one_that_waits_there_is_nothing_yet() -> None:
-    assert picture("r", Life().as_dict())[-1] == "critical path: nothing yet"
+    assert picture("r", Timeline().as_dict())[-1] == "critical path: nothing yet"

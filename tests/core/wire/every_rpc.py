@@ -101,7 +101,7 @@ def truthful(name: str, caller: ProcessName, callee: ProcessName) -> Message:
         "Generate": worker.GenerateRequest(router=caller.member),
         "Stop": worker.StopRequest(router=caller.member),
         "Migrate": worker.MigrateRequest(router=caller.member),
-        "Pull": worker.PullRequest(handoff=handoff),
+        "Fetch": worker.FetchRequest(handoff=handoff),
         "Connect": transfer.SenderFrame(hello=transfer.Hello(sender=str(caller), sender_rank=number)),
         "Report": transfer.ReportRequest(rank=number),
         "Tell": transfer.TellRequest(key=key),

@@ -22,7 +22,7 @@ from core.rpc import worker_pb2 as worker
 from core.wire.channel import listen, make_server, open_channel
 from tests.core.identity.authorities import issue_authority
 from tests.core.wire.every_rpc import METHODS, FakeServices, call, truthful
-from tests.support.identities import DEPLOYMENT, in_clear, papers, proven, rank, router
+from tests.support.identities import DEPLOYMENT, in_clear, proven, rank, router, tls_credentials
 
 _OURS, _THEIRS = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
 _CALLEE = rank("decode-0", 1)
@@ -39,7 +39,7 @@ _MAY = {
     "Generate": [_ROUTER],
     "Stop": [_ROUTER],
     "Migrate": [_ROUTER],
-    "Pull": [_OTHER_LEADER],
+    "Fetch": [_OTHER_LEADER],
     "Connect": [_OTHER_LEADER, _OTHER],
     "Open": [_LEADER],
     "Close": [_LEADER],
@@ -95,8 +95,8 @@ _LIES: list[tuple[ProcessName, str, Message]] = [
     (_ROUTER, "/cluster.worker.v1.DecodeWorker/Migrate", worker.MigrateRequest()),
     (
         _OTHER_LEADER,
-        "/cluster.worker.v1.PrefixHolder/Pull",
-        worker.PullRequest(handoff=worker.Handoff(replica="prefill-1")),
+        "/cluster.worker.v1.PrefixFetch/Pull",
+        worker.FetchRequest(handoff=worker.Handoff(replica="prefill-1")),
     ),
     (
         _OTHER,
@@ -141,11 +141,11 @@ async def test_an_rpc_without_a_row_is_refused() -> None:
     assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-def _strangers(address: str) -> dict[str, aio.Channel]:
+def _pending_peers(address: str) -> dict[str, aio.Channel]:
     """Each has the network, and lacks a certificate that counts."""
-    authorities = papers(_OURS, _ROUTER).certificate.authorities
+    authorities = tls_credentials(_OURS, _ROUTER).certificate.authorities
     nobody = grpc.ssl_channel_credentials(authorities)
-    theirs = papers(_THEIRS, _ROUTER)
+    theirs = tls_credentials(_THEIRS, _ROUTER)
     forged = grpc.ssl_channel_credentials(authorities, theirs.key, theirs.certificate.chain)
     name = [("grpc.ssl_target_name_override", _CALLEE.host)]
     return {
@@ -158,8 +158,8 @@ def _strangers(address: str) -> dict[str, aio.Channel]:
 
 async def test_a_stranger_gets_nothing_from_any_rpc() -> None:
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
-        for who, stranger in _strangers(address).items():
-            async with stranger as channel:
+        for who, pending_peer in _pending_peers(address).items():
+            async with pending_peer as channel:
                 for name in METHODS:
                     status = await call(channel, name, truthful(name, _ROUTER, _CALLEE))
                     assert status is grpc.StatusCode.UNAVAILABLE, (who, name)

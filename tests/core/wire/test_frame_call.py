@@ -141,13 +141,13 @@ async def test_it_shows_papers_and_asks_for_them() -> None:
         frames = _call(address, proven(authority, _CALLER))
         assert (await _next(frames)).number == 0
         frames.cancel()
-        for stranger, why in (
+        for pending_peer, why in (
             (proven(authority, router(deployment="neighbour")), "PERMISSION_DENIED"),
             (proven(Authority.create(DEPLOYMENT), _CALLER), "UNAVAILABLE"),
             (in_clear(_CALLER), "UNAVAILABLE"),
         ):
             with pytest.raises(ReplicaLost, match=f"decode-0: {why}"):
-                await _next(_call(address, stranger))
+                await _next(_call(address, pending_peer))
 
 
 async def test_it_speaks_to_nobody_else_at_that_address() -> None:
@@ -159,8 +159,8 @@ async def test_it_speaks_to_nobody_else_at_that_address() -> None:
 
 async def test_papers_that_cannot_be_shown() -> None:
     identity = proven(Authority.create(DEPLOYMENT), _CALLER)
-    assert identity.papers
-    identity.renew(replace(identity.papers, key=b"no key"))
+    assert identity.tls_credentials
+    identity.renew(replace(identity.tls_credentials, key=b"no key"))
     async with _serving(WorkerServicer(FrameHub()), in_clear(_CALLEE)) as address:
         with pytest.raises(ReplicaLost, match="UNAVAILABLE: no connection"):
             await _next(_call(address, identity))
@@ -242,13 +242,13 @@ async def test_windows_are_returned_for_what_goes_straight() -> None:
 
 
 async def test_what_a_taker_raises_ends_the_call_and_is_raised_to_whoever_iterates() -> None:
-    def refuse(frame: pb.Frame) -> None:
+    def reject(frame: pb.Frame) -> None:
         raise ZeroDivisionError
 
     hub = FrameHub()
     async with _serving(WorkerServicer(hub), in_clear(_CALLEE)) as address:
         with pytest.raises(ZeroDivisionError):
-            async for _ in (frames := _call(address, taker=refuse)):
+            async for _ in (frames := _call(address, taker=reject)):
                 hub.publish({_CALLER.router: [(1, SampledToken(7))]})
         with pytest.raises(ReplicaLost, match="could not be taken"):
             await _next(frames)
@@ -411,10 +411,10 @@ async def test_an_address_that_is_none(address: str) -> None:
 
 
 async def test_papers_for_which_no_file_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> int:
+    def reject(name: str) -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(os, "memfd_create", reject)
     async with _saying(b"") as (address, _):
         pass
     with pytest.raises(ReplicaLost, match=r"UNAVAILABLE: no connection.*Too many open files"):

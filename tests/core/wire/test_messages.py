@@ -10,7 +10,7 @@ import pytest
 from core.rpc import worker_pb2 as pb
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
-from core.types.handoff import Handoff, Holder
+from core.types.handoff import Handoff, PrefixSource
 from core.types.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from core.types.step_timing import StepTiming
 from core.types.thinking_budget import ThinkingBudget
@@ -58,9 +58,9 @@ def test_a_sequence(request_: SequenceRequest) -> None:
 
 def test_a_grammar_of_an_unknown_kind_is_refused() -> None:
     message = pb.Sequence(id="r", token_ids=[1], num_prompt_tokens=1, grammar=pb.Grammar(kind="verse", text="a"))
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as rejected:
         messages.sequence_from_proto(message)
-    assert refused.value.param == "grammar"
+    assert rejected.value.param == "grammar"
 
 
 def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> None:
@@ -88,10 +88,10 @@ def test_a_ticket_a_holder_and_a_timing() -> None:
         first_token=8,
         ttl_s=1.5,
     )
-    holder = Holder(replica="p", address="a:1", num_tokens=16)
+    prefix_source = PrefixSource(replica="p", address="a:1", num_tokens=16)
     timing = StepTiming(base_s=1.0, token_s=2.0, pair_s=3.0, context_s=4.0)
     assert messages.handoff_from_proto(messages.handoff_to_proto(handoff)) == handoff
-    assert messages.holder_from_proto(messages.holder_to_proto(holder)) == holder
+    assert messages.prefix_source_from_proto(messages.prefix_source_to_proto(prefix_source)) == prefix_source
     sent = messages.timing_to_proto(timing)
     assert sent and messages.timing_from_proto(sent) == timing and messages.timing_to_proto(None) is None
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from core.identity.operator_account import People, Person, PersonRole
 from core.index.membership import Member
 from core.rpc import transfer_pb2, worker_pb2
-from core.types.api_key import KeyBook, new_key, new_secret
+from core.types.api_key import KeyRegistry, new_key, new_secret
 from core.types.errors import RequestError
 from core.wire import messages
 from core.wire.status_check import make_plausible
@@ -60,7 +60,7 @@ def _known(message: Any) -> object:
 _READERS: dict[str, Callable[[Any], object]] = {
     "Sequence": messages.sequence_from_proto,
     "Handoff": messages.handoff_from_proto,
-    "Holder": messages.holder_from_proto,
+    "PrefixSource": messages.prefix_source_from_proto,
     "StepTiming": messages.timing_from_proto,
     "StreamTokens": lambda message: messages.tokens_from_proto(message.tokens),
     "Status": _status,
@@ -90,8 +90,8 @@ def test_every_reader_has_its_message() -> None:
 def test_more_fields_of_a_record_at_every_level_are_passed_over() -> None:
     assert Member.from_json(_with_more(asdict(make_member()))) == make_member()
     key = new_key("a", new_secret(), rpm=7, priorities=(1, 2))
-    book = KeyBook().with_key(key)
-    assert KeyBook.from_json(_with_more(json.loads(book.to_json()))) == book
+    book = KeyRegistry().with_key(key)
+    assert KeyRegistry.from_json(_with_more(json.loads(book.to_json()))) == book
     people = People((Person(name="ann", role=PersonRole.VIEWER, fingerprint="ab", ends_at=1.5),))
     assert People.from_json(people.to_json()) == people
     assert People.from_json(_with_more(json.loads(people.to_json()))) == people

@@ -16,7 +16,7 @@ from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.wire.channel import listen, make_server, open_channel, open_lasting_channel
 from core.wire.renewing_channel import LastingChannel
-from tests.support.identities import DEPLOYMENT, papers, proven, rank, router
+from tests.support.identities import DEPLOYMENT, proven, rank, router, tls_credentials
 from tests.support.waiting import becomes
 
 _CALLEE, _CALLER = rank("decode-0"), router()
@@ -83,12 +83,14 @@ async def test_a_stream_goes_on_while_both_ends_are_renewed() -> None:
             assert await _frame(servicer, frames) == 0
             stop = pb.StopRequest(router=_CALLER.router)
             for turn in range(1, 4):
-                server.renew(papers(authority, _CALLEE))
-                client.renew(papers(authority, _CALLER))
+                server.renew(tls_credentials(authority, _CALLEE))
+                client.renew(tls_credentials(authority, _CALLER))
                 await decode.Stop(stop, timeout=10)
                 assert await _frame(servicer, frames) == turn
-                assert client.papers
-                assert servicer.certificates[-1] == client.papers.certificate.chain.strip(), "the new one is not shown"
+                assert client.tls_credentials
+                assert servicer.certificates[-1] == client.tls_credentials.certificate.chain.strip(), (
+                    "the new one is not shown"
+                )
             assert len(set(servicer.certificates)) == 4
 
 
@@ -100,7 +102,7 @@ async def test_a_server_that_is_renewed_shows_its_new_papers_and_trusts_by_them(
         async with open_channel(address, peer=_CALLEE, identity=proven(before, _CALLER)) as channel:
             frames = rpc.WorkerStub(channel).Frames(_FRAMES)
             assert await _frame(servicer, frames) == 0
-            server.renew(papers(after, _CALLEE))
+            server.renew(tls_credentials(after, _CALLEE))
             for authority, status in ((before, grpc.StatusCode.UNAVAILABLE), (after, grpc.StatusCode.OK)):
                 async with open_channel(address, peer=_CALLEE, identity=proven(authority, _CALLER)) as another:
                     assert await _status(another) is status
@@ -120,12 +122,12 @@ async def test_an_old_connection_ends_with_its_last_call() -> None:
         async with _closing(LastingChannel(open_one, client)) as channel:
             frames = rpc.WorkerStub(channel).Frames(_FRAMES)
             assert await _frame(servicer, frames) == 0
-            client.renew(papers(authority, _CALLER))
+            client.renew(tls_credentials(authority, _CALLER))
             assert await _status(channel) is grpc.StatusCode.OK
             assert not frames.done()
             frames.cancel()
             await becomes(lambda: opened[0].get_state() is grpc.ChannelConnectivity.SHUTDOWN)
-            client.renew(papers(authority, _CALLER))  # nothing is under way: then the old one ends at once
+            client.renew(tls_credentials(authority, _CALLER))  # nothing is under way: then the old one ends at once
             assert await _status(channel) is grpc.StatusCode.OK
             await becomes(lambda: opened[1].get_state() is grpc.ChannelConnectivity.SHUTDOWN)
             assert len(opened) == 3 and opened[2].get_state() is grpc.ChannelConnectivity.READY
@@ -138,7 +140,7 @@ async def test_calls_under_way_end_with_the_channel() -> None:
         async with _closing(open_lasting_channel(address, peer=_CALLEE, identity=client)) as channel:
             old = rpc.WorkerStub(channel).Frames(_FRAMES)
             assert await _frame(servicer, old) == 0
-            client.renew(papers(authority, _CALLER))
+            client.renew(tls_credentials(authority, _CALLER))
             new = rpc.WorkerStub(channel).Frames(_FRAMES)
             await becomes(lambda: servicer.num_open == 2)
         assert old.done() and new.done()

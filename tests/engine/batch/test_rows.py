@@ -50,7 +50,7 @@ class OneOf:
     def __init__(self, *allowed: Seq[int]) -> None:
         self._allowed = allowed
 
-    def may_forbid(self, tokens: Seq[int], start: int, num_coming: int, /) -> bool:
+    def may_forbid(self, tokens: Seq[int], start: int, num_in_flight: int, /) -> bool:
         return True
 
     def allowed(self, tokens: Seq[int], start: int, /) -> NDArray[np.int32]:

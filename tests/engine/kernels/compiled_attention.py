@@ -21,7 +21,7 @@ from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.latent_attention import launch_latent_decode_attention, splits_of_latents
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.kv_splits import Splits
-from engine.kernels.attention.query_groups import QueryStrips, most_queries
+from engine.kernels.attention.query_groups import QueryGroups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
 # ruff: isort: on
 
@@ -53,12 +53,12 @@ def attend(pool_dtype: torch.dtype) -> None:
     q = numbers(_QUERIES, _H, _D)
     rows = {"tables_RB": tables, "contexts_R": contexts, "window": None}
     most = most_queries(_H, _K)
-    of_strips = (ints(_ROWS), ints(_ROWS), tables, contexts, ints(most * _ROWS), ints(most * _ROWS))
+    of_query_groups = (ints(_ROWS), ints(_ROWS), tables, contexts, ints(most * _ROWS), ints(most * _ROWS))
     launch_decode_attention(
         q,
         codes,
         scales,
-        strips=QueryStrips.of(of_strips, most=most, longest=_CONTEXT),
+        query_groups=QueryGroups.of(of_query_groups, most=most, longest=_CONTEXT),
         window=None,
         splits=Splits.of(
             contexts,

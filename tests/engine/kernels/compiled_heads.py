@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.model.draft_heads import HeadsPlace
-from engine.batch.batch import Batch, FedTokens
+from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.rows import Row
 from engine.runner import runner as runner_module
 from engine.config import EngineConfig
@@ -93,8 +93,8 @@ def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launc
     assert told == list(range(runner.layout.num_layers))
     runner.forward(batch((40, 1), (31, 1)))
     chosen = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    fed = FedTokens(token_ids=chosen, sources=np.arange(2), places=np.arange(2))
-    runner.forward(replace(batch((41, 1), (32, 1)), fed=fed))
+    device_tokens = DeviceTokens(token_ids=chosen, sources=np.arange(2), places=np.arange(2))
+    runner.forward(replace(batch((41, 1), (32, 1)), device_tokens=device_tokens))
     runner.forward(batch((42, 4), (33, 2)))
     runner.copy_block(1, 5)
 

@@ -30,7 +30,7 @@ from core.types.token_rules import TokenRules
 from engine.runner import decode_graphs, runner, streams
 from engine.sampling import greedy, sampler
 from engine.batch import device_batch
-from engine.batch.batch import Batch, FedTokens
+from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.rows import Row
 from engine.attention import gathered_kv
 from engine.model.transformer import expected_tensors
@@ -216,8 +216,8 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
         assert logits.shape == (len(spans), 32000) and logits.is_cuda
         chosen = choose(logits)
         for sources in ([0, 1], [1, 0]) if len(spans) > 1 else ():  # and a step that runs ahead of these tokens
-            fed = FedTokens(token_ids=chosen, sources=np.array(sources), places=np.array([0, 1]))
-            replaying.forward(replace(batch, fed=fed), **options)
+            device_tokens = DeviceTokens(token_ids=chosen, sources=np.array(sources), places=np.array([0, 1]))
+            replaying.forward(replace(batch, device_tokens=device_tokens), **options)
     assert told == list(range(layout.num_layers))
     assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
     for wire_dtype in ("raw", "fp8_e4m3", "int8"):

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from core.model import config as model_config
 from engine.batch.device_batch import DeviceBatch
 from engine.config import EngineConfig
-from engine.kernels.attention.query_groups import QueryStrips
+from engine.kernels.attention.query_groups import QueryGroups
 from engine.runner.runner import ModelRunner
 # ruff: isort: on
 
@@ -75,9 +75,9 @@ def layers(model_dir: Path) -> list[list[str]]:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=DEVICE)
 
-        of_strips = (numbers(ROWS), numbers(ROWS), numbers(ROWS, 256), *(numbers(ROWS) for _ in range(3)))
-        strips = QueryStrips.of(of_strips, most=runner._model.most_queries, longest=4096)
-        batch = DeviceBatch(numbers(ROWS), numbers(ROWS), numbers(ROWS), None, strips, prompts=None)
+        of_query_groups = (numbers(ROWS), numbers(ROWS), numbers(ROWS, 256), *(numbers(ROWS) for _ in range(3)))
+        query_groups = QueryGroups.of(of_query_groups, most=runner._model.most_queries, longest=4096)
+        batch = DeviceBatch(numbers(ROWS), numbers(ROWS), numbers(ROWS), None, query_groups, prompts=None)
         with Counted(launched):
             runner._model.compute(batch, runner.pool, lambda layer: stored.append(len(launched)))
     return [launched[begin:end] for begin, end in pairwise(stored)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.kernels.attention.decode_attention import (
     launch_decode_attention,
     reference_decode_attention,
-    window_of_strips,
+    window_of_query_groups,
 )
 from engine.kernels.attention.dense_prefill import (
     Carry,
@@ -25,7 +25,7 @@ from engine.kernels.attention.dense_prefill import (
 from engine.kernels.attention.gather_rows import launch_gather_rows, reference_gather_rows
 from engine.kernels.attention.kv_splits import KEYS, share_out
 from engine.kernels.attention.prefill_attention import launch_prefill_attention, reference_prefill_attention
-from engine.kernels.attention.query_groups import QueryStrips, cut_strips, most_queries
+from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool
 
@@ -47,11 +47,11 @@ CASES = [
 ]
 
 
-def _singles(tokens_U: torch.Tensor, tables_UB: torch.Tensor, contexts_U: torch.Tensor, *, longest: int) -> QueryStrips:
+def _singles(tokens_U: torch.Tensor, tables_UB: torch.Tensor, contexts_U: torch.Tensor, *, longest: int) -> QueryGroups:
     """Strips of one query each."""
     seats_N = torch.arange(len(tokens_U), dtype=torch.int32, device=DEVICE)
     numbers = (tokens_U, torch.ones_like(seats_N), tables_UB, contexts_U, tokens_U, seats_N)
-    return QueryStrips.of(numbers, most=1, longest=longest)
+    return QueryGroups.of(numbers, most=1, longest=longest)
 
 
 def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_decode(case: tuple, num_programs: int) -> None:
             q,
             codes,
             scales,
-            strips=_singles(torch.tensor([6, 0, 2], device=DEVICE), tables, contexts_R, longest=330),
+            query_groups=_singles(torch.tensor([6, 0, 2], device=DEVICE), tables, contexts_R, longest=330),
             window=window,
             splits=share_out(contexts_R, window=window, num_programs=num_programs),
             out_THD=out,
@@ -95,7 +95,7 @@ def test_strips_of_several_queries(case: tuple) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
     lengths, contexts, begins = np.array([1, 11, 3]), np.array([1, 330, 66]), np.array([2, 4, 15])
     most = most_queries(num_heads, num_kv_heads)
-    cut = cut_strips(lengths, contexts, most=most)
+    cut = cut_query_groups(lengths, contexts, most=most)
     tables = tables_for(contexts.tolist(), block_size)[torch.from_numpy(cut.rows_U)]
     codes, scales = random_pool(420 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
     q = random(20, num_heads, dim, dtype=dtype)
@@ -108,17 +108,17 @@ def test_strips_of_several_queries(case: tuple) -> None:
         np.append(cut.seats_N(most), len(firsts) * most),
     ]
     firsts_U, counts_U, contexts_U, tokens_N, seats_N = (torch.from_numpy(n).int().to(DEVICE) for n in numbers)
-    strips = QueryStrips(
+    query_groups = QueryGroups(
         firsts_U, counts_U, torch.cat([tables, tables[:1]]), contexts_U, tokens_N, seats_N, most=most, longest=330
     )
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
-    seen = window_of_strips(window, most)
+    seen = window_of_query_groups(window, most)
     for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
         attend(
             q,
             codes,
             scales,
-            strips=strips,
+            query_groups=query_groups,
             window=window,
             splits=share_out(contexts_U, window=seen, num_programs=3),
             out_THD=out,
@@ -138,16 +138,16 @@ def test_a_strip_begins_where_its_first_query_does(most: int, window: int) -> No
     q, counts = random(2 * most, 16 // most, 32), torch.full_like(contexts, most)
     tokens = torch.arange(2 * most, dtype=torch.int32, device=DEVICE)
     tables = tables_for(contexts.tolist(), 16)
-    of_strips = (tokens[::most].contiguous(), counts, tables, contexts, tokens, tokens)
+    of_query_groups = (tokens[::most].contiguous(), counts, tables, contexts, tokens, tokens)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
         attend(
             q,
             codes,
             None,
-            strips=QueryStrips.of(of_strips, most=most, longest=int(contexts.max())),
+            query_groups=QueryGroups.of(of_query_groups, most=most, longest=int(contexts.max())),
             window=window,
-            splits=share_out(contexts, window=window_of_strips(window, most), num_programs=2),
+            splits=share_out(contexts, window=window_of_query_groups(window, most), num_programs=2),
             out_THD=out,
         )
     torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
@@ -159,7 +159,7 @@ def test_a_strip_begins_where_its_first_query_does(most: int, window: int) -> No
 def test_strips_have_each_query_once(rows: list[tuple[int, int]], most: int) -> None:
     lengths = np.array([length for length, _ in rows], dtype=np.int64)
     contexts = lengths + np.array([before for _, before in rows], dtype=np.int64)
-    cut = cut_strips(lengths, contexts, most=most)
+    cut = cut_query_groups(lengths, contexts, most=most)
     assert all(1 <= count <= most for count in cut.counts_U)
     found = [
         (row, first + place, context - count + 1 + place)
@@ -182,7 +182,7 @@ def test_a_row_without_keys_gets_zeros() -> None:
         q,
         codes,
         None,
-        strips=_singles(
+        query_groups=_singles(
             torch.tensor([0, 1], device=DEVICE),
             torch.zeros(2, 1, dtype=torch.int32, device=DEVICE),
             contexts,
@@ -229,7 +229,7 @@ def test_values_of_any_size_keep_their_share(kind: str) -> None:
             q.to(torch.bfloat16),
             codes,
             scales,
-            strips=_singles(
+            query_groups=_singles(
                 torch.tensor([0], device=DEVICE),
                 torch.arange(10, dtype=torch.int32, device=DEVICE).view(1, -1),
                 contexts,

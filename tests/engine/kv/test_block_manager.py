@@ -32,10 +32,10 @@ def hashes_of(prompt: list[int]) -> list[bytes]:
 class Table:
     """One sequence's blocks, and how many of them are sealed."""
 
-    def __init__(self, prompt: list[int], blocks: list[int], num_sealed: int) -> None:
+    def __init__(self, prompt: list[int], blocks: list[int], num_full: int) -> None:
         self.hashes = hashes_of(prompt)
         self.blocks = blocks
-        self.num_sealed = num_sealed
+        self.num_full = num_full
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -87,7 +87,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         table = self.pick(data)
         self.manager.share(table.blocks)
-        twin = Table([], list(table.blocks), table.num_sealed)
+        twin = Table([], list(table.blocks), table.num_full)
         twin.hashes = table.hashes
         self.tables.append(twin)
 
@@ -95,12 +95,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def seal_the_next(self, data: st.DataObject) -> None:
         table = self.pick(data)
-        if table.num_sealed == min(len(table.hashes), len(table.blocks)):
+        if table.num_full == min(len(table.hashes), len(table.blocks)):
             return
-        block, prefix_hash = table.blocks[table.num_sealed], table.hashes[table.num_sealed]
-        self.manager.seal(block, prefix_hash)
+        block, prefix_hash = table.blocks[table.num_full], table.hashes[table.num_full]
+        self.manager.fill_block(block, prefix_hash)
         self.content.setdefault(block, prefix_hash)
-        table.num_sealed += 1
+        table.num_full += 1
         assert self.manager.match([prefix_hash]) == 1  # here or in another block; its head may be gone
 
     @precondition(lambda self: self.tables)
@@ -126,7 +126,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def hear_of_changes(self) -> None:
         for prefix_hash, is_there in self.manager.take_changes().items():
             (self.findable.add if is_there else self.findable.discard)(prefix_hash)
-        assert self.findable == set(self.manager.sealed_hashes())
+        assert self.findable == set(self.manager.full_hashes())
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -146,12 +146,12 @@ def test_what_is_unsealed_is_not_found_while_it_is_held_nor_later() -> None:
     assert taken
     [first, second], _ = taken
     for block, prefix_hash in ((first, b"a"), (second, b"b")):
-        manager.seal(block, prefix_hash)
+        manager.fill_block(block, prefix_hash)
     manager.free([second])
     for prefix_hash in (b"a", b"b", b"never seen"):
-        manager.unseal(prefix_hash)
+        manager.unfill(prefix_hash)
         manager.check_integrity()
-    assert manager.num_sealed == 0 and manager.num_free == 1
+    assert manager.num_full == 0 and manager.num_free == 1
     manager.free([first])
     manager.check_integrity()
     assert manager.num_free == 2 and manager.match([b"a"]) == 0
@@ -170,7 +170,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head(
         taken = manager.allocate([], 2)
         assert taken is not None
         for block, prefix_hash in zip(taken[0], hashes_of(prompt), strict=True):
-            manager.seal(block, prefix_hash)
+            manager.fill_block(block, prefix_hash)
         manager.free(taken[0])
     manager.allocate([], 1)
     assert (manager.match(hashes_of([1, 2])), manager.match(hashes_of([3, 4]))) == (1, 2)

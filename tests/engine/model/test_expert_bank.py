@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.layers.layers import Linear, TorchMatrix
-from engine.model.expert_bank import Expert, ExpertList, ExpertStack, Shelf
+from engine.model.expert_bank import Expert, ExpertList, ExpertSlots, ExpertStack
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,7 +28,7 @@ def test_only_what_the_last_bank_did_not_have_is_read() -> None:
         gate_up, down = torch.full((2, 1), 1.0), torch.full((1, 1), float(index))
         return Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down))
 
-    shelf, x = Shelf(make), torch.ones(1, 1)
+    shelf, x = ExpertSlots(make), torch.ones(1, 1)
     first = shelf([3, 1])(x, torch.tensor([[0, 1]]))
     second = shelf([1, 2, 3])(x, torch.tensor([[0, 1, 2]]))
     assert read == [3, 1, 2]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch.batch import Batch, FedTokens
+from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Row
 from engine.config import EngineConfig
@@ -373,13 +373,13 @@ def test_tokens_that_are_fed_are_those_that_were_chosen(
     fill(replaying.pool, 6), fill(plain.pool, 6)
     batch = decode_batch([5, 9, 30], seed=3)
     chosen_S = torch.tensor([7, -1, 3, 11], dtype=torch.int32)  # the second has failed
-    fed = FedTokens(token_ids=chosen_S, sources=np.array(sources), places=np.array(places))
+    device_tokens = DeviceTokens(token_ids=chosen_S, sources=np.array(sources), places=np.array(places))
     token_ids = batch.token_ids.copy()
-    fed.fill(token_ids)
+    device_tokens.fill(token_ids)
     assert [token_ids[place] for place in places] == [max(0, int(chosen_S[source])) for source in sources]
     expected = plain.forward(replace(batch, token_ids=token_ids))
-    monkeypatch.setattr(FedTokens, "fill", lambda self, token_ids_T: None)  # the host knows none of them
-    unknown = replace(batch, fed=fed)
+    monkeypatch.setattr(DeviceTokens, "fill", lambda self, token_ids_T: None)  # the host knows none of them
+    unknown = replace(batch, device_tokens=device_tokens)
     torch.testing.assert_close(replaying.forward(unknown), expected, atol=1e-4, rtol=1e-4)
     assert DeviceBatch.of(unknown, torch.device("cpu")).token_ids_T.tolist() == token_ids.tolist()
 

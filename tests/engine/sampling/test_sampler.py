@@ -219,7 +219,7 @@ class FakeMask:
         self._words = np.zeros((V + 31) // 32, dtype=np.int32)
         self._words[token_id >> 5] = 1 << (token_id & 31)
 
-    def may_forbid(self, tokens: Any, start: int, num_coming: int) -> bool:
+    def may_forbid(self, tokens: Any, start: int, num_in_flight: int) -> bool:
         return True
 
     def allowed(self, tokens: Any, start: int) -> Any:

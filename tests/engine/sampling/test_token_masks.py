@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.types.token_rules import TokenRules
-from engine.sampling.token_masks import RuledTokens
+from engine.sampling.token_masks import TokenRuleTensors
 
 _tokens = st.integers(0, 3)  # so few that they often repeat
 _words = st.lists(st.lists(_tokens, min_size=1, max_size=4).map(tuple), max_size=6).map(tuple)
@@ -17,11 +17,11 @@ def test_the_last_token_of_a_word_is_forbidden_behind_the_rest_of_it(
     words: tuple[tuple[int, ...], ...], prompt: list[int], output: list[int]
 ) -> None:
     """What was generated counts alone: a word may begin in the prompt."""
-    found = RuledTokens(TokenRules(bad_words=words)).forbidden(prompt + output, len(prompt))
+    found = TokenRuleTensors(TokenRules(bad_words=words)).forbidden(prompt + output, len(prompt))
     assert set(found) == {word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]}
 
 
 def test_a_word_that_is_longer_than_the_answer_so_far_forbids_nothing() -> None:
-    ruled = RuledTokens(TokenRules(bad_words=((7, 7, 8), (5,))))
+    ruled = TokenRuleTensors(TokenRules(bad_words=((7, 7, 8), (5,))))
     assert ruled.forbidden([7, 7, 7], 2) == [5]
     assert sorted(ruled.forbidden([7, 7, 7], 1)) == [5, 8]

@@ -58,8 +58,8 @@ def test_what_is_said_is_the_same(asked: list[Any], num_blocks: int, budget: int
     ]
     limits = SchedulerConfig(max_batch_tokens=budget, max_running=8, max_waiting=9)
     waits = answers(runner, wanted, limits, num_blocks)
-    ahead = answers(runner, wanted, limits, num_blocks, runs_ahead=True)
-    assert ahead.ids == waits.ids and not waits.num_fed
+    ahead = answers(runner, wanted, limits, num_blocks, is_async=True)
+    assert ahead.ids == waits.ids and not waits.num_device_tokens
     assert ahead.tokens == waits.tokens, "log-probabilities, or why it has ended"
     assert ahead.failures == waits.failures
 
@@ -68,23 +68,23 @@ def test_a_bounded_thought_waits_at_its_end_alone(runner: ModelRunner) -> None:
     """12 tokens of thought and 20 behind the marker; of the 8 of that, none is computed before it is known."""
     (prompt,) = prompts(9)
     (said,) = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))]).ids
-    ahead = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))], runs_ahead=True)
+    ahead = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))], is_async=True)
     assert ahead.ids == [said] and said[12:20] == list(range(8))
-    assert ahead.num_known == 8 and ahead.num_fed == 11 - 1 + 20 - 2
+    assert ahead.num_known == 8 and ahead.num_device_tokens == 11 - 1 + 20 - 2
 
 
 def test_all_but_the_first_token_of_an_answer_are_fed(runner: ModelRunner) -> None:
     sampling = Sampling(temperature=0.0, max_tokens=12)
-    said = answers(runner, [Asked(prompt, sampling) for prompt in prompts(9, 20)], runs_ahead=True)
+    said = answers(runner, [Asked(prompt, sampling) for prompt in prompts(9, 20)], is_async=True)
     assert [len(ids) for ids in said.ids] == [12, 12]
     # The first is chosen with the prompt, whose step is waited for; the last is never computed.
-    assert (said.num_fed, said.num_steps) == (20, 12)
+    assert (said.num_device_tokens, said.num_steps) == (20, 12)
 
 
 @pytest.mark.parametrize("asks", [{"repetition_penalty": 1.2}, {"token_rules": TokenRules(bad_words=((3, 4),))}])
 def test_what_must_be_told_of_each_token_waits_for_it(asks: dict[str, Any], runner: ModelRunner) -> None:
     asked = [Asked(prompt, Sampling(max_tokens=9, **asks)) for prompt in prompts(9, 20)]
-    assert answers(runner, asked, runs_ahead=True).num_fed == 0
+    assert answers(runner, asked, is_async=True).num_device_tokens == 0
 
 
 @pytest.mark.gpu
@@ -97,5 +97,5 @@ def test_on_a_gpu(temperature: float, recorded_rows: int, tiny_model: MakeModel,
         Asked(prompt, Sampling(temperature=temperature, top_p=0.9, seed=i, max_tokens=9 + 5 * i, stop_token_ids=stops))
         for i, (prompt, stops) in enumerate(zip(prompts(9, 20, 30, 4, 17), (_STOPS, (), (), _STOPS, ()), strict=True))
     ]
-    ahead = answers(runner, asked, runs_ahead=True)
-    assert ahead.ids == answers(runner, asked).ids and ahead.num_fed > 40
+    ahead = answers(runner, asked, is_async=True)
+    assert ahead.ids == answers(runner, asked).ids and ahead.num_device_tokens > 40

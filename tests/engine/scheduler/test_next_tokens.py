@@ -34,19 +34,19 @@ class FakeRunner:
         return torch.tensor([[1.0, 0.0]]).repeat(len(step.batch.logits_rows), 1) if step else None
 
 
-def engine_of(sequences: list[Sequence], *, runs_ahead: bool, max_batch_tokens: int | None = None) -> Engine[Tensor]:
+def engine_of(sequences: list[Sequence], *, is_async: bool, max_batch_tokens: int | None = None) -> Engine[Tensor]:
     count = len(sequences)
     limits = SchedulerConfig(max_batch_tokens=max_batch_tokens or count * _LENGTH, max_running=count, max_waiting=count)
     blocks = BlockManager(count * 8)
-    engine = Engine(FakeRunner(), sample, blocks, limits, block_size=_BLOCK, pace=Pace(), runs_ahead=runs_ahead)
+    engine = Engine(FakeRunner(), sample, blocks, limits, block_size=_BLOCK, pace=Pace(), is_async=is_async)
     for sequence in sequences:
         engine.add(Prompt(sequence))
     return engine
 
 
-def decoding(num_rows: int, *, runs_ahead: bool) -> Engine[Tensor]:
+def decoding(num_rows: int, *, is_async: bool) -> Engine[Tensor]:
     """All decode, at the same place of a block, and none ends soon."""
-    engine = engine_of([sequence_of(str(i), _LENGTH) for i in range(num_rows)], runs_ahead=runs_ahead)
+    engine = engine_of([sequence_of(str(i), _LENGTH) for i in range(num_rows)], is_async=is_async)
     for _ in range(4):
         engine.step()
     assert len(engine.decoding.running) == num_rows
@@ -78,19 +78,19 @@ def calls(engine: Engine[Tensor]) -> Counter[str]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_row_without_news_costs_no_call_but_for_its_token(runs_ahead: bool) -> None:
-    few, many = (calls(decoding(num_rows, runs_ahead=runs_ahead)) for num_rows in (2, 2 + _LONG))
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_row_without_news_costs_no_call_but_for_its_token(is_async: bool) -> None:
+    few, many = (calls(decoding(num_rows, is_async=is_async)) for num_rows in (2, 2 + _LONG))
     more = {name: number for name, number in (many - few).items() if number > 2}  # now and then the pace sums up
     assert list(more.values()) == [_LONG], more
     assert next(iter(more)).endswith("__init__"), "SampledToken's"
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_news_are_told_of_the_row_that_has_them(runs_ahead: bool) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_news_are_told_of_the_row_that_has_them(is_async: bool) -> None:
     """One ends by a stop token, one by its length, one fills a block, which others find from then on."""
     asked: list[dict[str, Any]] = [{"stop_token_ids": (0,), "min_tokens": 5}, {"max_tokens": 7}, {}]
-    engine = engine_of([sequence_of(str(i), _LENGTH, **one) for i, one in enumerate(asked)], runs_ahead=runs_ahead)
+    engine = engine_of([sequence_of(str(i), _LENGTH, **one) for i, one in enumerate(asked)], is_async=is_async)
     said: dict[str, list[SampledToken]] = {}
     while len(said.get("2", ())) < 2 * _BLOCK - _LENGTH:
         result = engine.step()
@@ -110,7 +110,7 @@ def test_news_are_told_of_the_row_that_has_them(runs_ahead: bool) -> None:
 def test_who_is_paused_while_it_is_computed_again_goes_on() -> None:
     """It has blocks then, and lacks the KV of more than its last token."""
     first, second = (sequence_of(id, _LENGTH) for id in ("first", "second"))
-    engine = engine_of([first, second], runs_ahead=False, max_batch_tokens=3)
+    engine = engine_of([first, second], is_async=False, max_batch_tokens=3)
     while len(engine.decoding.running) < 2:
         engine.step()
     engine.decoding.give_way(1)

@@ -148,19 +148,19 @@ def test_no_more_is_asked_for_than_may_be_drafted() -> None:
 
 
 def test_what_asking_takes_is_learnt_whatever_is_asked() -> None:
-    generator, true, learnt = random.Random(2), AskPrice(0.003, 0.005, 0.0007), LearntAskPrice()
-    assert learnt.price is None
+    generator, true, learned = random.Random(2), AskPrice(0.003, 0.005, 0.0007), LearntAskPrice()
+    assert learned.price is None
     for number in range(80):
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
         seconds = true.seconds(depth, num_tokens) * generator.uniform(0.9, 1.1)
-        learnt.saw(depth, num_tokens, seconds * (50 if number == 70 else 1))
-    assert learnt.price
+        learned.saw(depth, num_tokens, seconds * (50 if number == 70 else 1))
+    assert learned.price
     for depth, num_tokens in ((1, 1), (4, 20), (7, 50)):
-        assert learnt.price.seconds(depth, num_tokens) == pytest.approx(true.seconds(depth, num_tokens), rel=0.2)
+        assert learned.price.seconds(depth, num_tokens) == pytest.approx(true.seconds(depth, num_tokens), rel=0.2)
     for _ in range(80):  # the machine has become slower
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
-        learnt.saw(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
-    assert learnt.price.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
+        learned.saw(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
+    assert learned.price.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
     same = LearntAskPrice()  # of one kind alone: what is not known apart is known together
     for _ in range(20):
         same.saw(3, 5, true.seconds(3, 5))

@@ -10,41 +10,41 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiers.directory_lock import choose_claim, open_key, take_claim
+from engine.tiers.directory_lock import choose_lock, open_key, take_lock
 
 
 def test_two_replicas_have_two_directories(tmp_path: Path) -> None:
-    one, other = (choose_claim(tmp_path, replica=name) for name in ("prefill-0", "prefill-1"))
+    one, other = (choose_lock(tmp_path, replica=name) for name in ("prefill-0", "prefill-1"))
     assert one.directory != other.directory
     one.release()
     other.release()
 
 
 def test_a_successor_takes_over_what_was_used_last(tmp_path: Path) -> None:
-    first, second = (choose_claim(tmp_path, replica=name) for name in ("prefill-0", "prefill-1"))
+    first, second = (choose_lock(tmp_path, replica=name) for name in ("prefill-0", "prefill-1"))
     os.utime(first.directory, (2000, 2000))
     os.utime(second.directory, (1000, 1000))
     first.release()
     second.release()
-    successors = [choose_claim(tmp_path, replica=f"prefill-{number}") for number in (2, 3, 4)]
-    assert [claim.name for claim in successors] == ["prefill-0", "prefill-1", "prefill-4"]
-    for claim in successors:
-        claim.release()
+    successors = [choose_lock(tmp_path, replica=f"prefill-{number}") for number in (2, 3, 4)]
+    assert [lock.name for lock in successors] == ["prefill-0", "prefill-1", "prefill-4"]
+    for lock in successors:
+        lock.release()
 
 
 def test_a_new_claim_never_has_the_name_of_one_that_is_held(tmp_path: Path) -> None:
-    old = choose_claim(tmp_path, replica="prefill-0")
-    new = choose_claim(tmp_path, replica="prefill-0")
+    old = choose_lock(tmp_path, replica="prefill-0")
+    new = choose_lock(tmp_path, replica="prefill-0")
     assert (old.name, new.name) == ("prefill-0", "prefill-0-1")
     old.release()
     new.release()
 
 
 def test_the_ranks_of_a_replica_use_one_claim(tmp_path: Path) -> None:
-    leader = choose_claim(tmp_path, replica="decode-0")
-    follower = take_claim(tmp_path, name=leader.name, rank=1)
+    leader = choose_lock(tmp_path, replica="decode-0")
+    follower = take_lock(tmp_path, name=leader.name, rank=1)
     assert follower and follower.directory.parent == leader.directory.parent != follower.directory
-    assert take_claim(tmp_path, name=leader.name, rank=1) is None
+    assert take_lock(tmp_path, name=leader.name, rank=1) is None
     leader.release()
     follower.release()
 
@@ -55,9 +55,9 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
         "choose_claim(pathlib.Path(sys.argv[1]), replica='prefill-0'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False)
-    claim = choose_claim(tmp_path, replica="prefill-1")
-    assert claim.name == "prefill-0"
-    claim.release()
+    lock = choose_lock(tmp_path, replica="prefill-1")
+    assert lock.name == "prefill-0"
+    lock.release()
 
 
 def _modes(root: Path) -> set[int]:
@@ -71,10 +71,10 @@ def test_directories_and_locks_are_for_their_owner_alone_also_those_of_an_earlie
     for directory in (root, root / "prefill-0", root / "prefill-0" / "rank-0"):
         directory.chmod(0o777)
     open_key(root)
-    claims = [choose_claim(root, replica="prefill-0"), choose_claim(root, replica="prefill-1")]
+    claims = [choose_lock(root, replica="prefill-0"), choose_lock(root, replica="prefill-1")]
     assert _modes(root) == {0}
-    for claim in claims:
-        claim.release()
+    for lock in claims:
+        lock.release()
 
 
 def test_a_key_is_made_once_whoever_asks_first_and_outlives_replicas(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class FakeDevice:
 
 
 class FakeMark:
-    """Implements engine.timing.pace.StepMark."""
+    """Implements engine.timing.pace.StepEvent."""
 
     at: float | None = None
 

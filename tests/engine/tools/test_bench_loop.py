@@ -37,9 +37,9 @@ def runner() -> ModelRunner:
     return random_runner("llama-8b", num_blocks=64, device="cpu", dtype="float32", changes=changes)
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_every_step_chooses_a_token_of_each_row(runs_ahead: bool, runner: ModelRunner) -> None:
-    engine, sequences = running_engine(runner, 2, _CONTEXT, _GREEDY, runs_ahead=runs_ahead)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_every_step_chooses_a_token_of_each_row(is_async: bool, runner: ModelRunner) -> None:
+    engine, sequences = running_engine(runner, 2, _CONTEXT, _GREEDY, is_async=is_async)
     for _ in range(_NUM_STEPS):
         assert engine.step().did_work
     assert [len(sequence.tokens) for sequence in sequences] == [_CONTEXT + _NUM_STEPS] * 2

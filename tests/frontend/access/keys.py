@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from core.types.api_key import ApiKey, KeyBook, new_key, new_secret
+from core.types.api_key import ApiKey, KeyRegistry, new_key, new_secret
 from frontend.access.access import Access, Count
 from frontend.access.keyring import Keyring
 from frontend.access.limiter import Limiter
@@ -31,8 +31,8 @@ def issue(name: str, **limits: Any) -> IssuedKey:
     return IssuedKey(new_key(name, secret, **limits), secret)
 
 
-def book_of(*issued: IssuedKey, version: int = 1) -> KeyBook:
-    return KeyBook(version=version, keys=tuple(one.key for one in issued))
+def book_of(*issued: IssuedKey, version: int = 1) -> KeyRegistry:
+    return KeyRegistry(version=version, keys=tuple(one.key for one in issued))
 
 
 def access_with(

@@ -81,9 +81,9 @@ def test_a_word_of_the_client_has_bounds(field: str, length: int) -> None:
 
 
 def test_strangers_do_not_hear_what_was_cached_unless_they_share_a_word() -> None:
-    stranger = Client(key=None, salt_key=SALT_KEY, is_cache_told=False)
-    assert not stranger.bound(request()).is_cache_told
-    assert stranger.bound(request(cache_salt="ours")).is_cache_told
+    pending_peer = Client(key=None, salt_key=SALT_KEY, is_cache_told=False)
+    assert not pending_peer.bound(request()).is_cache_told
+    assert pending_peer.bound(request(cache_salt="ours")).is_cache_told
     assert client().bound(request()).is_cache_told
 
 

@@ -30,14 +30,14 @@ def wiped(redis_url: str) -> str:
 
 @pytest.fixture
 async def publisher(wiped: str) -> AsyncIterator[KeyPublisher]:
-    one = KeyPublisher(connect_redis(wiped), name="d", seal_key=SEAL_KEY)
+    one = KeyPublisher(connect_redis(wiped), name="d", signing_key=SEAL_KEY)
     yield one
     await one.close()
 
 
 @asynccontextmanager
 async def following(client: Redis) -> AsyncIterator[Keyring]:
-    ring = Keyring(KeyReader(client, name="d", seal_key=SEAL_KEY), salt_key=SALT_KEY, is_required=True)
+    ring = Keyring(KeyReader(client, name="d", signing_key=SEAL_KEY), salt_key=SALT_KEY, is_required=True)
     await ring.read()
     task = asyncio.create_task(ring.follow_forever())
     try:
@@ -164,7 +164,7 @@ async def test_a_redis_that_is_away_takes_nothing_away() -> None:
 async def test_keys_that_somebody_else_has_written_do_not_count(wiped: str, publisher: KeyPublisher) -> None:
     known, forged = issue("a"), issue("b")
     await publisher.publish(book_of(known))
-    forger = KeyPublisher(connect_redis(wiped), name="d", seal_key=b"another secret")
+    forger = KeyPublisher(connect_redis(wiped), name="d", signing_key=b"another secret")
     async with following(connect_redis(wiped)) as ring:
         await forger.publish(book_of(known, forged, version=9))
         await ring.read()
@@ -182,7 +182,7 @@ async def test_an_answer_that_makes_no_sense_is_passed_over(answer: object) -> N
             return answer
 
     known = issue("a")
-    reader = KeyReader(cast(Redis, FakeRedis()), name="d", seal_key=SEAL_KEY)
+    reader = KeyReader(cast(Redis, FakeRedis()), name="d", signing_key=SEAL_KEY)
     ring = Keyring(reader, salt_key=SALT_KEY, is_required=True)
     ring.take(book_of(known))
     await ring.read()
@@ -232,7 +232,13 @@ async def test_a_router_that_starts_believes_nothing_older_than_what_the_control
 ) -> None:
     kept, revoked = issue("a"), issue("b")
     await publisher.publish(book_of(kept, revoked, version=2))  # sealed by the controller, and put back by somebody
-    words: Any = {"name": "d", "seal_key": SEAL_KEY, "salt_key": SALT_KEY, "is_required": True, "is_cache_told": False}
+    words: Any = {
+        "name": "d",
+        "signing_key": SEAL_KEY,
+        "salt_key": SALT_KEY,
+        "is_required": True,
+        "is_cache_told": False,
+    }
     access = await Access.follow(
         wiped, **words, num_routers=1, count=lambda outcome: None, known=book_of(kept, version=3)
     )

@@ -83,7 +83,7 @@ async def taken(limiter: Limiter, of: ApiKey, **asked: Any) -> Reservation:
     return found
 
 
-async def refused(limiter: Limiter, of: ApiKey, **asked: Any) -> RateLimited:
+async def rejected(limiter: Limiter, of: ApiKey, **asked: Any) -> RateLimited:
     found = await take(limiter, of, **asked)
     assert isinstance(found, RateLimited)
     return found
@@ -94,14 +94,14 @@ async def test_so_many_requests_in_any_minute(limiter: Limiter, clock: Clock) ->
     for _ in range(3):
         await taken(limiter, limited)
         clock.seconds += 10
-    error = await refused(limiter, limited)
+    error = await rejected(limiter, limited)
     assert "3 requests a minute" in str(error)
     assert error.headers["x-ratelimit-remaining-requests"] == "0"
     clock.seconds += error.retry_after_s - 0.001
-    await refused(limiter, limited)
+    await rejected(limiter, limited)
     clock.seconds += 0.001  # now the first has left the window, and no other
     await taken(limiter, limited)
-    await refused(limiter, limited)
+    await rejected(limiter, limited)
 
 
 async def test_never_more_in_a_minute_wherever_it_begins(limiter: Limiter, clock: Clock) -> None:
@@ -119,13 +119,13 @@ async def test_never_more_in_a_minute_wherever_it_begins(limiter: Limiter, clock
 async def test_tokens_are_taken_before_and_settled_after(limiter: Limiter) -> None:
     limited = key(tpm=100)
     first = await taken(limiter, limited, tokens=80)
-    error = await refused(limiter, limited, tokens=30)
+    error = await rejected(limiter, limited, tokens=30)
     assert "100 tokens a minute" in str(error) and error.headers["x-ratelimit-remaining-tokens"] == "20"
     await limiter.settle(first, used=10)
     second = await taken(limiter, limited, tokens=90)
     assert second.standing.num_tokens == 100
     await limiter.settle(second, used=95)  # more than it had said is charged, too
-    assert (await refused(limiter, limited, tokens=1)).headers["x-ratelimit-remaining-tokens"] == "0"
+    assert (await rejected(limiter, limited, tokens=1)).headers["x-ratelimit-remaining-tokens"] == "0"
 
 
 async def test_what_is_settled_a_minute_later_changes_nothing(limiter: Limiter, clock: Clock) -> None:
@@ -134,13 +134,13 @@ async def test_what_is_settled_a_minute_later_changes_nothing(limiter: Limiter, 
     clock.seconds += WINDOW
     await taken(limiter, limited, tokens=60)
     await limiter.settle(first, used=5)
-    await refused(limiter, limited, tokens=41)
+    await rejected(limiter, limited, tokens=41)
 
 
 async def test_so_many_at_a_time(limiter: Limiter) -> None:
     limited = key(concurrency=2)
     first, _ = [await taken(limiter, limited) for _ in range(2)]
-    error = await refused(limiter, limited)
+    error = await rejected(limiter, limited)
     assert "2 requests at a time" in str(error) and error.retry_after_s > 0 and error.headers == {}
     await limiter.settle(first, used=0)
     await taken(limiter, limited)
@@ -150,8 +150,8 @@ async def test_a_request_that_is_refused_takes_nothing(limiter: Limiter) -> None
     limited = key(rpm=10, tpm=10, concurrency=1)
     first = await taken(limiter, limited, tokens=4)
     for _ in range(5):
-        await refused(limiter, limited, tokens=4)  # by concurrency
-        await refused(limiter, limited, tokens=9)  # by tokens
+        await rejected(limiter, limited, tokens=4)  # by concurrency
+        await rejected(limiter, limited, tokens=9)  # by tokens
     await limiter.settle(first, used=4)
     standing = (await taken(limiter, limited, tokens=6)).standing
     assert (standing.num_requests, standing.num_tokens) == (2, 10)
@@ -161,7 +161,7 @@ async def test_keys_do_not_count_for_each_other(limiter: Limiter) -> None:
     one, other = key(rpm=1), key(rpm=1)
     await taken(limiter, one)
     await taken(limiter, other)
-    await refused(limiter, one)
+    await rejected(limiter, one)
 
 
 async def test_the_headers_are_openais(limiter: Limiter, clock: Clock) -> None:
@@ -235,10 +235,10 @@ async def test_the_places_of_a_router_that_dies_come_back(clients: list[Redis], 
     await taken(dies, limited)
     clock.seconds += LEASE_S / 2
     await lives.renew([kept])
-    await refused(lives, limited)
+    await rejected(lives, limited)
     clock.seconds += LEASE_S / 2 + 0.001
     await taken(lives, limited)
-    await refused(lives, limited)
+    await rejected(lives, limited)
 
 
 async def test_what_still_runs_counts_again_after_its_lease_has_ended(clients: list[Redis], clock: Clock) -> None:
@@ -249,7 +249,7 @@ async def test_what_still_runs_counts_again_after_its_lease_has_ended(clients: l
     second = await taken(limiter, limited)
     await limiter.renew([first])
     await limiter.settle(second, used=0)
-    await refused(limiter, limited)
+    await rejected(limiter, limited)
     await limiter.settle(first, used=0)
     await taken(limiter, limited)
 
@@ -263,7 +263,7 @@ async def test_counts_of_a_time_to_come_are_forgotten(clients: list[Redis], cloc
     clock.seconds -= 86_400
     await clients[0].hset(f"d:key:{limited.id}:used", "nonsense", "x")
     await taken(limiter, limited, tokens=10)
-    assert (await refused(limiter, limited)).retry_after_s <= WINDOW
+    assert (await rejected(limiter, limited)).retry_after_s <= WINDOW
 
 
 async def test_who_has_no_token_left_is_not_let_in(limiter: Limiter) -> None:

@@ -42,8 +42,8 @@ async def reserved(
     limits: Limits, asking: Client, completions: Sequence[Completion]
 ) -> AsyncIterator[Mapping[str, str]]:
     """A request as the doors have it, once it is tokenised."""
-    async with limits.entered(asking) as visit:
-        yield await visit.charge(completions)
+    async with limits.entered(asking) as request_context:
+        yield await request_context.charge(completions)
 
 
 async def opened(completions: MakeCompletions, prompt: str = "abc", **fields: Any) -> Completion:
@@ -120,7 +120,7 @@ class FakeOutage:
     """A limiter that can be away, and can be held up after it has counted."""
 
     def __init__(self, inner: Limiter) -> None:
-        self.is_away = False
+        self.is_unavailable = False
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self.has_counted = asyncio.Event()
@@ -152,7 +152,7 @@ class FakeOutage:
         await self._inner.renew(taken)
 
     def _check(self) -> None:
-        if self.is_away:
+        if self.is_unavailable:
             raise redis.ConnectionError("away")
 
 
@@ -164,10 +164,10 @@ async def test_what_runs_while_redis_is_away_still_counts_when_it_is_back(
     limits = Limits(shared, LocalLimiter(), try_again_s=0.0)
     asking, one = client(concurrency=1), await opened(completions, max_tokens=1)
     async with reserved(limits, asking, [one]):
-        shared.is_away = True
+        shared.is_unavailable = True
         async with reserved(limits, asking, [one]):
             pass
-        shared.is_away = False
+        shared.is_unavailable = False
         now_ms += 11_000
         with pytest.raises(RateLimited):
             async with reserved(limits, asking, [one]):

@@ -69,8 +69,8 @@ async def test_a_request_waits_for_one_trip_and_a_place_goes_back_by_another(
     asking, one = client(**limits), await opened(completions, max_tokens=20)
     for number in range(6):
         before = num_trips(looking)
-        async with routers[0].entered(asking) as visit:
-            await visit.charge([one])
+        async with routers[0].entered(asking) as request_context:
+            await request_context.charge([one])
             waited_for = num_trips(looking) - before
         if asking.key and asking.key.concurrency:
             await routers[0].settled()
@@ -84,8 +84,8 @@ async def test_who_needs_more_than_those_before_waits_for_a_second(
     asking, needed = client(tpm=1000), []
     for most in (20, 20, 30, 30, 10, 600, 600):
         before = num_trips(looking)
-        async with routers[0].entered(asking) as visit:
-            await visit.charge([await opened(completions, max_tokens=most)])
+        async with routers[0].entered(asking) as request_context:
+            await request_context.charge([await opened(completions, max_tokens=most)])
             needed.append(num_trips(looking) - before)
     assert needed[1:] == [1, 2, 1, 1, 2, 2], "the last needs more than half of what there is"
 
@@ -94,14 +94,14 @@ async def test_two_routers_give_no_more_than_there_is_and_lose_nothing(
     completions: MakeCompletions, routers: list[Limits], looking: redis.Redis
 ) -> None:
     asking, draw = client(tpm=400), random.Random(5)
-    given, used, num_refused = 0, 0, 0
+    given, used, num_rejected = 0, 0, 0
 
     async def ask(number: int) -> None:
-        nonlocal given, used, num_refused
+        nonlocal given, used, num_rejected
         one = await opened(completions, max_tokens=draw.randrange(1, 60))
         try:
-            async with routers[number % 2].entered(asking) as visit:
-                await visit.charge([one])
+            async with routers[number % 2].entered(asking) as request_context:
+                await request_context.charge([one])
                 given += one.most_tokens
                 assert given <= 400
                 await asyncio.sleep(0)
@@ -111,15 +111,15 @@ async def test_two_routers_give_no_more_than_there_is_and_lose_nothing(
                 given += one.used_tokens - one.most_tokens
                 used += one.used_tokens
         except RateLimited:
-            num_refused += 1
+            num_rejected += 1
 
     for wave in range(20):
         await asyncio.gather(*(ask(10 * wave + number) for number in range(10)))
-    assert asking.key and used and 0 < num_refused < 150
+    assert asking.key and used and 0 < num_rejected < 150
     ahead = 0
     for router in routers:  # what is owed to the counts goes along
-        async with router.entered(asking) as visit:
-            assert visit.place
-            ahead += visit.place[1].num_tokens
+        async with router.entered(asking) as request_context:
+            assert request_context.place
+            ahead += request_context.place[1].num_tokens
     counted = looking.hgetall(f"d:key:{asking.key.id}:used")
     assert sum(int(count) for field, count in counted.items() if field.startswith(b"t")) == used + ahead

@@ -71,8 +71,8 @@ async def test_routers_of_one_machine_take_ports_in_turn() -> None:
 
 async def test_whoever_else_listens_there_is_passed_over() -> None:
     async with serve_http(app(router="a")) as one, serve_http(app(router="b", decode=0)) as two:
-        async with serve_http(app(deployment="other")) as stranger:
-            addresses = ["{}:{}".format(*address) for address in (one, stranger, two)] + ["127.0.0.1:1"]
+        async with serve_http(app(deployment="other")) as pending_peer:
+            addresses = ["{}:{}".format(*address) for address in (one, pending_peer, two)] + ["127.0.0.1:1"]
             answers = await asyncio.to_thread(ask_here, "d", addresses, "/health")
             routes = await asyncio.to_thread(ask_here, "d", addresses, "/debug/routes/r%2F1")
             named = await asyncio.to_thread(ask_here, "d", addresses, "/health", is_named=True)

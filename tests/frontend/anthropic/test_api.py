@@ -54,7 +54,7 @@ class MessagesDoor:
         """The last that came."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
-    async def refused(self, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
+    async def rejected(self, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
         answer = await self.http.post(path, json={"max_tokens": 8, "messages": _USER, **body})
         told = answer.json()
         assert told["type"] == "error" and told["request_id"] == answer.headers["request-id"]
@@ -62,7 +62,7 @@ class MessagesDoor:
 
 
 @asynccontextmanager
-async def _door(
+async def _endpoint(
     completions: MakeCompletions,
     tokenizer: Tokenizer,
     template: str = _HERMES,
@@ -102,14 +102,14 @@ async def test_text_whole_and_streamed(completions: MakeCompletions, byte_level:
         "metadata": {"user_id": "ann"},
         "extra_body": {"temperature": 0.5, "top_p": 0.9, "top_k": 7},
     }
-    async with _door(completions, byte_level) as door:
-        door.say("It is Paris. 🎉")
-        answered = await door.client.messages.with_raw_response.create(**fields)
+    async with _endpoint(completions, byte_level) as endpoint:
+        endpoint.say("It is Paris. 🎉")
+        answered = await endpoint.client.messages.with_raw_response.create(**fields)
         whole = await answered.parse()
-        assert door.prompt == (
+        assert endpoint.prompt == (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi\nthere<|im_end|>\n<|im_start|>assistant\n"
         )
-        (asked,) = door.fake.started
+        (asked,) = endpoint.fake.started
         assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
         assert (asked.user, asked.sampling.max_tokens) == ("ann", 64)
         assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": "It is Paris. 🎉"}]
@@ -119,12 +119,12 @@ async def test_text_whole_and_streamed(completions: MakeCompletions, byte_level:
         assert used.cache_read_input_tokens == 3 and used.cache_creation_input_tokens == 0
         assert used.input_tokens + 3 == len(asked.token_ids)
         assert used.output_tokens == len(byte_level.encode("It is Paris. 🎉<|im_end|>"))
-        async with door.client.messages.stream(**fields) as stream:
+        async with endpoint.client.messages.stream(**fields) as stream:
             assert "".join([text async for text in stream.text_stream]) == "It is Paris. 🎉"
             assert _said(await stream.get_final_message()) == _said(whole)
         prompt = {name: fields[name] for name in ("model", "system", "messages")}
-        counted = await door.client.messages.count_tokens(**prompt)
-        assert counted.input_tokens == len(asked.token_ids) and len(door.fake.started) == 2
+        counted = await endpoint.client.messages.count_tokens(**prompt)
+        assert counted.input_tokens == len(asked.token_ids) and len(endpoint.fake.started) == 2
 
 
 async def test_how_an_answer_ends(completions: MakeCompletions, byte_level: Tokenizer) -> None:
@@ -133,20 +133,20 @@ async def test_how_an_answer_ends(completions: MakeCompletions, byte_level: Toke
         ({"max_tokens": 2}, byte_level.decode(byte_level.encode("It is Paris.")[:2]), "max_tokens", None),
         ({}, "It is Paris.", "end_turn", None),
     ]
-    async with _door(completions, byte_level) as door:
-        door.say("It is Paris.")
+    async with _endpoint(completions, byte_level) as endpoint:
+        endpoint.say("It is Paris.")
         for fields, text, reason, stop in ends:
             asked: Any = {"model": "tiny", "max_tokens": 64, "messages": _USER, **fields}
-            whole = await door.client.messages.create(**asked)
+            whole = await endpoint.client.messages.create(**asked)
             assert (whole.content[0].to_dict()["text"], whole.stop_reason, whole.stop_sequence) == (text, reason, stop)
-            async with door.client.messages.stream(**asked) as stream:
+            async with endpoint.client.messages.stream(**asked) as stream:
                 assert _said(await stream.get_final_message()) == _said(whole)
-        door.say("")
-        nothing = await door.client.messages.create(model="tiny", max_tokens=8, messages=_USER)
+        endpoint.say("")
+        nothing = await endpoint.client.messages.create(model="tiny", max_tokens=8, messages=_USER)
         assert nothing.content == [] and nothing.stop_reason == "end_turn"
         begun = [*_USER, {"role": "assistant", "content": "It is"}]
-        await door.client.messages.create(model="tiny", max_tokens=8, messages=begun)
-        assert door.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer goes on with it"
+        await endpoint.client.messages.create(model="tiny", max_tokens=8, messages=begun)
+        assert endpoint.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer goes on with it"
 
 
 @pytest.mark.parametrize("together", [1, 3, 1000])
@@ -159,16 +159,16 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
         broken: [broken],
     }
     fields: Any = {"model": "tiny", "max_tokens": 512, "messages": _USER, "tools": [_TOOL]}
-    async with _door(completions, byte_level) as door:
-        door.fake.together = together
+    async with _endpoint(completions, byte_level) as endpoint:
+        endpoint.fake.together = together
         for text, expected in answers.items():
-            door.say(text)
-            whole = await door.client.messages.create(**fields)
+            endpoint.say(text)
+            whole = await endpoint.client.messages.create(**fields)
             assert [
                 block.input if block.type == "tool_use" else block.to_dict()["text"] for block in whole.content
             ] == (expected)
             assert whole.stop_reason == ("end_turn" if isinstance(expected[-1], str) else "tool_use")
-            async with door.client.messages.stream(**fields) as stream:
+            async with endpoint.client.messages.stream(**fields) as stream:
                 pieces = [event.partial_json async for event in stream if event.type == "input_json"]
                 final = await stream.get_final_message()
             if text != broken:
@@ -187,9 +187,9 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
 async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     """What came goes back as it came, with the tool's answer; and the model reads both."""
     messages: list[Any] = list(_USER)
-    async with _door(completions, byte_level) as door:
-        door.say(f"Let me look.\n{_PARIS}")
-        answer = await door.client.messages.create(model="tiny", max_tokens=256, messages=messages, tools=[_TOOL])
+    async with _endpoint(completions, byte_level) as endpoint:
+        endpoint.say(f"Let me look.\n{_PARIS}")
+        answer = await endpoint.client.messages.create(model="tiny", max_tokens=256, messages=messages, tools=[_TOOL])
         messages.append({"role": "assistant", "content": answer.content})
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "sunny", "is_error": False}
@@ -197,42 +197,44 @@ async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokeniz
             if block.type == "tool_use"
         ]
         messages.append({"role": "user", "content": [*results, {"type": "text", "text": "So?"}]})
-        door.say("It is sunny.")
-        answer = await door.client.messages.create(model="tiny", max_tokens=256, messages=messages, tools=[_TOOL])
+        endpoint.say("It is sunny.")
+        answer = await endpoint.client.messages.create(model="tiny", max_tokens=256, messages=messages, tools=[_TOOL])
         assert answer.content[0].to_dict()["text"] == "It is sunny." and answer.stop_reason == "end_turn"
-        assert door.prompt.endswith(
+        assert endpoint.prompt.endswith(
             f"<|im_start|>assistant\nLet me look.\n{_PARIS}<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n"
             "</tool_response><|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
         )
-        assert '{"type": "function", "function": {"name": "weather", "description": "Of a city.", "para' in door.prompt
+        assert (
+            '{"type": "function", "function": {"name": "weather", "description": "Of a city.", "para' in endpoint.prompt
+        )
 
 
 async def test_which_tools_are_called(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fields: Any = {"model": "tiny", "max_tokens": 256, "messages": _USER, "tools": [_TOOL]}
-    async with _door(completions, byte_level, has_grammars=True) as door:
-        door.say(f"{_PARIS}{_LYON} and more")
-        one = await door.client.messages.create(
+    async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
+        endpoint.say(f"{_PARIS}{_LYON} and more")
+        one = await endpoint.client.messages.create(
             **fields, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
         )
         assert [block.type for block in one.content] == ["tool_use"] and one.stop_reason == "tool_use"
-        none = await door.client.messages.create(**fields, tool_choice={"type": "none"})
-        assert [block.type for block in none.content] == ["text"] and "weather" not in door.prompt
+        none = await endpoint.client.messages.create(**fields, tool_choice={"type": "none"})
+        assert [block.type for block in none.content] == ["text"] and "weather" not in endpoint.prompt
         for choice, text in (
             ({"type": "any"}, '[{"name": "weather", "arguments": {"city": "Rome"}}]'),
             ({"type": "tool", "name": "weather"}, '{"city": "Rome"}'),
         ):
-            door.say(text)
-            (block,) = (await door.client.messages.create(**fields, tool_choice=choice)).content
+            endpoint.say(text)
+            (block,) = (await endpoint.client.messages.create(**fields, tool_choice=choice)).content
             assert block.type == "tool_use" and block.input == {"city": "Rome"}
-            assert door.fake.started[-1].grammar is not None
+            assert endpoint.fake.started[-1].grammar is not None
 
 
 async def test_an_answer_keeps_to_a_schema(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    async with _door(completions, byte_level, has_grammars=True) as door:
-        door.say('{"name": "Rome"}')
-        answer = await door.client.messages.parse(model="tiny", max_tokens=64, messages=_USER, output_format=City)
+    async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
+        endpoint.say('{"name": "Rome"}')
+        answer = await endpoint.client.messages.parse(model="tiny", max_tokens=64, messages=_USER, output_format=City)
         assert answer.parsed_output == City(name="Rome")
-        grammar = door.fake.started[-1].grammar
+        grammar = endpoint.fake.started[-1].grammar
         assert grammar is not None and '"name"' in grammar.text
 
 
@@ -274,23 +276,23 @@ def test_the_same_request_as_a_chats() -> None:
 
 async def test_thinking_is_a_block_of_its_own(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     template = _HERMES.replace("{%- if message.content %}", "{{- message.reasoning_content }}{%- if message.content %}")
-    async with _door(completions, byte_level, template + "{# </think> #}", has_grammars=True) as door:
-        door.say(f"<think>\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
+    async with _endpoint(completions, byte_level, template + "{# </think> #}", has_grammars=True) as endpoint:
+        endpoint.say(f"<think>\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
         fields: Any = {"model": "tiny", "max_tokens": 256, "messages": _USER, "tools": [_TOOL]}
         for thinking, thought in (
             ({"type": "enabled", "budget_tokens": 1024}, "Hm, < 3?"),
             ({"type": "adaptive", "display": "omitted"}, ""),
         ):
-            whole = await door.client.messages.create(**fields, thinking=thinking)
+            whole = await endpoint.client.messages.create(**fields, thinking=thinking)
             assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
             block: Any = whole.content[0]
             assert (block.thinking, bool(block.signature)) == (thought, True)
             assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens > 3
-            async with door.client.messages.stream(**fields, thinking=thinking) as stream:
+            async with endpoint.client.messages.stream(**fields, thinking=thinking) as stream:
                 assert _said(await stream.get_final_message()) == _said(whole)
         answer: Any = {"role": "assistant", "content": [{**block.to_dict(), "thinking": "Hm!"}, *whole.content[1:2]]}
-        await door.client.messages.create(**{**fields, "messages": [*_USER, answer, *_USER]})
-        assert "<|im_start|>assistantHm!\nYes.<|im_end|>" in door.prompt
+        await endpoint.client.messages.create(**{**fields, "messages": [*_USER, answer, *_USER]})
+        assert "<|im_start|>assistantHm!\nYes.<|im_end|>" in endpoint.prompt
 
 
 _THINKING: Any = {  # by template: what is asked, and the end of the prompt; None: it is refused
@@ -305,16 +307,16 @@ _THINKING: Any = {  # by template: what is asked, and the end of the prompt; Non
 async def test_thinking_is_asked_of_the_template(
     completions: MakeCompletions, byte_level: Tokenizer, template: str
 ) -> None:
-    async with _door(completions, byte_level, template) as door:
+    async with _endpoint(completions, byte_level, template) as endpoint:
         for asked, prompt in _THINKING[template].items():
             body = {"output_config": {"effort": asked}} if asked == "high" else {"thinking": {"type": asked}}
             if prompt is None:
-                status, kind, message = await door.refused(body)
+                status, kind, message = await endpoint.rejected(body)
                 assert (status, kind) == (400, "invalid_request_error")
                 assert message.startswith("output_config.effort: " if asked == "high" else "thinking: ")
             else:
-                await door.http.post("/v1/messages", json={"max_tokens": 1, "messages": _USER, **body})
-                assert door.prompt == prompt
+                await endpoint.http.post("/v1/messages", json={"max_tokens": 1, "messages": _USER, **body})
+                assert endpoint.prompt == prompt
 
 
 _IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -360,18 +362,18 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_what_is_wrong_is_refused_by_its_name(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    async with _door(completions, byte_level, has_grammars=True) as door:
+    async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
         for body, message in _WRONG:
-            status, kind, told = await door.refused(body)
+            status, kind, told = await endpoint.rejected(body)
             assert (status, kind) == (400, "invalid_request_error") and told.startswith(message), told
-        assert (await door.refused({"container": "a"}, "/v1/messages?beta=true"))[0] == 400
+        assert (await endpoint.rejected({"container": "a"}, "/v1/messages?beta=true"))[0] == 400
         for body in ({"messages": [{"role": "user", "content": [_IMAGE]}]}, {"tools": [{"name": "a"}]}):
-            assert (await door.refused(body, "/v1/messages/count_tokens"))[0] == 400
-        assert not door.fake.started
-        assert await door.refused({"model": "claude"}) == (
+            assert (await endpoint.rejected(body, "/v1/messages/count_tokens"))[0] == 400
+        assert not endpoint.fake.started
+        assert await endpoint.rejected({"model": "claude"}) == (
             404, "not_found_error", "model 'claude' is not served here; 'tiny' is")  # fmt: skip
-        assert (await door.refused({"x": "y" * 11_000_000}))[:2] == (413, "request_too_large")
-        wrong = await door.http.get("/v1/messages")
+        assert (await endpoint.rejected({"x": "y" * 11_000_000}))[:2] == (413, "request_too_large")
+        wrong = await endpoint.http.get("/v1/messages")
         assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
 
 
@@ -384,23 +386,23 @@ async def test_errors_have_the_clients_classes(completions: MakeCompletions, byt
         (OSError("a bug's own words"), anthropic.InternalServerError, "api_error"),
     ]
     fields: Any = {"model": "tiny", "max_tokens": 32, "messages": _USER}
-    async with _door(completions, byte_level) as door:
+    async with _endpoint(completions, byte_level) as endpoint:
         for error, kind, word in raised:
-            door.fake.refuse = error
+            endpoint.fake.reject = error
             for stream in (False, True):
                 with pytest.raises(kind) as caught:
-                    await door.client.messages.create(**fields, stream=stream)
+                    await endpoint.client.messages.create(**fields, stream=stream)
                 assert (caught.value.type, "own words" in caught.value.message) == (word, False)
                 assert caught.value.request_id
                 if isinstance(error, CapacityError):
                     assert caught.value.response.headers["retry-after"] == "2"
-        door.fake.refuse, door.fake.fail_after = None, (3, ReplicaLost("gone"))
+        endpoint.fake.reject, endpoint.fake.fail_after = None, (3, ReplicaLost("gone"))
         with pytest.raises(anthropic.APIStatusError) as caught:
-            async with door.client.messages.stream(**fields) as streamed:
+            async with endpoint.client.messages.stream(**fields) as streamed:
                 async for _ in streamed:
                     pass
         assert (caught.value.type, caught.value.api_message, caught.value.status_code) == ("api_error", "gone", 200)
-        answer = await door.http.post("/v1/messages", json={**fields, "stream": True})
+        answer = await endpoint.http.post("/v1/messages", json={**fields, "stream": True})
         *_, last = answer.text.strip().split("\n\n")
         name, told = last.split("\n")
         assert name == "event: error" and answer.text.startswith("event: message_start\n")
@@ -414,9 +416,9 @@ async def test_errors_have_the_clients_classes(completions: MakeCompletions, byt
 async def test_a_key_comes_in_either_header(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     known, other = issue("acme"), issue("other")
     access = access_with(known, other)
-    async with _door(completions, byte_level, access=access, key=known.secret) as door:
+    async with _endpoint(completions, byte_level, access=access, key=known.secret) as endpoint:
         fields: Any = {"model": "tiny", "max_tokens": 1, "messages": _USER}
-        await door.client.messages.create(**fields)
+        await endpoint.client.messages.create(**fields)
         headers: list[tuple[dict[str, str], int]] = [
             ({"x-api-key": known.secret}, 200),
             ({"x-api-key": known.secret, "authorization": known.header}, 200),
@@ -428,38 +430,38 @@ async def test_a_key_comes_in_either_header(completions: MakeCompletions, byte_l
             ({}, 401),
         ]
         for given, status in headers:
-            answer = await door.http.post("/v1/messages", json=fields, headers=given)
+            answer = await endpoint.http.post("/v1/messages", json=fields, headers=given)
             assert answer.status_code == status, given
             if status == 401:
                 assert answer.json()["error"]["type"] == "authentication_error"
-        assert {one.tenant for one in door.fake.started} == {"acme"}
-        answer = await door.http.get("/v1/models", headers={"x-api-key": known.secret})
+        assert {one.tenant for one in endpoint.fake.started} == {"acme"}
+        answer = await endpoint.http.get("/v1/models", headers={"x-api-key": known.secret})
         assert answer.status_code == 200
-        wrong = door.client.copy(api_key="sk-wrong")
+        wrong = endpoint.client.copy(api_key="sk-wrong")
         with pytest.raises(anthropic.AuthenticationError):
             await wrong.messages.count_tokens(model="tiny", messages=_USER)
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-async def test_fields_that_nobody_knows(completions: MakeCompletions, byte_level: Tokenizer, refuses: bool) -> None:
+@pytest.mark.parametrize("rejects", [False, True])
+async def test_fields_that_nobody_knows(completions: MakeCompletions, byte_level: Tokenizer, rejects: bool) -> None:
     content = [{"type": "text", "text": "hi", "mood": 1, "cache_control": {"type": "ephemeral"}}]
     body: Any = {"messages": [{"role": "user", "content": content}], "tools": [{**_TOOL, "input_examples": []}]}
-    async with _door(completions, byte_level, refuses_unknown_fields=refuses) as door:
+    async with _endpoint(completions, byte_level, rejects_unknown_fields=rejects) as endpoint:
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
-            if refuses:
-                assert (await door.refused(body, path))[:2] == (400, "invalid_request_error")
+            if rejects:
+                assert (await endpoint.rejected(body, path))[:2] == (400, "invalid_request_error")
                 continue
             body |= {"max_tokens": 1} if path == "/v1/messages" else {}
-            answer = await door.http.post(path, json=body, headers={"anthropic-version": "2023-06-01"})
+            answer = await endpoint.http.post(path, json=body, headers={"anthropic-version": "2023-06-01"})
             named = set(answer.headers["x-ignored-fields"].split(", "))
             assert answer.status_code == 200
             assert named - {"max_tokens"} == {"messages[0].content[0].mood", "tools[0].input_examples"}
 
 
 async def test_each_token_of_a_block_is_one_small_event(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    async with _door(completions, byte_level) as door:
-        door.say("a b\n\u2028c")
-        answer = await door.http.post("/v1/messages", json={"max_tokens": 99, "messages": _USER, "stream": True})
+    async with _endpoint(completions, byte_level) as endpoint:
+        endpoint.say("a b\n\u2028c")
+        answer = await endpoint.http.post("/v1/messages", json={"max_tokens": 99, "messages": _USER, "stream": True})
     events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
     told = [json.loads(data.removeprefix("data: ")) for _, data in events]
     assert [name for name, _ in events] == [f"event: {one['type']}" for one in told]
@@ -468,4 +470,4 @@ async def test_each_token_of_a_block_is_one_small_event(completions: MakeComplet
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[2:-3]) == {"content_block_delta"} and "[DONE]" not in answer.text
     assert "".join(one["delta"]["text"] for one in told[2:-3]) == "a b\n\u2028c"
-    assert told[0]["message"]["usage"]["input_tokens"] == len(door.fake.started[0].token_ids)
+    assert told[0]["message"]["usage"]["input_tokens"] == len(endpoint.fake.started[0].token_ids)

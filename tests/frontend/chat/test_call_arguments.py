@@ -31,8 +31,8 @@ def test_what_is_none_is_refused_by_its_path(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "end"), [('\\"', ""), ('\\"', "\\"), ('a"', ""), ('"a\\', "")])
 def test_a_string_without_an_end_is_looked_at_once(text: str, end: str) -> None:
-    def refuse(size: int) -> None:
+    def reject(size: int) -> None:
         with pytest.raises(RequestError):
             object_of('"' + text * size + end, "p")
 
-    assert growth(refuse, 4_000) < 9
+    assert growth(reject, 4_000) < 9

@@ -160,7 +160,7 @@ def test_a_template_that_knows_no_tools_refuses_them() -> None:
         assert ChatTemplate(source, special_tokens={}).knows_tools
 
 
-def refusal(source: str | None, messages: list[dict[str, Any]] | None = None, **variables: Any) -> str:
+def rejection(source: str | None, messages: list[dict[str, Any]] | None = None, **variables: Any) -> str:
     template = ChatTemplate(source, special_tokens=SPECIAL_TOKENS)
     with pytest.raises(RequestError) as caught:
         template.render(CONVERSATIONS[0] if messages is None else messages, variables=variables)
@@ -169,11 +169,11 @@ def refusal(source: str | None, messages: list[dict[str, Any]] | None = None, **
 
 
 def test_a_refused_conversation_is_told_in_the_templates_words() -> None:
-    assert "roles must alternate" in refusal(TEMPLATES["llama2"], [{"role": "assistant", "content": "hi"}])
-    assert "has no attribute" in refusal("{{ messages[0].tool_calls.first }}")
-    assert "can only concatenate str" in refusal("{{ 'a' + 1 }}")
-    assert "no chat template" in refusal(None)
-    assert "at least one" in refusal(CHATML, [])
+    assert "roles must alternate" in rejection(TEMPLATES["llama2"], [{"role": "assistant", "content": "hi"}])
+    assert "has no attribute" in rejection("{{ messages[0].tool_calls.first }}")
+    assert "can only concatenate str" in rejection("{{ 'a' + 1 }}")
+    assert "no chat template" in rejection(None)
+    assert "at least one" in rejection(CHATML, [])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_refused_conversation_is_told_in_the_templates_words() -> None:
     ],
 )
 def test_a_hostile_template_is_refused(source: str) -> None:
-    refusal(source)
+    rejection(source)
 
 
 LARGE = [
@@ -220,7 +220,7 @@ LARGE = [
 def test_a_template_that_makes_much_of_little_is_refused_before_it_is_made(source: str) -> None:
     tracemalloc.start()
     try:
-        refusal(source)
+        rejection(source)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -249,7 +249,7 @@ def test_messages_are_data_and_not_template() -> None:
     template = ChatTemplate("{{ messages[0].content }}", special_tokens={})
     assert template.render([{"role": "user", "content": "{{ 1 + 1 }}"}]) == "{{ 1 + 1 }}"
     long = [{"role": "user", "content": "x" * (MAX_TEXT_CHARS + 1)}]
-    assert "exceed" in refusal("{{ messages[0].content }}", long)
+    assert "exceed" in rejection("{{ messages[0].content }}", long)
 
 
 def test_a_bad_template_is_the_operators_mistake() -> None:

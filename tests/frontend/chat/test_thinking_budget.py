@@ -16,7 +16,7 @@ from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import UnsupportedField
 from core.types.request import SampledToken
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking_budget import thinking_budget
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens
@@ -25,7 +25,7 @@ from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
 
-_THINKS = Dialect(thinks=True)
+_THINKS = OutputFormat(thinks=True)
 _CHAT = Chat(messages=({"role": "user", "content": "hi"},))
 _REGEX = Grammar(kind=GrammarKind.REGEX, text="a")
 _TAGS = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text='{"format": {"type": "any_text"}}')
@@ -60,10 +60,10 @@ def test_what_replicas_are_told(
 
 
 def test_a_model_that_does_not_think_has_none(byte_level: Tokenizer) -> None:
-    with pytest.raises(UnsupportedField, match="does not think") as refused:
-        thinking_budget(_request(thinking_field="its name"), Dialect("hermes"), byte_level, "<think>")
-    assert refused.value.param == "its name"
-    assert thinking_budget(_request(None), Dialect(), byte_level, "") is None
+    with pytest.raises(UnsupportedField, match="does not think") as rejected:
+        thinking_budget(_request(thinking_field="its name"), OutputFormat("hermes"), byte_level, "<think>")
+    assert rejected.value.param == "its name"
+    assert thinking_budget(_request(None), OutputFormat(), byte_level, "") is None
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -126,9 +126,9 @@ def test_a_grammar_begins_behind_markers_that_are_tokens(
     fast.save(str(tmp_path / "model" / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path / "model")
     compiler = GrammarCompiler(tmp_path / "model", vocab_size=tokenizer.vocab_size)
-    dialect = replace(_THINKS, special=SpecialTokens(compiler.special_tokens))
+    output_format = replace(_THINKS, special=SpecialTokens(compiler.special_tokens))
     request, end = _request(3, grammar=form), "assistant\n<think>" if is_open else "assistant\n"
-    grammar, budget = bound_answer(request, dialect, end), thinking_budget(request, dialect, tokenizer, end)
+    grammar, budget = bound_answer(request, output_format, end), thinking_budget(request, output_format, tokenizer, end)
     assert grammar and budget and len(budget.closing_ids) == 1
     (ends,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     for opening in ([] if is_open else tokenizer.encode("<think>", add_special_tokens=False),):

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from frontend.grpc.api import GrpcApi, open_grpc_api
-from frontend.http.connections import GRPC_DOOR
+from frontend.http.connections import GRPC_ENDPOINT
 from tests.frontend.access.keys import IssuedKey, access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.tiny_service import MakeCompletions
@@ -31,14 +31,14 @@ _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 async def door_of(
     completions: MakeCompletions, known: IssuedKey, **options: Any
 ) -> AsyncIterator[tuple[GrpcApi, grpc.aio.Channel]]:
-    door = await open_grpc_api(
+    endpoint = await open_grpc_api(
         completions(FakeTokenService()), access=access_with(known), host="127.0.0.1", port=0, **options
     )
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
-            yield door, channel
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
+            yield endpoint, channel
     finally:
-        await door.close(grace_s=0)
+        await endpoint.close(grace_s=0)
 
 
 def begun(channel: grpc.aio.Channel, method: str, known: IssuedKey | None = None) -> Any:
@@ -62,7 +62,7 @@ async def test_who_has_no_key_is_refused_on_the_headers_alone(completions: MakeC
 )
 async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCompletions, method: str) -> None:
     known = issue("acme")
-    async with door_of(completions, known, limits=replace(GRPC_DOOR, message_s=0.05)) as (_, channel):
+    async with door_of(completions, known, limits=replace(GRPC_ENDPOINT, message_s=0.05)) as (_, channel):
         assert await asyncio.wait_for(begun(channel, method, known).code(), 10) is grpc.StatusCode.DEADLINE_EXCEEDED
         empty = begun(channel, method, known)
         await empty.done_writing()
@@ -75,7 +75,7 @@ async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCom
 
 async def test_nor_is_one_of_a_call_that_may_have_many(completions: MakeCompletions) -> None:
     known = issue("acme")
-    async with door_of(completions, known, limits=replace(GRPC_DOOR, message_s=0.05)) as (_, channel):
+    async with door_of(completions, known, limits=replace(GRPC_ENDPOINT, message_s=0.05)) as (_, channel):
         calls = [begun(channel, _REFLECTION, known)]
         calls.append(begun(channel, _REFLECTION, known))
         await calls[1].write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
@@ -98,8 +98,8 @@ async def test_unfinished_health_checks_end_each_other_and_no_real_one(completio
 
 async def test_watchers_hear_it_whoever_else_leaves_or_does_not_listen(completions: MakeCompletions) -> None:
     async with (
-        door_of(completions, issue("acme")) as (door, channel),
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as strangers,
+        door_of(completions, issue("acme")) as (endpoint, channel),
+        grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as strangers,
     ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(asked(""))
         other = health_pb2_grpc.HealthStub(strangers).Watch(asked(""))
@@ -110,7 +110,7 @@ async def test_watchers_hear_it_whoever_else_leaves_or_does_not_listen(completio
         again = health_pb2_grpc.HealthStub(strangers).Watch(asked(""))
         assert (await again.read()).status == _SERVING
         for is_live in (False, True):
-            door.set_health(is_live=is_live, is_ready=True)
+            endpoint.set_health(is_live=is_live, is_ready=True)
             heard = await asyncio.wait_for(watch.read(), 10)
             assert heard.status == (_SERVING if is_live else _NOT_SERVING)
         for call in (watch, again, *unread):

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @dataclass
-class Door:
+class Endpoint:
     service: Completions
-    door: GrpcApi
+    endpoint: GrpcApi
     channel: grpc.aio.Channel
     stub: InferenceStub
 
@@ -45,7 +45,7 @@ class Door:
     async def generate(self, message: pb.GenerateRequest, **call: Any) -> list[pb.GenerateResponse]:
         return [response async for response in self.stub.Generate(message, **call)]
 
-    async def refused(self, message: pb.GenerateRequest, **call: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
+    async def rejected(self, message: pb.GenerateRequest, **call: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
         """The status, and its details by their kind."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.generate(message, **call)
@@ -63,19 +63,19 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["polled", "aio"])
-async def server(completions: MakeCompletions, request: pytest.FixtureRequest) -> AsyncIterator[Door]:
+async def server(completions: MakeCompletions, request: pytest.FixtureRequest) -> AsyncIterator[Endpoint]:
     service = completions(FakeTokenService())
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "aio":  # as with a version of grpc that is not known
             patch.setattr(polled_server, "KNOWN_VERSIONS", ())
-        door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
-        yield Door(service, door, channel, InferenceStub(channel))
-    await door.close(grace_s=0)
+        endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
+        yield Endpoint(service, endpoint, channel, InferenceStub(channel))
+    await endpoint.close(grace_s=0)
 
 
 @pytest.fixture
-def door(server: Door) -> Door:
+def endpoint(server: Endpoint) -> Endpoint:
     """The one server of this module, with a token service of the test's own."""
     server.service.token_service = FakeTokenService()
     return server
@@ -88,11 +88,11 @@ def text_of(responses: list[pb.GenerateResponse]) -> str:
 # ---- answers
 
 
-async def test_a_chat(door: Door, byte_level: Tokenizer) -> None:
+async def test_a_chat(endpoint: Endpoint, byte_level: Tokenizer) -> None:
     ids = byte_level.encode("Paris. 你好 🎉<|im_end|>")
-    door.fake.script = lambda *_: ids
+    endpoint.fake.script = lambda *_: ids
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
-    responses = await door.generate(pb.GenerateRequest(model="tiny", chat=chat, request_id="mine"))
+    responses = await endpoint.generate(pb.GenerateRequest(model="tiny", chat=chat, request_id="mine"))
     assert text_of(responses) == "Paris. 你好 🎉"
     assert [token for response in responses for token in response.delta.token_ids] == ids
     *deltas, finished, summary = responses
@@ -100,7 +100,7 @@ async def test_a_chat(door: Door, byte_level: Tokenizer) -> None:
     assert finished.finished == pb.Finished(choice=0, finish_reason="stop")
     assert summary.summary.request_id == "mine"
     usage = summary.summary.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(door.fake.started[0].token_ids), len(ids))
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(endpoint.fake.started[0].token_ids), len(ids))
     assert usage.cached_tokens == 3
     assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (2, 7)
     trace = summary.summary.trace
@@ -110,24 +110,24 @@ async def test_a_chat(door: Door, byte_level: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_text_and_token_ids(door: Door, byte_level: Tokenizer, as_ids: bool) -> None:
+async def test_text_and_token_ids(endpoint: Endpoint, byte_level: Tokenizer, as_ids: bool) -> None:
     sampling = pb.SamplingParams(max_tokens=4)
     message = pb.GenerateRequest(prompt="ab", sampling=sampling)
     if as_ids:
         message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=byte_level.encode("ab")), sampling=sampling)
-    assert text_of(await door.generate(message)) == "abab"
+    assert text_of(await endpoint.generate(message)) == "abab"
 
 
-async def test_the_best_of_more_choices_come_when_all_have_ended(door: Door, byte_level: Tokenizer) -> None:
+async def test_the_best_of_more_choices_come_when_all_have_ended(endpoint: Endpoint, byte_level: Tokenizer) -> None:
     """As over HTTP. All that were computed are counted."""
     said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
-    door.fake.script = lambda request, choice: byte_level.encode(said[choice])
-    door.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
+    endpoint.fake.script = lambda request, choice: byte_level.encode(said[choice])
+    endpoint.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
     for logprobs in (None, 0):
         for message in (pb.GenerateRequest(prompt="x"), pb.GenerateRequest(chat=chat)):
             message.sampling.MergeFrom(pb.SamplingParams(max_tokens=20, n=2, best_of=4, logprobs=logprobs))
-            responses = await door.generate(message)
+            responses = await endpoint.generate(message)
             texts = {0: "", 1: ""}
             for response in responses[:-1]:
                 texts[response.delta.choice] += response.delta.text
@@ -138,8 +138,8 @@ async def test_the_best_of_more_choices_come_when_all_have_ended(door: Door, byt
             assert logprobs == 0 or not any(response.delta.logprobs for response in responses)
             usage = responses[-1].summary.usage
             assert usage.completion_tokens == sum(len(byte_level.encode(text)) for text in said)
-    assert {sent.choices for sent in door.fake.started} == {(0, 1, 2, 3)}
-    same = await door.generate(pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=20, best_of=1)))
+    assert {sent.choices for sent in endpoint.fake.started} == {(0, 1, 2, 3)}
+    same = await endpoint.generate(pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=20, best_of=1)))
     assert text_of(same) == "aa"
 
 
@@ -151,14 +151,14 @@ async def test_the_best_of_more_choices_come_when_all_have_ended(door: Door, byt
         (pb.SamplingParams(best_of=0), "from 1 to 128"),
     ],
 )
-async def test_how_many_the_best_are_of_is_bounded(door: Door, sampling: pb.SamplingParams, says: str) -> None:
-    status, message, details = await door.refused(pb.GenerateRequest(prompt="x", sampling=sampling))
+async def test_how_many_the_best_are_of_is_bounded(endpoint: Endpoint, sampling: pb.SamplingParams, says: str) -> None:
+    status, message, details = await endpoint.rejected(pb.GenerateRequest(prompt="x", sampling=sampling))
     assert status is grpc.StatusCode.INVALID_ARGUMENT and message.startswith("best_of: ") and says in message
     assert [one.field for one in details["BadRequest"].field_violations] == ["sampling.best_of"]
-    assert not door.fake.started
+    assert not endpoint.fake.started
 
 
-async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: Tokenizer) -> None:
+async def test_every_sampling_field_reaches_the_workers(endpoint: Endpoint, byte_level: Tokenizer) -> None:
     sampling = pb.SamplingParams(
         max_tokens=4,
         min_tokens=2,
@@ -190,8 +190,8 @@ async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: 
         field.name for field in pb.SamplingParams.DESCRIPTOR.fields
     }
     message = pb.GenerateRequest(prompt="ab", sampling=sampling, tenant="acme", cache_salt="s", priority=-3)
-    await door.generate(message, timeout=30)
-    (sent,) = door.fake.started
+    await endpoint.generate(message, timeout=30)
+    (sent,) = endpoint.fake.started
     assert (sent.choices, sent.priority, sent.tenant, sent.user) == ((0, 1, 2), -3, "", "acme")
     assert sent.salt and "s" != sent.salt
     assert sent.deadline_s is not None and 25 < sent.deadline_s < 31  # gRPC rounds it up on the wire
@@ -205,10 +205,10 @@ async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: 
     )
 
 
-async def test_what_is_said_of_a_prompt_comes_before_the_answer(door: Door, byte_level: Tokenizer) -> None:
+async def test_what_is_said_of_a_prompt_comes_before_the_answer(endpoint: Endpoint, byte_level: Tokenizer) -> None:
     ids = byte_level.encode("capital")
     sampling = pb.SamplingParams(max_tokens=2, n=2, prompt_logprobs=2)
-    first, *others = await door.generate(pb.GenerateRequest(prompt="capital", sampling=sampling))
+    first, *others = await endpoint.generate(pb.GenerateRequest(prompt="capital", sampling=sampling))
     assert len(ids) > 1 and {other.WhichOneof("event") for other in others} == {"delta", "finished", "summary"}
     assert [token.token_id for token in first.prompt_logprobs.tokens] == ids[1:]
     for place, token in enumerate(first.prompt_logprobs.tokens, 1):
@@ -217,16 +217,16 @@ async def test_what_is_said_of_a_prompt_comes_before_the_answer(door: Door, byte
             (token.token_id + 1, 0.5 - place),
             (token.token_id, -place),
         ]
-    code, _, details = await door.refused(
+    code, _, details = await endpoint.rejected(
         pb.GenerateRequest(prompt="ab", sampling=pb.SamplingParams(prompt_logprobs=21))
     )
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details["BadRequest"].field_violations[0].field == "sampling.prompt_logprobs"
 
 
-async def test_defaults_are_those_beside_the_fields(door: Door, byte_level: Tokenizer) -> None:
-    await door.generate(pb.GenerateRequest(prompt="ab"))
-    (sent,) = door.fake.started
+async def test_defaults_are_those_beside_the_fields(endpoint: Endpoint, byte_level: Tokenizer) -> None:
+    await endpoint.generate(pb.GenerateRequest(prompt="ab"))
+    (sent,) = endpoint.fake.started
     sampling = sent.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1, 0, 1, 0)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.num_logprobs) == (254, 0, None)
@@ -237,37 +237,37 @@ async def test_defaults_are_those_beside_the_fields(door: Door, byte_level: Toke
     assert sent.deadline_s is not None and sent.deadline_s <= 60  # the router's own limit
 
 
-async def test_no_deadline_of_a_client_is_longer_than_the_routers(door: Door) -> None:
-    await door.generate(pb.GenerateRequest(prompt="ab"), timeout=3600)
-    (sent,) = door.fake.started
-    assert sent.deadline_s is not None and sent.deadline_s <= door.service.max_request_s == 60
+async def test_no_deadline_of_a_client_is_longer_than_the_routers(endpoint: Endpoint) -> None:
+    await endpoint.generate(pb.GenerateRequest(prompt="ab"), timeout=3600)
+    (sent,) = endpoint.fake.started
+    assert sent.deadline_s is not None and sent.deadline_s <= endpoint.service.max_request_s == 60
 
 
-async def test_stop_strings_and_choices(door: Door) -> None:
+async def test_stop_strings_and_choices(endpoint: Endpoint) -> None:
     sampling = pb.SamplingParams(n=2, stop=["cd"], max_tokens=20)
-    responses = await door.generate(pb.GenerateRequest(prompt="abcde", sampling=sampling))
+    responses = await endpoint.generate(pb.GenerateRequest(prompt="abcde", sampling=sampling))
     for choice in (0, 1):
         assert "".join(r.delta.text for r in responses if r.delta.choice == choice) == "ab"
     finished = [r.finished for r in responses if r.HasField("finished")]
     assert finished == [pb.Finished(choice=choice, finish_reason="stop", stop="cd") for choice in (0, 1)]
 
 
-async def test_logprobs(door: Door) -> None:
+async def test_logprobs(endpoint: Endpoint) -> None:
     sampling = pb.SamplingParams(max_tokens=2, logprobs=2)
-    first, *_ = await door.generate(pb.GenerateRequest(prompt="ab", sampling=sampling))
+    first, *_ = await endpoint.generate(pb.GenerateRequest(prompt="ab", sampling=sampling))
     (logprob,) = first.delta.logprobs
     assert (logprob.token, logprob.logprob, len(logprob.top)) == ("a", -0.5, 2)
     assert logprob.token_id == logprob.top[0].token_id and logprob.top[1].logprob == -1.5
 
 
-async def test_models(door: Door) -> None:
-    models = (await door.stub.ListModels(pb.ListModelsRequest())).models
+async def test_models(endpoint: Endpoint) -> None:
+    models = (await endpoint.stub.ListModels(pb.ListModelsRequest())).models
     assert list(models) == [pb.Model(id="tiny", max_context=256, dtype="float32")]
 
 
-async def test_a_blocking_client(door: Door) -> None:
+async def test_a_blocking_client(endpoint: Endpoint) -> None:
     def ask() -> str:
-        with grpc.insecure_channel(f"127.0.0.1:{door.door.port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{endpoint.endpoint.port}") as channel:
             message = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))
             return "".join(response.delta.text for response in InferenceStub(channel).Generate(message, timeout=10))
 
@@ -295,23 +295,25 @@ WRONG: list[tuple[pb.GenerateRequest, str, str]] = [
 
 
 @pytest.mark.parametrize(("message", "field", "says"), WRONG, ids=lambda value: str(value).replace("\n", " ")[:40])
-async def test_a_wrong_request_is_told_by_field(door: Door, message: pb.GenerateRequest, field: str, says: str) -> None:
-    code, text, details = await door.refused(message)
+async def test_a_wrong_request_is_told_by_field(
+    endpoint: Endpoint, message: pb.GenerateRequest, field: str, says: str
+) -> None:
+    code, text, details = await endpoint.rejected(message)
     assert code is grpc.StatusCode.INVALID_ARGUMENT and says in text
     (violation,) = details["BadRequest"].field_violations
     assert (violation.field, violation.description) == (field, text)
-    assert not door.fake.started
+    assert not endpoint.fake.started
 
 
-async def test_unknown_model(door: Door) -> None:
-    code, text, details = await door.refused(pb.GenerateRequest(model="gpt-9", prompt="a"))
+async def test_unknown_model(endpoint: Endpoint) -> None:
+    code, text, details = await endpoint.rejected(pb.GenerateRequest(model="gpt-9", prompt="a"))
     assert code is grpc.StatusCode.NOT_FOUND and "'tiny' is" in text
     assert details["ErrorInfo"].reason == "MODEL_NOT_FOUND" and details["ErrorInfo"].domain == "cluster.v1"
 
 
-async def test_full(door: Door) -> None:
-    door.fake.refuse = CapacityError("every decode replica is full", retry_after_s=2.25)
-    code, _, details = await door.refused(pb.GenerateRequest(prompt="a"))
+async def test_full(endpoint: Endpoint) -> None:
+    endpoint.fake.reject = CapacityError("every decode replica is full", retry_after_s=2.25)
+    code, _, details = await endpoint.rejected(pb.GenerateRequest(prompt="a"))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details["RetryInfo"].retry_delay.ToMilliseconds() == 2250
 
@@ -325,9 +327,9 @@ async def test_full(door: Door) -> None:
     ],
     ids=["lost", "mismatch", "bug"],
 )
-async def test_failing_in_the_stream(door: Door, error: Exception, code: grpc.StatusCode) -> None:
-    door.fake.fail_after = (2, error)
-    call = door.stub.Generate(pb.GenerateRequest(prompt="abc"))
+async def test_failing_in_the_stream(endpoint: Endpoint, error: Exception, code: grpc.StatusCode) -> None:
+    endpoint.fake.fail_after = (2, error)
+    call = endpoint.stub.Generate(pb.GenerateRequest(prompt="abc"))
     texts = []
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for response in call:
@@ -338,8 +340,8 @@ async def test_failing_in_the_stream(door: Door, error: Exception, code: grpc.St
     assert status and [detail.TypeName() for detail in status.details] == ["google.rpc.ErrorInfo"]
 
 
-async def test_too_large_a_message(door: Door) -> None:
-    code, text, _ = await door.refused(pb.GenerateRequest(prompt="x" * 50_000_000))
+async def test_too_large_a_message(endpoint: Endpoint) -> None:
+    code, text, _ = await endpoint.rejected(pb.GenerateRequest(prompt="x" * 50_000_000))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text
 
 
@@ -347,46 +349,46 @@ async def test_too_large_a_message(door: Door) -> None:
 
 
 @pytest.mark.parametrize("hang_after", [0, 2])
-async def test_a_cancelled_call_ends_the_generation(door: Door, hang_after: int) -> None:
-    door.fake.hang_after = hang_after
-    call = door.stub.Generate(pb.GenerateRequest(prompt="abc"))
+async def test_a_cancelled_call_ends_the_generation(endpoint: Endpoint, hang_after: int) -> None:
+    endpoint.fake.hang_after = hang_after
+    call = endpoint.stub.Generate(pb.GenerateRequest(prompt="abc"))
     reading = asyncio.ensure_future(call.read())
-    await asyncio.wait_for(door.fake.is_hanging.wait(), 5)
+    await asyncio.wait_for(endpoint.fake.is_hanging.wait(), 5)
     reading.cancel()
     call.cancel()
-    await asyncio.wait_for(door.fake.has_ended.wait(), 1)
-    assert door.fake.ended[0][1] is asyncio.CancelledError
+    await asyncio.wait_for(endpoint.fake.has_ended.wait(), 1)
+    assert endpoint.fake.ended[0][1] is asyncio.CancelledError
 
 
-async def test_a_client_that_is_gone_ends_the_generation(door: Door) -> None:
-    door.fake.hang_after = 2
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.door.port}") as channel:
+async def test_a_client_that_is_gone_ends_the_generation(endpoint: Endpoint) -> None:
+    endpoint.fake.hang_after = 2
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.endpoint.port}") as channel:
         call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="abc"))
         await call.read()
-        await asyncio.wait_for(door.fake.is_hanging.wait(), 5)
-    await asyncio.wait_for(door.fake.has_ended.wait(), 1)
+        await asyncio.wait_for(endpoint.fake.is_hanging.wait(), 5)
+    await asyncio.wait_for(endpoint.fake.has_ended.wait(), 1)
 
 
-async def test_the_calls_deadline_ends_the_generation(door: Door) -> None:
-    door.fake.hang_after = 2
-    code, _, _ = await door.refused(pb.GenerateRequest(prompt="abc"), timeout=0.2)
+async def test_the_calls_deadline_ends_the_generation(endpoint: Endpoint) -> None:
+    endpoint.fake.hang_after = 2
+    code, _, _ = await endpoint.rejected(pb.GenerateRequest(prompt="abc"), timeout=0.2)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await asyncio.wait_for(door.fake.has_ended.wait(), 1)
+    await asyncio.wait_for(endpoint.fake.has_ended.wait(), 1)
 
 
 # ---- around it
 
 
 async def test_health(completions: MakeCompletions) -> None:
-    door = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
+    endpoint = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", "readiness", "cluster.v1.Inference"):
             assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == serving
         watch = stub.Watch(health_pb2.HealthCheckRequest(service="cluster.v1.Inference"))
         assert (await watch.read()).status == serving
-        door.set_health(is_ready=False)
+        endpoint.set_health(is_ready=False)
         assert (await watch.read()).status == not_serving
         watch.cancel()
         answers = {
@@ -394,24 +396,24 @@ async def test_health(completions: MakeCompletions) -> None:
             for service in ("", "readiness", "cluster.v1.Inference")
         }
         assert answers == {"": serving, "readiness": not_serving, "cluster.v1.Inference": not_serving}
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
 
 
 async def test_a_door_that_closes_says_so_first_and_waits_for_what_runs_and_for_nothing_else(
     completions: MakeCompletions,
 ) -> None:
     fake = FakeTokenService(hang_after=2)
-    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
         await watch.read()
         call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="abc", sampling=_FOUR))
         await fake.is_hanging.wait()
-        closing = asyncio.create_task(door.close(grace_s=100))
+        closing = asyncio.create_task(endpoint.close(grace_s=100))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
             await _generate(InferenceStub(channel), pb.GenerateRequest(prompt="abc", sampling=_FOUR))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert rejected.value.code() is grpc.StatusCode.UNAVAILABLE
         assert len(fake.started) == 1 and not closing.done()
         fake.go_on.set()
         assert [event.WhichOneof("event") async for event in call][-1] == "summary"
@@ -425,17 +427,17 @@ async def _generate(stub: InferenceStub, message: pb.GenerateRequest) -> list[pb
     return [response async for response in stub.Generate(message)]
 
 
-async def test_reflection(door: Door) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(door.channel)
+async def test_reflection(endpoint: Endpoint) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(endpoint.channel)
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
     (answer,) = [response async for response in stub.ServerReflectionInfo(iter([asked]))]
     assert "cluster.v1.Inference" in {service.name for service in answer.list_services_response.service}
 
 
-async def test_a_port_in_use(door: Door, completions: MakeCompletions) -> None:
+async def test_a_port_in_use(endpoint: Endpoint, completions: MakeCompletions) -> None:
     with pytest.raises(DeployError, match="in use"):
         await open_grpc_api(
-            completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=door.door.port
+            completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=endpoint.endpoint.port
         )
 
 
@@ -452,13 +454,13 @@ async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions
 
 async def test_closing_lets_what_is_under_way_finish(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=2)
-    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         stub = InferenceStub(channel)
         call = aiter(stub.Generate(pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))))
         texts = [(await anext(call)).delta.text]
         await asyncio.wait_for(fake.is_hanging.wait(), 5)
-        closing = asyncio.ensure_future(door.close(grace_s=30))
+        closing = asyncio.ensure_future(endpoint.close(grace_s=30))
         with pytest.raises(grpc.aio.AioRpcError):  # as soon as the server has heard of it, nothing new is taken
             while True:
                 await stub.ListModels(pb.ListModelsRequest())

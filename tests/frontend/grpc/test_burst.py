@@ -64,9 +64,9 @@ class _Ends:
 
 
 async def test_none_of_them_is_cut_off(completions: MakeCompletions) -> None:
-    door = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
+    endpoint = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
     ends = _Ends()
-    with socket.create_connection(("127.0.0.1", door.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as connection:
         connection.sendall(_burst())
         while not ends.has_heard_all:  # while the event loop, which is this thread's, does not get on
             ends.take(connection.recv(1 << 16))
@@ -77,5 +77,5 @@ async def test_none_of_them_is_cut_off(completions: MakeCompletions) -> None:
                 replies, ends.replies = ends.replies, b""
                 await loop.sock_sendall(connection, replies)
                 ends.take(await loop.sock_recv(connection, 1 << 16))
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
     assert not ends.cut_off, f"{len(ends.cut_off)} of {_NUM_CALLS} were"

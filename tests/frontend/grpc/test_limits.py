@@ -27,14 +27,14 @@ _CONTEXT = 256
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stub(completions: MakeCompletions) -> AsyncIterator[InferenceStub]:
     service = completions(FakeTokenService(), max_context=_CONTEXT)
-    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         yield InferenceStub(channel)
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
     service.close()
 
 
-async def refused(stub: InferenceStub, message: Message) -> tuple[str, str]:
+async def rejected(stub: InferenceStub, message: Message) -> tuple[str, str]:
     """The field that is named, and what is said of it."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         match message:
@@ -82,20 +82,20 @@ MANY = {
 @pytest.mark.parametrize(("chat", "field", "says"), MANY.values(), ids=MANY)
 async def test_what_a_chat_may_hold(stub: InferenceStub, chat: pb.Chat, field: str, says: str) -> None:
     for message in (pb.GenerateRequest(chat=chat), pb.TokenizeRequest(chat=chat)):
-        named, said = await refused(stub, message)
+        named, said = await rejected(stub, message)
         assert named == f"chat.{field}" and says in said
 
 
 @pytest.mark.parametrize("texts", [[""] * 100_000, ["x" * 8192], ["x" * 90] * 91], ids=["empty", "one", "some"])
 async def test_what_a_choice_may_hold(stub: InferenceStub, texts: list[str]) -> None:
-    named, said = await refused(stub, with_choices(texts))
+    named, said = await rejected(stub, with_choices(texts))
     assert named == "grammar.choice" and "at most 8192 bytes" in said
 
 
 async def test_no_more_tokens_than_a_context_has(stub: InferenceStub) -> None:
     ids = [5] * (_CONTEXT + 1)
-    named, said = await refused(stub, pb.DetokenizeRequest(token_ids=ids))
+    named, said = await rejected(stub, pb.DetokenizeRequest(token_ids=ids))
     assert named == "token_ids" and "holds 256" in said
     assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids[:_CONTEXT]))).text
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
-    assert (await refused(stub, message))[0] in ("token_ids", "prompt")
+    assert (await rejected(stub, message))[0] in ("token_ids", "prompt")

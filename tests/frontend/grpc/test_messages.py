@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.rpc import inference_pb2 as pb
 from core.types.request import FinishReason, SampledToken, TokenLogprob
 from frontend.grpc.messages import ResponseBytes, response_of
-from frontend.text.answer_reader import CallSaid
+from frontend.text.answer_reader import CallText
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
 from frontend.text.tokenizer import Tokenizer
 from router.generation import RequestRoute
@@ -24,7 +24,7 @@ _PLAIN = st.builds(
 _MORE = (
     lambda delta: delta,
     lambda delta: replace(delta, thinking="so"),
-    lambda delta: replace(delta, calls=[CallSaid(0, id="1", name="f")]),
+    lambda delta: replace(delta, calls=[CallText(0, id="1", name="f")]),
     lambda delta: replace(delta, tokens=[SampledToken(1, TokenLogprob(logprob=-0.5, top=((1, -0.5),)))]),
     lambda delta: replace(delta, tokens=[*delta.tokens, SampledToken(7)], text_offsets=[0, 1]),
     lambda delta: Finished(delta.choice, FinishReason.STOP, "end"),

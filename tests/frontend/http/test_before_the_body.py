@@ -21,7 +21,7 @@ from frontend.access.limiter import Reservation
 from frontend.access.local_limiter import LocalLimiter
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.http.connections import GRPC_DOOR
+from frontend.http.connections import GRPC_ENDPOINT
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from tests.frontend.access.keys import IssuedKey, access_with, issue
@@ -49,14 +49,14 @@ async def grpc_door(
     service: Completions, access: Access, *, max_message_s: float = 60.0
 ) -> AsyncIterator[tuple[grpc.aio.Channel, int]]:
     """And its port."""
-    door = await open_grpc_api(
-        service, access=access, host="127.0.0.1", port=0, limits=replace(GRPC_DOOR, message_s=max_message_s)
+    endpoint = await open_grpc_api(
+        service, access=access, host="127.0.0.1", port=0, limits=replace(GRPC_ENDPOINT, message_s=max_message_s)
     )
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
-            yield channel, door.port
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
+            yield channel, endpoint.port
     finally:
-        await door.close(grace_s=0)
+        await endpoint.close(grace_s=0)
         service.close()
 
 
@@ -217,18 +217,18 @@ async def test_a_message_that_says_to_be_too_large_is_not_taken_in(completions: 
 async def test_calls_of_one_key_that_wait_for_nothing_do_not_pile_up(completions: MakeCompletions) -> None:
     """By as many connections as it likes: twelve are read, and as many wait as two connections can have."""
     known = issue("acme")
-    door = await open_grpc_api(
+    endpoint = await open_grpc_api(
         completions(FakeTokenService()),
         access=access_with(known),
         host="127.0.0.1",
         port=0,
-        limits=replace(GRPC_DOOR, streams=16, message_s=600.0),
+        limits=replace(GRPC_ENDPOINT, streams=16, message_s=600.0),
     )
     async with AsyncExitStack() as stack:
         begun = []
         for _ in range(4):
             own = [("grpc.use_local_subchannel_pool", 1)]
-            channel = grpc.aio.insecure_channel(f"127.0.0.1:{door.port}", options=own)
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}", options=own)
             await stack.enter_async_context(channel)
             method = channel.stream_stream(_GENERATE)
             begun += [method(metadata=(("authorization", known.header),)) for _ in range(16)]
@@ -238,7 +238,7 @@ async def test_calls_of_one_key_that_wait_for_nothing_do_not_pile_up(completions
         for call in begun:
             call.cancel()
         await asyncio.gather(*ended)
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
 
 
 async def test_unfinished_messages_give_way_to_others_in_time(completions: MakeCompletions) -> None:

@@ -136,8 +136,8 @@ def test_each_kind_of_address(host: str, family: int, is_mapped: bool) -> None:
 def test_sockets_of_another_port_or_of_others_are_left_alone(pair: Pair) -> None:
     held, before = Corks(), _num_files()
     held.listen(pair.port + 1)
-    connection, stranger = held.join(pair.peer), held.join("ipv4:127.0.0.1:1")
-    assert not _found(held, connection) and not _found(held, stranger)
+    connection, pending_peer = held.join(pair.peer), held.join("ipv4:127.0.0.1:1")
+    assert not _found(held, connection) and not _found(held, pending_peer)
     assert _num_files() == before
 
 
@@ -214,10 +214,10 @@ def _corked(port: int) -> Iterator[bool]:
 
 
 def test_where_no_file_may_be_opened_nothing_is_held_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> list[str]:
+    def reject(path: str) -> list[str]:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "listdir", reject)
     held = Corks()
     held.listen(pair.port)
     assert not _found(held, held.join(pair.peer))

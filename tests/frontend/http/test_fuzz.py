@@ -36,17 +36,17 @@ _ITEMS = responses_bodies(ResponsesBody.model_fields)
 @asynccontextmanager
 async def _open(completions: MakeCompletions) -> AsyncIterator[tuple[httpx.AsyncClient, InferenceStub]]:
     service = completions(FakeTokenService(max_context=32), max_context=32, max_choices=64)
-    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
             yield http, InferenceStub(channel)
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
     service.close()
 
 
 @pytest.fixture(scope="module")
-def doors(completions: MakeCompletions) -> Iterator[BothDoors]:
+def endpoints(completions: MakeCompletions) -> Iterator[BothDoors]:
     with asyncio.Runner() as runner:
         opened = _open(completions)
         http, stub = runner.run(opened.__aenter__())
@@ -64,71 +64,71 @@ _GRPC_KILLER = pb.GenerateRequest(
 @_FEW
 @given(_TEXT)
 @example(_KILLER)
-def test_texts(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/completions", body)
+def test_texts(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/completions", body)
 
 
 @_FEW
 @given(_CHAT)
-def test_chats(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/chat/completions", body)
+def test_chats(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/chat/completions", body)
 
 
 @_FEW
 @given(_TURNS)
 @example({"messages": '[{"role":"assistant","content":[{"type":"tool_use","name":"a","input":{"a":"\\ud800"}}]}]'})
-def test_messages(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/messages", body)
+def test_messages(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/messages", body)
 
 
 @_FEW
 @given(_ITEMS)
-def test_responses(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/responses", body)
+def test_responses(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/responses", body)
 
 
 @_FEW
 @given(grpc_requests())
 @example(_GRPC_KILLER)
-def test_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
-    doors.generate(request_)
+def test_grpc(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
+    endpoints.generate(request_)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @_MANY
 @given(_TEXT)
-def test_thousands_of_texts(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/completions", body)
+def test_thousands_of_texts(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/completions", body)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @_MANY
 @given(_CHAT)
-def test_thousands_of_chats(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/chat/completions", body)
+def test_thousands_of_chats(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/chat/completions", body)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @_MANY
 @given(_TURNS)
-def test_thousands_of_messages(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/messages", body)
+def test_thousands_of_messages(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/messages", body)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @_MANY
 @given(_ITEMS)
-def test_thousands_of_responses(doors: BothDoors, body: dict[str, str]) -> None:
-    doors.post("/v1/responses", body)
+def test_thousands_of_responses(endpoints: BothDoors, body: dict[str, str]) -> None:
+    endpoints.post("/v1/responses", body)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @_MANY
 @given(grpc_requests())
-def test_thousands_over_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
-    doors.generate(request_)
+def test_thousands_over_grpc(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
+    endpoints.generate(request_)

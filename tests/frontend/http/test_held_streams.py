@@ -33,7 +33,7 @@ _ID = re.compile(r"^id: (\d+)$", re.MULTILINE)
 
 
 @asynccontextmanager
-async def _door(
+async def _endpoint(
     completions: MakeCompletions, fake: FakeTokenService, access: Access | None = None, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(completions(fake), access=access or Access.anybody(), is_healthy=lambda: True, **options)
@@ -60,7 +60,7 @@ def _texts(stream: str) -> list[str]:
 
 async def test_a_lost_stream_goes_on_behind_the_last_event(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake) as http:
+    async with _endpoint(completions, fake) as http:
         lost = await _lose(http, fake)
         fake.go_on.set()
         for after in ("1", "3"):
@@ -77,7 +77,7 @@ async def test_a_lost_stream_goes_on_behind_the_last_event(completions: MakeComp
 
 async def test_the_openai_client_reads_what_is_left(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake) as http:
+    async with _endpoint(completions, fake) as http:
         await _lose(http, fake)
         fake.go_on.set()
         async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none") as client:
@@ -94,18 +94,18 @@ async def test_the_openai_client_reads_what_is_left(completions: MakeCompletions
 
 async def test_whoever_did_not_ask_for_it_is_not_waited_for(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake) as http:
+    async with _endpoint(completions, fake) as http:
         await _lose(http, fake, headers={"x-request-id": "mine"})
         await becomes(lambda: [kind for _, kind in fake.ended] == [asyncio.CancelledError])
         assert (await http.get("/v1/streams/mine")).status_code == 404
-    async with _door(completions, fake, max_resume_s=0.0) as http:  # the operator does not want it
+    async with _endpoint(completions, fake, max_resume_s=0.0) as http:  # the operator does not want it
         await _lose(http, fake)
         await becomes(lambda: len(fake.ended) == 2)
 
 
 async def test_nobody_is_waited_for_longer_than_was_asked(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake, max_resume_s=0.2) as http:
+    async with _endpoint(completions, fake, max_resume_s=0.2) as http:
         await _lose(http, fake)  # asks for 30 s
         await becomes(lambda: [kind for _, kind in fake.ended] == [asyncio.CancelledError])
         assert (await http.get("/v1/streams/mine")).status_code == 404
@@ -113,7 +113,7 @@ async def test_nobody_is_waited_for_longer_than_was_asked(completions: MakeCompl
 
 async def test_it_can_be_ended(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake) as http:
+    async with _endpoint(completions, fake) as http:
         await _lose(http, fake)
         assert (await http.delete("/v1/streams/mine")).json()["deleted"]
         await becomes(lambda: [kind for _, kind in fake.ended] == [asyncio.CancelledError])
@@ -126,7 +126,7 @@ async def test_it_can_be_ended(completions: MakeCompletions) -> None:
 
 async def test_it_can_be_ended_before_it_begins(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=0)
-    async with _door(completions, fake) as http:
+    async with _endpoint(completions, fake) as http:
         asking = asyncio.ensure_future(http.post("/v1/completions", json=_BODY, headers=_HOLD))
         await fake.is_hanging.wait()
         assert (await http.delete("/v1/streams/mine")).json()["deleted"]
@@ -174,7 +174,7 @@ async def test_who_ends_it_does_not_wait_for_whoever_reads() -> None:
 
 async def test_an_id_may_have_any_visible_characters(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake) as http:
+    async with _endpoint(completions, fake) as http:
         for id in ("run/7", "a%2Fb", "a?b#c"):
             fake.go_on.clear()
             await _lose(http, fake, headers={**_HOLD, "x-request-id": id})
@@ -183,7 +183,7 @@ async def test_an_id_may_have_any_visible_characters(completions: MakeCompletion
 
 async def test_the_connection_that_comes_last_reads(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake, max_resume_s=0.2) as http:
+    async with _endpoint(completions, fake, max_resume_s=0.2) as http:
         async with http.stream("POST", "/v1/completions", json=_BODY, headers=_HOLD) as first:
             await fake.is_hanging.wait()
             async with http.stream("GET", "/v1/streams/mine") as second:
@@ -234,13 +234,13 @@ async def test_who_reads_is_not_left_because_somebody_else_has_gone() -> None:
 async def test_it_is_its_keys_and_keeps_its_place(completions: MakeCompletions) -> None:
     ours, theirs = issue("acme", concurrency=1), issue("zenith")
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake, access_with(ours, theirs)) as http:
+    async with _endpoint(completions, fake, access_with(ours, theirs)) as http:
         await _lose(http, fake, headers={**_HOLD, "authorization": ours.header})
         more = await http.post("/v1/completions", json=_BODY, headers={"authorization": ours.header})
         assert more.status_code == 429
         for method in ("GET", "DELETE"):
-            refused = await http.request(method, "/v1/streams/mine", headers={"authorization": theirs.header})
-            assert refused.status_code == 404
+            rejected = await http.request(method, "/v1/streams/mine", headers={"authorization": theirs.header})
+            assert rejected.status_code == 404
         assert (await http.get("/v1/streams/mine")).status_code == 401
         fake.go_on.set()
         assert "[DONE]" in (await http.get("/v1/streams/mine", headers={"authorization": ours.header})).text
@@ -248,7 +248,7 @@ async def test_it_is_its_keys_and_keeps_its_place(completions: MakeCompletions) 
 
 async def test_what_is_refused(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake) as http:
+    async with _endpoint(completions, fake) as http:
         for wrong in ("0", "-1", "soon", "1e9", "٣", ""):
             headers = [(b"x-resume-within", wrong.encode())]
             answer = await http.post("/v1/completions", json=_BODY, headers=headers)
@@ -264,8 +264,8 @@ async def test_what_is_refused(completions: MakeCompletions) -> None:
 
 
 async def test_an_answer_that_fails_at_once_has_its_status_and_is_not_held(completions: MakeCompletions) -> None:
-    fake = FakeTokenService(refuse=RequestError("no"))
-    async with _door(completions, fake) as http:
+    fake = FakeTokenService(reject=RequestError("no"))
+    async with _endpoint(completions, fake) as http:
         answer = await http.post("/v1/completions", json=_BODY, headers=_HOLD)
         assert answer.status_code == 400 and answer.json()["error"]["message"] == "no"
         assert (await http.get("/v1/streams/mine")).status_code == 404
@@ -273,7 +273,7 @@ async def test_an_answer_that_fails_at_once_has_its_status_and_is_not_held(compl
 
 async def test_there_is_room_for_so_many_of_a_key_and_no_more(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
-    async with _door(completions, fake) as http:
+    async with _endpoint(completions, fake) as http:
         for number in range(32):
             await _lose(http, fake, headers={**_HOLD, "x-request-id": f"r{number}"})
         async with http.stream("POST", "/v1/completions", json=_BODY, headers=_HOLD) as answer:

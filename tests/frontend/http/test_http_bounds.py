@@ -19,7 +19,7 @@ from frontend.http.app import create_app
 from frontend.openai.types import ChatBody
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.openai_door import USER, OpenAIEndpoint
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -41,11 +41,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("path", "body", "param"), WRONG.values(), ids=WRONG)
-async def test_what_a_body_may_hold(door: OpenAIDoor, path: str, body: dict[str, Any], param: str) -> None:
-    answer = await door.http.post(path, json=body)
+async def test_what_a_body_may_hold(endpoint: OpenAIEndpoint, path: str, body: dict[str, Any], param: str) -> None:
+    answer = await endpoint.http.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"].startswith(param), error
-    assert not door.fake.started
+    assert not endpoint.fake.started
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ async def test_an_answer_repeats_so_much_of_prompts(
 
 
 async def test_what_visits_all_of_a_large_body_is_not_for_the_event_loop(
-    door: OpenAIDoor, monkeypatch: pytest.MonkeyPatch
+    endpoint: OpenAIEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = _noted_threads(monkeypatch, (ChatBody, "requests"), (open_requests, "ignored_header"))
     for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
-        await door.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+        await endpoint.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
         assert {name.partition("_")[0] for name in threads} == names and len(threads) == 2
         threads.clear()
 
@@ -96,8 +96,8 @@ async def test_what_visits_all_of_a_large_message_is_not_for_the_event_loop(
 ) -> None:
     threads = _noted_threads(monkeypatch, (api, "request_of"), (api, "tokenize_request_of"))
     service = completions(FakeTokenService(), max_context=2**15)
-    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         stub = InferenceStub(channel)
         for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
             chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=content)])
@@ -106,7 +106,7 @@ async def test_what_visits_all_of_a_large_message_is_not_for_the_event_loop(
                 pass
             assert {name.partition("_")[0] for name in threads} == names and len(threads) == 2
             threads.clear()
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
     service.close()
 
 

@@ -31,7 +31,7 @@ from tests.support.tiny_service import MakeCompletions
 
 
 @dataclass
-class Doors:
+class Endpoints:
     fake: FakeTokenService
     http: httpx.AsyncClient
     stub: InferenceStub
@@ -50,19 +50,21 @@ class Doors:
 
 
 @asynccontextmanager
-async def both(completions: MakeCompletions, access: Access, *, trail: Path | None = None) -> AsyncIterator[Doors]:
+async def both(
+    completions: MakeCompletions, access: Access, *, audit_log: Path | None = None
+) -> AsyncIterator[Endpoints]:
     fake = FakeTokenService()
-    service = completions(fake, trail=trail)
-    door = await open_grpc_api(service, access=access, host="127.0.0.1", port=0)
+    service = completions(fake, audit_log=audit_log)
+    endpoint = await open_grpc_api(service, access=access, host="127.0.0.1", port=0)
     try:
         async with (
             serve_http(create_app(service, access=access, is_healthy=lambda: True)) as (host, port),
             httpx.AsyncClient(base_url=f"http://{host}:{port}") as http,
-            grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+            grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel,
         ):
-            yield Doors(fake, http, InferenceStub(channel), channel, f"http://{host}:{port}")
+            yield Endpoints(fake, http, InferenceStub(channel), channel, f"http://{host}:{port}")
     finally:
-        await door.close(grace_s=0)
+        await endpoint.close(grace_s=0)
         await access.close()
         service.close()
 
@@ -73,15 +75,15 @@ ASKED = {"prompt": "abc", "sampling": pb.SamplingParams(max_tokens=4)}
 
 async def test_with_a_key_one_is_let_in_at_both_doors(completions: MakeCompletions) -> None:
     known = issue("acme", tenant="team")
-    async with both(completions, access_with(known)) as doors:
-        async with doors.openai(known) as client:
+    async with both(completions, access_with(known)) as endpoints:
+        async with endpoints.openai(known) as client:
             assert (await client.completions.create(**BODY)).choices[0].text == "abca"
             assert [model.id for model in (await client.models.list()).data] == ["tiny"]
             chunks = [chunk async for chunk in await client.completions.create(**BODY, stream=True)]
             assert "".join(chunk.choices[0].text for chunk in chunks) == "abca"
-        events = [event async for event in doors.generate(known, **ASKED)]
+        events = [event async for event in endpoints.generate(known, **ASKED)]
         assert "".join(event.delta.text for event in events) == "abca"
-        assert {sent.tenant for sent in doors.fake.started} == {"team"}
+        assert {sent.tenant for sent in endpoints.fake.started} == {"team"}
 
 
 @pytest.mark.parametrize(
@@ -98,57 +100,57 @@ async def test_with_a_key_one_is_let_in_at_both_doors(completions: MakeCompletio
     ],
 )
 async def test_without_a_key_one_is_told_so(completions: MakeCompletions, path: str) -> None:
-    async with both(completions, access_with(issue("acme"))) as doors:
+    async with both(completions, access_with(issue("acme"))) as endpoints:
         method = "GET" if "models" in path else "POST"
         for headers in ({}, {"authorization": "Bearer sk-wrong"}, {"authorization": "Basic YTpi"}):
-            answer = await doors.http.request(method, path, headers=headers)
+            answer = await endpoints.http.request(method, path, headers=headers)
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"].startswith("Bearer")
             error = answer.json()["error"]
             assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
             assert "sk-wrong" not in answer.text
-        assert (await doors.http.get("/health")).status_code == 200
-        assert not doors.fake.started
+        assert (await endpoints.http.get("/health")).status_code == 200
+        assert not endpoints.fake.started
 
 
 async def test_the_openai_client_calls_it_an_authentication_error(completions: MakeCompletions) -> None:
-    async with both(completions, access_with(issue("acme"))) as doors, doors.openai("sk-wrong") as client:
+    async with both(completions, access_with(issue("acme"))) as endpoints, endpoints.openai("sk-wrong") as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.completions.create(**BODY)
     assert caught.value.code == "invalid_api_key"
 
 
 async def test_a_stranger_is_told_before_anything_is_read(completions: MakeCompletions) -> None:
-    async with both(completions, access_with(issue("acme"))) as doors:
-        reader, writer = await asyncio.open_connection(*doors.url.removeprefix("http://").split(":"))
+    async with both(completions, access_with(issue("acme"))) as endpoints:
+        reader, writer = await asyncio.open_connection(*endpoints.url.removeprefix("http://").split(":"))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n{")
         assert b" 401 " in await asyncio.wait_for(reader.readline(), 5)
         writer.close()
 
 
 async def test_at_the_grpc_door_every_method_but_health_needs_a_key(completions: MakeCompletions) -> None:
-    async with both(completions, access_with(issue("acme"))) as doors:
-        reflection = reflection_pb2_grpc.ServerReflectionStub(doors.channel)
+    async with both(completions, access_with(issue("acme"))) as endpoints:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(endpoints.channel)
         calls = [
-            doors.generate(None, **ASKED).read(),
-            doors.generate(issue("other"), **ASKED).read(),
-            doors.stub.ListModels(pb.ListModelsRequest()),
+            endpoints.generate(None, **ASKED).read(),
+            endpoints.generate(issue("other"), **ASKED).read(),
+            endpoints.stub.ListModels(pb.ListModelsRequest()),
             reflection.ServerReflectionInfo().read(),  # a client that writes meanwhile may see that fail instead
         ]
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        health = health_pb2_grpc.HealthStub(doors.channel)
+        health = health_pb2_grpc.HealthStub(endpoints.channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
-        assert not doors.fake.started
+        assert not endpoints.fake.started
 
 
 async def test_where_none_is_needed_any_will_do(completions: MakeCompletions) -> None:
-    async with both(completions, access_with(issue("acme"), is_required=False)) as doors:
-        async with doors.openai("none") as client:
+    async with both(completions, access_with(issue("acme"), is_required=False)) as endpoints:
+        async with endpoints.openai("none") as client:
             assert (await client.completions.create(**BODY)).choices[0].text == "abca"
-        assert [event async for event in doors.generate(None, **ASKED)]
+        assert [event async for event in endpoints.generate(None, **ASKED)]
 
 
 # ---- limits
@@ -156,7 +158,7 @@ async def test_where_none_is_needed_any_will_do(completions: MakeCompletions) ->
 
 async def test_what_is_left_is_told_and_what_is_too_much_refused(completions: MakeCompletions) -> None:
     known = issue("acme", rpm=3, tpm=1000)
-    async with both(completions, access_with(known)) as doors, doors.openai(known) as client:
+    async with both(completions, access_with(known)) as endpoints, endpoints.openai(known) as client:
         whole = await client.completions.with_raw_response.create(**BODY)
         assert whole.headers["x-ratelimit-limit-requests"] == "3"
         assert whole.headers["x-ratelimit-remaining-requests"] == "2"
@@ -165,7 +167,7 @@ async def test_what_is_left_is_told_and_what_is_too_much_refused(completions: Ma
         assert streamed.headers["x-ratelimit-remaining-requests"] == "1"
         assert streamed.headers["x-ratelimit-limit-tokens"] == "1000"
         [chunk async for chunk in streamed.parse()]
-        call = doors.generate(known, **ASKED)
+        call = endpoints.generate(known, **ASKED)
         assert dict(await call.initial_metadata())["x-ratelimit-remaining-requests"] == "0"
         [event async for event in call]
 
@@ -175,31 +177,31 @@ async def test_what_is_left_is_told_and_what_is_too_much_refused(completions: Ma
             assert caught.value.code == "rate_limit_exceeded"
             assert 0 < int(caught.value.response.headers["retry-after"]) <= WINDOW
             assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
-        call = doors.generate(known, **ASKED)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        call = endpoints.generate(known, **ASKED)
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
             await call.read()
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        status = rpc_status.from_call(refused.value)
+        assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        status = rpc_status.from_call(rejected.value)
         assert status and {detail.TypeName().rpartition(".")[2] for detail in status.details} == {
             "ErrorInfo",
             "RetryInfo",
         }
         assert dict(await call.trailing_metadata())["x-ratelimit-remaining-requests"] == "0"
-        assert len(doors.fake.started) == 3
+        assert len(endpoints.fake.started) == 3
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_place_is_held_while_an_answer_runs(completions: MakeCompletions, is_streamed: bool) -> None:
     known = issue("acme", concurrency=1)
     access = access_with(known)
-    async with both(completions, access) as doors, doors.openai(known) as client:
-        doors.fake.hang_after = 1
+    async with both(completions, access) as endpoints, endpoints.openai(known) as client:
+        endpoints.fake.hang_after = 1
         running = asyncio.create_task(client.completions.create(**BODY, stream=is_streamed))
-        await asyncio.wait_for(doors.fake.is_hanging.wait(), 5)
+        await asyncio.wait_for(endpoints.fake.is_hanging.wait(), 5)
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(**BODY)
-        doors.fake.hang_after = None
-        doors.fake.go_on.set()
+        endpoints.fake.hang_after = None
+        endpoints.fake.go_on.set()
         answer = await running
         if is_streamed:
             [chunk async for chunk in answer]
@@ -210,59 +212,62 @@ async def test_a_place_is_held_while_an_answer_runs(completions: MakeCompletions
 async def test_a_client_that_leaves_gives_its_place_back(completions: MakeCompletions) -> None:
     known = issue("acme", concurrency=1)
     access = access_with(known)
-    async with both(completions, access) as doors, doors.openai(known) as client:
-        doors.fake.hang_after = 2
+    async with both(completions, access) as endpoints, endpoints.openai(known) as client:
+        endpoints.fake.hang_after = 2
         stream = await client.completions.create(**BODY, stream=True)
         await anext(aiter(stream))
-        await asyncio.wait_for(doors.fake.is_hanging.wait(), 5)
+        await asyncio.wait_for(endpoints.fake.is_hanging.wait(), 5)
         await stream.close()
-        await asyncio.wait_for(doors.fake.has_ended.wait(), 5)
-        call = doors.generate(known, **ASKED)
-        doors.fake.is_hanging.clear()
+        await asyncio.wait_for(endpoints.fake.has_ended.wait(), 5)
+        call = endpoints.generate(known, **ASKED)
+        endpoints.fake.is_hanging.clear()
         await call.read()
-        await asyncio.wait_for(doors.fake.is_hanging.wait(), 5)
+        await asyncio.wait_for(endpoints.fake.is_hanging.wait(), 5)
         call.cancel()
-        await asyncio.wait_for(doors.fake.has_ended.wait(), 5)
+        await asyncio.wait_for(endpoints.fake.has_ended.wait(), 5)
         await access.limits.settled()
-        doors.fake.hang_after = None
+        endpoints.fake.hang_after = None
         await client.completions.create(**BODY)
 
 
 async def test_who_is_turned_away_is_counted(completions: MakeCompletions) -> None:
     outcomes = list[str]()
-    async with both(completions, access_with(issue("acme"), count=outcomes.append)) as doors:
-        await doors.http.get("/v1/models")
+    async with both(completions, access_with(issue("acme"), count=outcomes.append)) as endpoints:
+        await endpoints.http.get("/v1/models")
         with pytest.raises(grpc.aio.AioRpcError):
-            await doors.generate(None, **ASKED).read()
+            await endpoints.generate(None, **ASKED).read()
     assert outcomes == ["invalid_api_key"] * 2
 
 
 async def test_what_a_key_may_not_ask_for_is_in_the_trail(completions: MakeCompletions, tmp_path: Path) -> None:
-    known, trail = issue("acme", tenant="team", rpm=2, max_tokens=4), tmp_path / "trail.jsonl"
-    async with both(completions, access_with(known), trail=trail) as doors, doors.openai(known) as client:
+    known, audit_log = issue("acme", tenant="team", rpm=2, max_tokens=4), tmp_path / "trail.jsonl"
+    async with (
+        both(completions, access_with(known), audit_log=audit_log) as endpoints,
+        endpoints.openai(known) as client,
+    ):
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(**BODY | {"max_tokens": 5})
         await client.completions.create(**BODY)
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(**BODY)
         with pytest.raises(grpc.aio.AioRpcError):
-            await doors.generate(known, **ASKED).read()
-    lines = [json.loads(line) for line in trail.read_text().splitlines()]
+            await endpoints.generate(known, **ASKED).read()
+    lines = [json.loads(line) for line in audit_log.read_text().splitlines()]
     assert [line["outcome"] for line in lines] == ["invalid_value", "completed", *["rate_limit_exceeded"] * 2]
     assert {(line["key"], line["tenant"]) for line in lines} == {(known.key.id, "team")}
-    assert known.secret not in trail.read_text()
+    assert known.secret not in audit_log.read_text()
 
 
 async def test_many_prompts_of_one_request_are_one_request(completions: MakeCompletions) -> None:
     known = issue("acme", rpm=1, concurrency=1, tpm=1000)
-    async with both(completions, access_with(known)) as doors, doors.openai(known) as client:
+    async with both(completions, access_with(known)) as endpoints, endpoints.openai(known) as client:
         body = BODY | {"prompt": ["ab", "cd", "ef"]}
         assert len((await client.completions.create(**body)).choices) == 3
 
 
 async def test_a_keys_bounds_on_an_answer_hold_at_both_doors(completions: MakeCompletions) -> None:
     known = issue("acme", max_tokens=3, priorities=(1, 2))
-    async with both(completions, access_with(known)) as doors, doors.openai(known) as client:
+    async with both(completions, access_with(known)) as endpoints, endpoints.openai(known) as client:
         with pytest.raises(openai.BadRequestError, match="may ask for 3, not 4") as caught:
             await client.completions.create(**BODY)
         assert caught.value.param == "max_tokens"
@@ -272,11 +277,11 @@ async def test_a_keys_bounds_on_an_answer_hold_at_both_doors(completions: MakeCo
         assert caught.value.param == "max_completion_tokens"
         answer = await client.chat.completions.create(model="tiny", messages=user)
         assert answer.choices[0].finish_reason == "length" and answer.usage and answer.usage.completion_tokens == 3
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await doors.generate(known, **ASKED).read()
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        [event async for event in doors.generate(known, prompt="abc", priority=-9)]
-        assert [sent.priority for sent in doors.fake.started] == [1, 1]
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
+            await endpoints.generate(known, **ASKED).read()
+        assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        [event async for event in endpoints.generate(known, prompt="abc", priority=-9)]
+        assert [sent.priority for sent in endpoints.fake.started] == [1, 1]
 
 
 # ---- web pages
@@ -317,14 +322,14 @@ async def test_a_page_of_a_named_origin_may_ask_and_a_browser_learns_so_without_
 async def test_both_doors_give_one_key_one_salt_and_two_keys_two(completions: MakeCompletions) -> None:
     one, other = issue("one"), issue("other")
     salts: dict[tuple[str, str], set[str]] = {}
-    async with both(completions, access_with(one, other)) as doors:
+    async with both(completions, access_with(one, other)) as endpoints:
         for issued in (one, other):
             for salt in ("", "s"):
-                doors.fake.started.clear()
-                async with doors.openai(issued) as client:
+                endpoints.fake.started.clear()
+                async with endpoints.openai(issued) as client:
                     await client.completions.create(**BODY, user="victim", extra_body={"cache_salt": salt})
-                [event async for event in doors.generate(issued, **ASKED, tenant="victim", cache_salt=salt)]
-                salts[issued.key.name, salt] = {sent.salt for sent in doors.fake.started}
-                assert {sent.user for sent in doors.fake.started} == {"victim"}
+                [event async for event in endpoints.generate(issued, **ASKED, tenant="victim", cache_salt=salt)]
+                salts[issued.key.name, salt] = {sent.salt for sent in endpoints.fake.started}
+                assert {sent.user for sent in endpoints.fake.started} == {"victim"}
     assert all(len(found) == 1 for found in salts.values())
     assert len(set.union(*salts.values())) == 4 and "" not in set.union(*salts.values())

@@ -18,7 +18,7 @@ from core.rpc.inference_pb2_grpc import InferenceStub
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.http.connections import GRPC_DOOR, HTTP_DOOR
+from frontend.http.connections import GRPC_ENDPOINT, HTTP_ENDPOINT
 from tests.support.event_loops import on_both_loops
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
@@ -67,7 +67,7 @@ async def test_a_request_is_served_beside_them_over_http(completions: MakeComple
 async def test_those_who_say_nothing_are_gone_after_a_while_over_http(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=0)
     app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
-    limits = replace(HTTP_DOOR, open_s=1.0)
+    limits = replace(HTTP_ENDPOINT, open_s=1.0)
     async with serve_http(app, limits=limits) as address:
         asking = asyncio.ensure_future(_ask(address))
         await fake.is_hanging.wait()
@@ -80,7 +80,7 @@ async def test_those_who_say_nothing_are_gone_after_a_while_over_http(completion
 @on_both_loops
 async def test_no_number_of_them_keeps_a_client_out_over_http(completions: MakeCompletions) -> None:
     app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True)
-    limits = replace(HTTP_DOOR, connections=500)
+    limits = replace(HTTP_ENDPOINT, connections=500)
     async with serve_http(app, limits=limits) as address, silent_connections(address, half=_HALF_A_REQUEST) as ends:
         assert await _ask(address) == "abca"
         await becomes(lambda: sum(map(_has_ended, ends)) > _IDLE + _HALF_OPEN - 500)
@@ -105,32 +105,32 @@ def _has_ended(end: socket.socket) -> bool:
 
 async def test_a_request_is_served_beside_them_over_grpc(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
-    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with silent_connections(("127.0.0.1", door.port), half=_HALF_A_PREFACE):
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with silent_connections(("127.0.0.1", endpoint.port), half=_HALF_A_PREFACE):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
             asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))
             events = [event async for event in InferenceStub(channel).Generate(asked, timeout=60)]
     assert "".join(event.delta.text for event in events) == "abca"
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
 
 
 async def test_a_header_that_is_too_large_is_refused_at_the_grpc_door(completions: MakeCompletions) -> None:
-    door = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    endpoint = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         stub = InferenceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ListModels(pb.ListModelsRequest(), metadata=(("x", "y" * 20_000),), timeout=30)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stub.ListModels(pb.ListModelsRequest(), timeout=30)).models[0].id == "tiny"
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
 
 
 async def test_one_connection_has_so_many_streams_at_a_time(completions: MakeCompletions) -> None:
     """More wait at the client until one of these has ended, or are refused: gRPC does either."""
     fake = FakeTokenService(hang_after=0)
-    limits = replace(GRPC_DOOR, streams=3)
-    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0, limits=limits)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    limits = replace(GRPC_ENDPOINT, streams=3)
+    endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0, limits=limits)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         stub = InferenceStub(channel)
         asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=1))
 
@@ -148,4 +148,4 @@ async def test_one_connection_has_so_many_streams_at_a_time(completions: MakeCom
         fake.go_on.set()
         ends = await asyncio.gather(*running)
     assert ends.count(None) >= 3 and set(ends) <= {None, grpc.StatusCode.UNAVAILABLE}
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)

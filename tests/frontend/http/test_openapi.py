@@ -21,7 +21,7 @@ from frontend.openai.fields import OpenAIObject
 from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.openai_door import USER, OpenAIEndpoint
 from tests.support.tiny_service import MakeCompletions
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -98,9 +98,9 @@ def test_what_is_wrong_by_its_types_is_wrong_by_it(document: dict[str, Any], pat
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_both_are_at_the_door(door: OpenAIDoor, document: dict[str, Any]) -> None:
-    assert (await door.http.get("/openapi.json")).json() == document
-    answer = await door.http.get("/docs")
+async def test_both_are_at_the_door(endpoint: OpenAIEndpoint, document: dict[str, Any]) -> None:
+    assert (await endpoint.http.get("/openapi.json")).json() == document
+    answer = await endpoint.http.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     page = _Page()

@@ -133,12 +133,12 @@ async def test_a_bug_is_a_status_and_the_next_call_is_served(served: Served) -> 
 async def test_an_abort_ends_the_handler_where_it_is(served: Served) -> None:
     went_on = []
 
-    async def refuse(messages: Any, context: Any) -> None:
+    async def reject(messages: Any, context: Any) -> None:
         await context.write(b"one")
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", (("why", "full"),))
         went_on.append(True)
 
-    call = served.ask(refuse)
+    call = served.ask(reject)
     assert await call.read() == b"one"
     assert await _code(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await call.details() == "no room"
@@ -254,11 +254,11 @@ async def test_what_is_written_now_waits_for_nothing_and_is_refused_where_someth
             assert not context.write_now(b"before that is taken over")
             await asyncio.sleep(0)
         await context.write(b"100")
-        refused.append(context.write_now(b"101"))
+        rejected.append(context.write_now(b"101"))
 
-    refused: list[bool] = []
+    rejected: list[bool] = []
     assert [message async for message in served.ask(pour)] == [b"%d" % number for number in range(101)]
-    assert refused == [False]
+    assert rejected == [False]
 
 
 async def test_many_calls_at_once_are_all_served(served: Served) -> None:

@@ -8,18 +8,18 @@ import openai
 import pytest
 
 from frontend.text.tokenizer import Tokenizer
-from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.openai_door import USER, OpenAIEndpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_lm_eval_finds_what_it_reads(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_lm_eval_finds_what_it_reads(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     """The request, and what is read of the answer, as LocalCompletionsAPI in lm_eval/models/openai_completions.py at
     https://github.com/EleutherAI/lm-evaluation-harness/tree/4e7e0d47f33bc71070c1d38394bafbb52b117163 has them."""
     prompts = [byte_level.encode("The capital of France is Paris."), byte_level.encode("你好 世界")]
     body = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234,
             "echo": True}  # fmt: skip
-    answer = (await door.http.post("/v1/completions", json=body)).json()
+    answer = (await endpoint.http.post("/v1/completions", json=body)).json()
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     assert len(choices) == 2
     for choice, ids in zip(choices, prompts, strict=True):
@@ -30,16 +30,18 @@ async def test_lm_eval_finds_what_it_reads(door: OpenAIDoor, byte_level: Tokeniz
         assert told == [-float(place) for place in range(context, len(ids))]
         for own, top in zip(told, logprobs["top_logprobs"][context:-1], strict=True):
             assert max(top.values()) == own + 0.5, "not the likeliest"
-    assert [sent.num_prompt_logprobs for sent in door.fake.started] == [1, 1]
+    assert [sent.num_prompt_logprobs for sent in endpoint.fake.started] == [1, 1]
 
 
-async def test_an_echo_has_one_place_for_each_token_whole_and_streamed(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_an_echo_has_one_place_for_each_token_whole_and_streamed(
+    endpoint: OpenAIEndpoint, byte_level: Tokenizer
+) -> None:
     text = "<|im_start|>naïve 𝄞!"
     ids = byte_level.encode(text)
     fields: dict[str, Any] = {"model": "tiny", "prompt": text, "max_tokens": 2, "echo": True, "logprobs": 0, "n": 2}
-    whole = await door.client.completions.create(**fields)
+    whole = await endpoint.client.completions.create(**fields)
     pieces: dict[int, list[Any]] = {0: [], 1: []}
-    async for chunk in await door.client.completions.create(**fields, stream=True):
+    async for chunk in await endpoint.client.completions.create(**fields, stream=True):
         pieces[chunk.choices[0].index].append(chunk.choices[0])
     for choice in whole.choices:
         logprobs = choice.logprobs
@@ -56,33 +58,33 @@ async def test_an_echo_has_one_place_for_each_token_whole_and_streamed(door: Ope
             assert [one for each in told for one in getattr(each, name)] == getattr(logprobs, name), name
 
 
-async def test_an_echo_is_of_what_the_model_has_seen(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_an_echo_is_of_what_the_model_has_seen(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     text = "The capital of France is Paris."
     ids = byte_level.encode(text)
     for kept in (3, len(ids)):
         shown = byte_level.decode(ids[-kept:], skip_special_tokens=False)
         body = {"prompt": text, "truncate_prompt_tokens": kept, "max_tokens": 2, "echo": True, "logprobs": 0}
-        (choice,) = (await door.http.post("/v1/completions", json=body)).json()["choices"]
+        (choice,) = (await endpoint.http.post("/v1/completions", json=body)).json()["choices"]
         assert choice["text"].startswith(shown) and choice["logprobs"]["text_offset"][kept] == len(shown)
         for token, start in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
             assert choice["text"][start:].startswith(token), (token, start)
-        (rendered,) = (await door.http.post("/v1/completions/render", json=body)).json()
+        (rendered,) = (await endpoint.http.post("/v1/completions/render", json=body)).json()
         assert (rendered["prompt"], rendered["token_ids"]) == (shown, ids[-kept:])
     assert shown == text
 
 
-async def test_a_prompt_may_be_all_that_is_answered(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_a_prompt_may_be_all_that_is_answered(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 0, "echo": True}
-    answer = await door.client.completions.create(**fields, logprobs=2, extra_body={"return_token_ids": True})
+    answer = await endpoint.client.completions.create(**fields, logprobs=2, extra_body={"return_token_ids": True})
     (choice,) = answer.choices
     ids = byte_level.encode("hello")
     assert (choice.text, choice.finish_reason, choice.model_extra["token_ids"]) == ("hello", "length", [])  # type: ignore[index]
     assert choice.logprobs and len(choice.logprobs.tokens or ()) == len(ids) > 1
     assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 0)
-    assert (await door.client.completions.create(**fields)).choices[0].logprobs is None
+    assert (await endpoint.client.completions.create(**fields)).choices[0].logprobs is None
 
 
-async def test_vllm_lists_them_by_id_with_their_ranks(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_vllm_lists_them_by_id_with_their_ranks(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     def check(listed: Any, ids: list[int], num_top: int) -> None:
         assert listed[0] is None and len(listed) == len(ids)
         for place, token_id in enumerate(ids[1:], 1):
@@ -93,24 +95,26 @@ async def test_vllm_lists_them_by_id_with_their_ranks(door: OpenAIDoor, byte_lev
                 assert listed[place][str(token_id + 1)]["rank"] == 1
 
     extra: dict[str, Any] = {"prompt_logprobs": 20, "return_token_ids": True}
-    texts = await door.client.completions.create(
+    texts = await endpoint.client.completions.create(
         model="tiny", prompt=["ab " * 40, "cd"], max_tokens=1, extra_body=extra
     )
     for choice in texts.choices:
         more = choice.model_extra or {}
         check(more["prompt_logprobs"], more["prompt_token_ids"], 20)
         assert choice.logprobs is None
-    both = await door.client.completions.create(
+    both = await endpoint.client.completions.create(
         model="tiny", prompt="ab", max_tokens=1, logprobs=1, echo=True, extra_body={"prompt_logprobs": 0}
     )
     check((both.choices[0].model_extra or {})["prompt_logprobs"], byte_level.encode("ab"), 0)
     assert both.choices[0].logprobs and both.choices[0].logprobs.top_logprobs
     assert len(both.choices[0].logprobs.top_logprobs[1]) == 2
-    chat = await door.client.chat.completions.create(model="tiny", messages=USER, max_tokens=1, n=2, extra_body=extra)  # type: ignore[call-overload]
+    chat = await endpoint.client.chat.completions.create(
+        model="tiny", messages=USER, max_tokens=1, n=2, extra_body=extra
+    )  # type: ignore[call-overload]
     check(chat.model_extra["prompt_logprobs"], chat.model_extra["prompt_token_ids"], 20)
-    without = await door.client.completions.create(model="tiny", prompt="ab", max_tokens=1)
+    without = await endpoint.client.completions.create(model="tiny", prompt="ab", max_tokens=1)
     assert "prompt_logprobs" not in (without.choices[0].model_extra or {})
-    assert door.fake.started[-1].num_prompt_logprobs is None
+    assert endpoint.fake.started[-1].num_prompt_logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -125,8 +129,10 @@ async def test_vllm_lists_them_by_id_with_their_ranks(door: OpenAIDoor, byte_lev
         ({"prompt_logprobs": 20, "n": 2, "prompt": [[5] * 200] * 50}, "prompt_logprobs", "at most 262144"),
     ],
 )
-async def test_what_is_refused_is_named(door: OpenAIDoor, fields: dict[str, Any], param: str, says: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=says) as refused:
-        await door.client.completions.create(model="tiny", prompt="ab", extra_body={"max_tokens": 1, **fields})
-    assert refused.value.param == param
-    assert not door.fake.started
+async def test_what_is_refused_is_named(
+    endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as rejected:
+        await endpoint.client.completions.create(model="tiny", prompt="ab", extra_body={"max_tokens": 1, **fields})
+    assert rejected.value.param == param
+    assert not endpoint.fake.started

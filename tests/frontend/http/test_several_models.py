@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
-from core.types.errors import ModelAway, RequestError, UnknownModel
+from core.types.errors import ModelUnavailable, RequestError, UnknownModel
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
@@ -31,14 +31,14 @@ _HI = [{"role": "user", "content": "hi"}]
 
 
 @dataclass
-class Doors:
+class Endpoints:
     models: Models
     served: dict[str, Completions]
     client: openai.AsyncOpenAI
     http: httpx.AsyncClient
     grpc: InferenceStub
 
-    async def refused(self, model: str) -> openai.APIStatusError:
+    async def rejected(self, model: str) -> openai.APIStatusError:
         with pytest.raises(openai.APIStatusError) as caught:
             await self.client.chat.completions.create(model=model, messages=_HI)  # type: ignore[arg-type]
         return caught.value
@@ -51,7 +51,7 @@ class Doors:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def doors(completions: MakeCompletions, byte_level: Tokenizer) -> AsyncIterator[Doors]:
+async def endpoints(completions: MakeCompletions, byte_level: Tokenizer) -> AsyncIterator[Endpoints]:
     def made(name: str) -> Completions:
         ids = byte_level.encode(f"{_SAYS[name]}<|im_end|>")
         fake = FakeTokenService(script=lambda *_: ids)
@@ -61,87 +61,91 @@ async def doors(completions: MakeCompletions, byte_level: Tokenizer) -> AsyncIte
     models = Models(served["first"])
     models.add(served["second"])
     app = create_app(models, access=Access.anybody(), is_healthy=lambda: True)
-    door = await open_grpc_api(models, access=Access.anybody(), host="127.0.0.1", port=0)
+    endpoint = await open_grpc_api(models, access=Access.anybody(), host="127.0.0.1", port=0)
     async with serve_http(app) as (host, port):
         url = f"http://{host}:{port}"
         async with (
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
             httpx.AsyncClient(base_url=url) as http,
-            grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+            grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel,
         ):
-            yield Doors(models, served, client, http, InferenceStub(channel))
-    await door.close(grace_s=0)
+            yield Endpoints(models, served, client, http, InferenceStub(channel))
+    await endpoint.close(grace_s=0)
 
 
 @pytest.mark.parametrize("model", ["first", "second"])
-async def test_every_api_brings_the_answer_of_the_model_that_is_named(doors: Doors, model: str) -> None:
+async def test_every_api_brings_the_answer_of_the_model_that_is_named(endpoints: Endpoints, model: str) -> None:
     says = _SAYS[model]
-    chat = await doors.client.chat.completions.create(model=model, messages=_HI)  # type: ignore[call-overload]
+    chat = await endpoints.client.chat.completions.create(model=model, messages=_HI)  # type: ignore[call-overload]
     assert (chat.model, chat.choices[0].message.content) == (model, says)
-    text = await doors.client.completions.create(model=model, prompt="hi")
+    text = await endpoints.client.completions.create(model=model, prompt="hi")
     assert (text.model, text.choices[0].text) == (model, says)
-    response = await doors.client.responses.create(model=model, input="hi")
+    response = await endpoints.client.responses.create(model=model, input="hi")
     assert (response.model, response.output_text) == (model, says)
     body = {"model": model, "max_tokens": 9, "messages": _HI}
-    message = (await doors.http.post("/v1/messages", json=body)).json()
+    message = (await endpoints.http.post("/v1/messages", json=body)).json()
     assert (message["model"], message["content"][0]["text"]) == (model, says)
-    events = [event async for event in doors.grpc.Generate(pb.GenerateRequest(model=model, prompt="hi"))]
+    events = [event async for event in endpoints.grpc.Generate(pb.GenerateRequest(model=model, prompt="hi"))]
     assert "".join(event.delta.text for event in events) == says
 
 
-async def test_what_is_asked_of_a_model_beside_answers_is_of_the_one_that_is_named(doors: Doors) -> None:
+async def test_what_is_asked_of_a_model_beside_answers_is_of_the_one_that_is_named(endpoints: Endpoints) -> None:
     for model, most in (("first", 256), ("second", 512)):
         asked = {"model": model, "prompt": "hi"}
-        assert (await doors.http.post("/tokenize", json=asked)).json()["max_model_len"] == most
-        assert (await doors.grpc.Tokenize(pb.TokenizeRequest(model=model, prompt="hi"))).max_context == most
-        rendered = (await doors.http.post("/v1/completions/render", json=asked)).json()
+        assert (await endpoints.http.post("/tokenize", json=asked)).json()["max_model_len"] == most
+        assert (await endpoints.grpc.Tokenize(pb.TokenizeRequest(model=model, prompt="hi"))).max_context == most
+        rendered = (await endpoints.http.post("/v1/completions/render", json=asked)).json()
         assert rendered[0]["model"] == model
     long = [1] * 300
-    assert len((await doors.http.post("/v1/completions", json={"model": "second", "prompt": long})).json()["choices"])
-    refused = await doors.http.post("/v1/completions", json={"model": "first", "prompt": long})
-    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert len(
+        (await endpoints.http.post("/v1/completions", json={"model": "second", "prompt": long})).json()["choices"]
+    )
+    rejected = await endpoints.http.post("/v1/completions", json={"model": "first", "prompt": long})
+    assert rejected.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_all_are_listed_and_a_request_without_a_name_means_the_doors_own(doors: Doors) -> None:
-    assert [model.id async for model in doors.client.models.list()] == ["first", "second"]
-    assert (await doors.client.models.retrieve("second")).id == "second"
-    listed = await doors.grpc.ListModels(pb.ListModelsRequest())
+async def test_all_are_listed_and_a_request_without_a_name_means_the_doors_own(endpoints: Endpoints) -> None:
+    assert [model.id async for model in endpoints.client.models.list()] == ["first", "second"]
+    assert (await endpoints.client.models.retrieve("second")).id == "second"
+    listed = await endpoints.grpc.ListModels(pb.ListModelsRequest())
     assert [(model.id, model.max_context) for model in listed.models] == [("first", 256), ("second", 512)]
-    answer = await doors.http.post("/v1/completions", json={"prompt": "hi"})
+    answer = await endpoints.http.post("/v1/completions", json={"prompt": "hi"})
     assert answer.json()["model"] == "first"
 
 
-async def test_an_unknown_model_is_told_which_there_are(doors: Doors) -> None:
+async def test_an_unknown_model_is_told_which_there_are(endpoints: Endpoints) -> None:
     said = "model 'third' is not served here; 'first' and 'second' are"
-    refused = await doors.refused("third")
-    assert (refused.status_code, refused.code, refused.param) == (404, "model_not_found", "model")
-    assert refused.body["message"] == said  # type: ignore[index]
+    rejected = await endpoints.rejected("third")
+    assert (rejected.status_code, rejected.code, rejected.param) == (404, "model_not_found", "model")
+    assert rejected.body["message"] == said  # type: ignore[index]
     with pytest.raises(openai.NotFoundError, match=said):
-        await doors.client.models.retrieve("third")
-    by_grpc = await doors.refused_by_grpc("third")
+        await endpoints.client.models.retrieve("third")
+    by_grpc = await endpoints.refused_by_grpc("third")
     assert (by_grpc.code(), by_grpc.details()) == (grpc.StatusCode.NOT_FOUND, said)
 
 
-async def test_a_model_that_is_away_is_503_for_itself_alone(doors: Doors) -> None:
-    doors.served["second"].token_service = FakeTokenService(refuse=ModelAway("model 'second' has gone"))
-    refused = await doors.refused("second")
-    assert (refused.status_code, refused.code, refused.response.headers["retry-after"]) == (
+async def test_a_model_that_is_away_is_503_for_itself_alone(endpoints: Endpoints) -> None:
+    endpoints.served["second"].token_service = FakeTokenService(reject=ModelUnavailable("model 'second' has gone"))
+    rejected = await endpoints.rejected("second")
+    assert (rejected.status_code, rejected.code, rejected.response.headers["retry-after"]) == (
         503, "model_unavailable", "1",
     )  # fmt: skip
-    assert (await doors.refused_by_grpc("second")).code() is grpc.StatusCode.UNAVAILABLE
-    answer = await doors.client.completions.create(model="first", prompt="hi")
+    assert (await endpoints.refused_by_grpc("second")).code() is grpc.StatusCode.UNAVAILABLE
+    answer = await endpoints.client.completions.create(model="first", prompt="hi")
     assert answer.choices[0].text == "one"
 
 
 async def test_models_come_and_go_and_a_name_is_the_first_ones(completions: MakeCompletions) -> None:
     first, second, twin = (completions(FakeTokenService(), name=name) for name in ("a", "b", "b"))
     models = Models(first)
-    models.say_away("b", "it is just being taken up")
-    with pytest.raises(ModelAway, match="'b' is not served by this router at present: it is just being taken up"):
+    models.report_unavailable("b", "it is just being taken up")
+    with pytest.raises(
+        ModelUnavailable, match="'b' is not served by this router at present: it is just being taken up"
+    ):
         models.find("b")
     assert models.names == ["a"], "what nobody can ask is not listed"
     assert models.add(second) and not models.add(twin) and not models.add(completions(FakeTokenService(), name="a"))
-    models.say_away("b", "of its twin")
+    models.report_unavailable("b", "of its twin")
     models.remove(twin)
     assert models.find("b") is second and models.find("") is models.find("a") is first
     models.remove(second)

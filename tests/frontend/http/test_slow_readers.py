@@ -56,9 +56,9 @@ async def test_over_http_it_is_cut_off(completions: MakeCompletions, prompt: str
 
 async def test_over_grpc_it_is_cut_off_and_hears_why(completions: MakeCompletions) -> None:
     service, fake = _service(completions)
-    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}", options=options) as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}", options=options) as channel:
         sampling = pb.SamplingParams(n=64, max_tokens=4000, logprobs=20)
         call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="abc", sampling=sampling))
         await call.read()
@@ -68,7 +68,7 @@ async def test_over_grpc_it_is_cut_off_and_hears_why(completions: MakeCompletion
                 pass
         assert await call.code() is grpc.StatusCode.ABORTED and "not read for" in await call.details()
     assert _ended(service) == {"client_too_slow": 1} and fake.num_tokens < 64 * 4000
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
     service.close()
 
 

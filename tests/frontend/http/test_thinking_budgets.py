@@ -33,7 +33,7 @@ _BODIES: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Doors:
+class Endpoints:
     fake: FakeTokenService
     http: httpx.AsyncClient
     stub: InferenceStub
@@ -50,78 +50,82 @@ class Doors:
         budget = self.fake.started[-1].thinking
         return None if budget is None else (budget.num_tokens, budget.is_open)
 
-    async def refused(self, path: str, asked: dict[str, Any]) -> str:
+    async def rejected(self, path: str, asked: dict[str, Any]) -> str:
         answer = await self.http.post(path, json={**_BODIES[path], **asked})
         assert answer.status_code == 400 and not self.fake.started
         return str(answer.json()["error"]["message"])
 
 
 @asynccontextmanager
-async def _doors(
+async def _endpoints(
     completions: MakeCompletions, template: str = _THINKS, *, has_grammars: bool = True
-) -> AsyncIterator[Doors]:
+) -> AsyncIterator[Endpoints]:
     fake = FakeTokenService()
     service = completions(fake, chat_template=template, has_grammars=has_grammars)
-    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     async with (
         serve_http(app) as (host, port),
         httpx.AsyncClient(base_url=f"http://{host}:{port}") as http,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel,
     ):
-        yield Doors(fake, http, InferenceStub(channel))
-    await door.close(grace_s=0)
+        yield Endpoints(fake, http, InferenceStub(channel))
+    await endpoint.close(grace_s=0)
     service.close()
 
 
 async def test_every_door_takes_one(completions: MakeCompletions) -> None:
-    async with _doors(completions) as doors:
+    async with _endpoints(completions) as endpoints:
         for path in (_CHAT, _TEXT, _RESPONSES):
-            assert await doors.told(path, {"thinking_token_budget": 7}) == (7, True)
-            assert await doors.told(path, {}) is None
-        assert await doors.told(_CHAT, {"thinking_budget": 0}) == (0, True)
-        assert await doors.told(_CHAT, {"thinking_budget": 3, "thinking_token_budget": 3}) == (3, True)
-        assert await doors.told(_TEXT, {"prompt": "Hm.", "thinking_token_budget": 2}) == (2, False)
+            assert await endpoints.told(path, {"thinking_token_budget": 7}) == (7, True)
+            assert await endpoints.told(path, {}) is None
+        assert await endpoints.told(_CHAT, {"thinking_budget": 0}) == (0, True)
+        assert await endpoints.told(_CHAT, {"thinking_budget": 3, "thinking_token_budget": 3}) == (3, True)
+        assert await endpoints.told(_TEXT, {"prompt": "Hm.", "thinking_token_budget": 2}) == (2, False)
         for kind in ("enabled", "adaptive"):
-            assert await doors.told(_MESSAGES, {"thinking": {"type": kind, "budget_tokens": 1024}}) == (1024, True)
-            assert await doors.told(_MESSAGES, {"thinking": {"type": kind}}) is None
+            assert await endpoints.told(_MESSAGES, {"thinking": {"type": kind, "budget_tokens": 1024}}) == (1024, True)
+            assert await endpoints.told(_MESSAGES, {"thinking": {"type": kind}}) is None
         asked = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
         asked.sampling.max_tokens = 4
         for budget in (0, 9):
             asked.sampling.thinking_token_budget = budget
-            assert [response async for response in doors.stub.Generate(asked)] and doors.last == (budget, True)
+            assert [response async for response in endpoints.stub.Generate(asked)] and endpoints.last == (budget, True)
 
 
 async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: MakeCompletions) -> None:
     def enabled(budget: int) -> dict[str, Any]:
         return {"thinking": {"type": "enabled", "budget_tokens": budget}}
 
-    async with _doors(completions) as doors:
-        assert (await doors.refused(_CHAT, {"thinking_token_budget": -1})).startswith("thinking_token_budget: must be")
-        assert (await doors.refused(_CHAT, {"thinking_budget": -1})).startswith("thinking_budget: must be from 0")
-        assert "another name" in await doors.refused(_TEXT, {"thinking_budget": 2, "thinking_token_budget": 3})
-        assert (await doors.refused(_MESSAGES, enabled(-1))).startswith("thinking.budget_tokens: must be from 0")
-    async with _doors(completions, "{{ 'E:' ~ reasoning_effort }}") as doors:
+    async with _endpoints(completions) as endpoints:
+        assert (await endpoints.rejected(_CHAT, {"thinking_token_budget": -1})).startswith(
+            "thinking_token_budget: must be"
+        )
+        assert (await endpoints.rejected(_CHAT, {"thinking_budget": -1})).startswith("thinking_budget: must be from 0")
+        assert "another name" in await endpoints.rejected(_TEXT, {"thinking_budget": 2, "thinking_token_budget": 3})
+        assert (await endpoints.rejected(_MESSAGES, enabled(-1))).startswith("thinking.budget_tokens: must be from 0")
+    async with _endpoints(completions, "{{ 'E:' ~ reasoning_effort }}") as endpoints:
         for path in (_CHAT, _TEXT, _RESPONSES):
-            message = await doors.refused(path, {"thinking_token_budget": 4})
+            message = await endpoints.rejected(path, {"thinking_token_budget": 4})
             assert message.startswith("thinking_token_budget: this model does not think")
-        assert (await doors.refused(_MESSAGES, enabled(4))).startswith("thinking.budget_tokens: this model does not")
-        with pytest.raises(grpc.aio.AioRpcError, match="thinking_token_budget: this model does not think") as refused:
+        assert (await endpoints.rejected(_MESSAGES, enabled(4))).startswith(
+            "thinking.budget_tokens: this model does not"
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="thinking_token_budget: this model does not think") as rejected:
             sampling = pb.SamplingParams(thinking_token_budget=4)
-            async for _ in doors.stub.Generate(pb.GenerateRequest(prompt="a", sampling=sampling)):
+            async for _ in endpoints.stub.Generate(pb.GenerateRequest(prompt="a", sampling=sampling)):
                 pass
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    async with _doors(completions, has_grammars=False) as doors:  # replicas understand no tokenizer like this
-        assert "is not supported here" in await doors.refused(_CHAT, {"thinking_token_budget": 4})
+        assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with _endpoints(completions, has_grammars=False) as endpoints:  # replicas understand no tokenizer like this
+        assert "is not supported here" in await endpoints.rejected(_CHAT, {"thinking_token_budget": 4})
 
 
 async def test_tokens_of_thinking_are_counted_up_to_its_end(
     completions: MakeCompletions, byte_level: Tokenizer
 ) -> None:
     thought, end = (byte_level.encode(text, add_special_tokens=False) for text in ("Hm, so", "</think>"))
-    async with _doors(completions) as doors:
+    async with _endpoints(completions) as endpoints:
         said = [*thought, *end, *byte_level.encode("Yes.<|im_end|>", add_special_tokens=False)]
-        doors.fake.script = lambda *_: said
+        endpoints.fake.script = lambda *_: said
         body = {"messages": USER, "thinking_token_budget": len(thought)}
-        usage = (await doors.http.post(_CHAT, json=body)).json()["usage"]
+        usage = (await endpoints.http.post(_CHAT, json=body)).json()["usage"]
         assert usage["completion_tokens_details"]["reasoning_tokens"] == len(thought) + len(end)

@@ -14,17 +14,17 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from cluster.bench.endpoints import open_door
+from cluster.bench.endpoints import open_endpoint
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
 from core.spec.loader import parse_spec
 from core.types.errors import DeployError, SpecError
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 from frontend.access.access import Access
 from frontend.grpc.api import GrpcApi, open_grpc_api
 from frontend.http.app import create_app
 from frontend.http.certificates import Certificates
-from frontend.http.connections import HTTP_DOOR
+from frontend.http.connections import HTTP_ENDPOINT
 from tests.frontend.access.keys import access_with, issue
 from tests.frontend.http.certificate_files import CertificateFiles, write_certificate
 from tests.support.event_loops import on_both_loops
@@ -43,7 +43,7 @@ def files(tmp_path: Path) -> CertificateFiles:
 async def tls_door(
     completions: MakeCompletions, files: CertificateFiles, access: Access | None = None
 ) -> AsyncIterator[GrpcApi]:
-    door = await open_grpc_api(
+    target = await open_grpc_api(
         completions(FakeTokenService()),
         access=access or Access.anybody(),
         host="127.0.0.1",
@@ -51,23 +51,23 @@ async def tls_door(
         certificates=Certificates.of(files.certificate, files.key),
     )
     try:
-        yield door
+        yield target
     finally:
-        await door.close(grace_s=0)
+        await target.close(grace_s=0)
 
 
 async def list_models(port: int, files: CertificateFiles) -> list[str]:
     """Of a connection of its own, which trusts what the file says now."""
-    access = DoorAccess(certificate=files.certificate, is_tls=True)
+    access = EndpointAccess(certificate=files.certificate, is_tls=True)
     async with access.channel(f"127.0.0.1:{port}") as channel:
         answer = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
     return [model.id for model in answer.models]
 
 
 async def test_the_grpc_door_speaks_tls_and_nothing_else(completions: MakeCompletions, files: CertificateFiles) -> None:
-    async with tls_door(completions, files) as door:
-        assert await list_models(door.port, files) == ["tiny"]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    async with tls_door(completions, files) as target:
+        assert await list_models(target.port, files) == ["tiny"]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{target.port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -75,7 +75,7 @@ async def test_the_grpc_door_speaks_tls_and_nothing_else(completions: MakeComple
 
 async def test_several_doors_with_one_certificate(completions: MakeCompletions, files: CertificateFiles) -> None:
     async with tls_door(completions, files) as one, tls_door(completions, files) as other:
-        access = DoorAccess(certificate=files.certificate, is_tls=True)
+        access = EndpointAccess(certificate=files.certificate, is_tls=True)
         async with access.channel(f"127.0.0.1:{one.port},127.0.0.1:{other.port}") as channel:
             answer = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
     assert [model.id for model in answer.models] == ["tiny"]
@@ -84,22 +84,22 @@ async def test_several_doors_with_one_certificate(completions: MakeCompletions, 
 async def test_a_certificate_is_replaced_while_the_door_is_open(
     completions: MakeCompletions, files: CertificateFiles, tmp_path: Path
 ) -> None:
-    async with tls_door(completions, files) as door:
-        access = DoorAccess(certificate=files.certificate, is_tls=True)
-        async with access.channel(f"127.0.0.1:{door.port}") as old:
+    async with tls_door(completions, files) as target:
+        access = EndpointAccess(certificate=files.certificate, is_tls=True)
+        async with access.channel(f"127.0.0.1:{target.port}") as old:
             stub = InferenceStub(old)
             await stub.ListModels(pb.ListModelsRequest(), timeout=10)
             write_certificate(tmp_path, name="second")
-            assert await list_models(door.port, files) == ["tiny"]
+            assert await list_models(target.port, files) == ["tiny"]
             await stub.ListModels(pb.ListModelsRequest(), timeout=10)  # who was connected stays so
         Path(files.key).write_text("half a key")
-        assert await list_models(door.port, files) == ["tiny"]
+        assert await list_models(target.port, files) == ["tiny"]
 
 
 @on_both_loops
 async def test_the_http_door_takes_a_replaced_certificate_too(files: CertificateFiles, tmp_path: Path) -> None:
-    async with serve_http(PlainTextResponse("here"), certificates=Certificates(files.certificate, files.key)) as door:
-        url = "https://{}:{}/".format(*door)
+    async with serve_http(PlainTextResponse("here"), certificates=Certificates(files.certificate, files.key)) as target:
+        url = "https://{}:{}/".format(*target)
 
         async def ask() -> str:
             """Over a connection of its own, which trusts what the file says now."""
@@ -120,10 +120,10 @@ async def test_the_http_door_takes_a_replaced_certificate_too(files: Certificate
 
 @on_both_loops
 async def test_a_handshake_that_is_not_finished_is_not_waited_for(files: CertificateFiles) -> None:
-    certificates, limits = Certificates(files.certificate, files.key), replace(HTTP_DOOR, open_s=0.1)
-    async with serve_http(PlainTextResponse("here"), certificates=certificates, limits=limits) as door:
+    certificates, limits = Certificates(files.certificate, files.key), replace(HTTP_ENDPOINT, open_s=0.1)
+    async with serve_http(PlainTextResponse("here"), certificates=certificates, limits=limits) as target:
         for words in (b"", b"\x16\x03\x01\x02\x00\x01"):
-            reader, writer = await asyncio.open_connection(*door)
+            reader, writer = await asyncio.open_connection(*target)
             writer.write(words)
             assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
             writer.close()
@@ -132,19 +132,19 @@ async def test_a_handshake_that_is_not_finished_is_not_waited_for(files: Certifi
 async def test_our_own_load_enters_both_doors_with_a_key(completions: MakeCompletions, files: CertificateFiles) -> None:
     known = issue("acme")
     keys = access_with(known)
-    access = DoorAccess(api_key=known.secret, certificate=files.certificate)
+    access = EndpointAccess(api_key=known.secret, certificate=files.certificate)
     app = create_app(completions(FakeTokenService()), access=keys, is_healthy=lambda: True)
     async with (
-        tls_door(completions, files, keys) as door,
+        tls_door(completions, files, keys) as target,
         serve_http(app, certificates=Certificates(files.certificate, files.key)) as (host, port),
     ):
-        for endpoint in (f"grpcs://127.0.0.1:{door.port}", f"https://{host}:{port}"):
-            async with open_door(endpoint, access) as asking:
+        for endpoint in (f"grpcs://127.0.0.1:{target.port}", f"https://{host}:{port}"):
+            async with open_endpoint(endpoint, access) as asking:
                 items = [item async for item in asking.ask([100, 101], max_tokens=2, timeout_s=30)]
             assert sum(item for item in items if isinstance(item, int)) == 2
-        async with httpx.AsyncClient(verify=ssl.create_default_context()) as stranger:
+        async with httpx.AsyncClient(verify=ssl.create_default_context()) as pending_peer:
             with pytest.raises(httpx.ConnectError, match="certificate"):
-                await stranger.get(f"https://{host}:{port}/health")
+                await pending_peer.get(f"https://{host}:{port}/health")
     assert known.secret not in repr(access)
 
 

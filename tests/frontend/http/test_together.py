@@ -54,12 +54,12 @@ async def test_over_http(completions: MakeCompletions, more: dict[str, Any]) -> 
 
 async def test_over_grpc(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(together=3))
-    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=7, logprobs=1))
         events = [event async for event in InferenceStub(channel).Generate(asked, timeout=30)]
     deltas = [event.delta for event in events if event.HasField("delta")]
     assert [delta.text for delta in deltas] == ["abc", "abc", "a"]
     assert all(list(delta.token_ids) == [one.token_id for one in delta.logprobs] for delta in deltas)
     assert events[-1].summary.usage.completion_tokens == 7
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)

@@ -25,7 +25,7 @@ from frontend.http.app import create_app
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIDoor, open_openai_door
+from tests.support.openai_door import USER, OpenAIEndpoint, open_openai_endpoint
 from tests.support.tiny_service import MakeCompletions
 
 _TEMPLATES = Path(__file__).parent.parent / "chat" / "templates"
@@ -45,21 +45,21 @@ _TOOL = openai.pydantic_function_tool(Weather)
 
 
 @asynccontextmanager
-async def _door(completions: MakeCompletions, template: str = _HERMES) -> AsyncIterator[OpenAIDoor]:
+async def _endpoint(completions: MakeCompletions, template: str = _HERMES) -> AsyncIterator[OpenAIEndpoint]:
     def with_template(service: Any) -> Any:
         return completions(service, chat_template=template, max_context=4096)
 
-    async with open_openai_door(cast(MakeCompletions, with_template)) as door:
-        door.fake.max_context = 4096
-        yield door
-        door.service.close()
+    async with open_openai_endpoint(cast(MakeCompletions, with_template)) as endpoint:
+        endpoint.fake.max_context = 4096
+        yield endpoint
+        endpoint.service.close()
 
 
-def _say(door: OpenAIDoor, tokenizer: Tokenizer, *texts: str) -> None:
+def _say(endpoint: OpenAIEndpoint, tokenizer: Tokenizer, *texts: str) -> None:
     """Each request hears the next of the texts."""
     answers = [tokenizer.encode(f"{text}<|im_end|>") for text in texts]
-    started = len(door.fake.started)
-    door.fake.script = lambda *_: answers[min(len(door.fake.started) - started, len(answers)) - 1]
+    started = len(endpoint.fake.started)
+    endpoint.fake.script = lambda *_: answers[min(len(endpoint.fake.started) - started, len(answers)) - 1]
 
 
 def _calls(message: Any) -> list[tuple[str, Any]]:
@@ -69,21 +69,21 @@ def _calls(message: Any) -> list[tuple[str, Any]]:
 async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
     expected = [("Weather", {"city": "Paris 🎉", "days": 3}), ("Weather", {"city": "Lyon"})]
-    async with _door(completions) as door:
+    async with _endpoint(completions) as endpoint:
         for text in ("", "Let me look."):
-            _say(door, byte_level, f"{text}\n{_PARIS}\n{_LYON}\n")
-            (choice,) = (await door.client.chat.completions.create(**fields)).choices
+            _say(endpoint, byte_level, f"{text}\n{_PARIS}\n{_LYON}\n")
+            (choice,) = (await endpoint.client.chat.completions.create(**fields)).choices
             assert (choice.message.content, choice.finish_reason) == (text or None, "tool_calls")
             assert _calls(choice.message) == expected
             assert len({call.id for call in choice.message.tool_calls or []}) == 2
-            async with door.client.chat.completions.stream(**fields) as stream:
+            async with endpoint.client.chat.completions.stream(**fields) as stream:
                 pieces = [event async for event in stream]
                 final = (await stream.get_final_completion()).choices[0]
             assert (final.message.content or "", final.finish_reason) == (text, "tool_calls")
             assert _calls(final.message) == expected
             deltas = [event.arguments_delta for event in pieces if event.type == "tool_calls.function.arguments.delta"]
             assert len(deltas) > 10, "arguments come as they are made"
-        prompt = byte_level.decode(door.fake.started[0].token_ids, skip_special_tokens=False)
+        prompt = byte_level.decode(endpoint.fake.started[0].token_ids, skip_special_tokens=False)
         assert '{"type": "function", "function": {"name": "Weather", "description": "Of a city.", "para' in prompt
         assert '"strict"' not in prompt
 
@@ -94,11 +94,11 @@ async def test_a_chunk_has_one_call_however_much_comes_at_once(
 ) -> None:
     """As where tokens are forced, or their reader is behind. There are clients that look at the first one alone."""
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
-    async with _door(completions) as door:
-        door.fake.together = together
-        _say(door, byte_level, f"Let me look.\n{_PARIS}\n{_LYON}\n")
+    async with _endpoint(completions) as endpoint:
+        endpoint.fake.together = together
+        _say(endpoint, byte_level, f"Let me look.\n{_PARIS}\n{_LYON}\n")
         said, num_tokens = dict[int, str](), 0
-        async for chunk in await door.client.chat.completions.create(**fields):
+        async for chunk in await endpoint.client.chat.completions.create(**fields):
             for choice in chunk.choices:
                 num_tokens += len(choice.logprobs.content or []) if choice.logprobs else 0
                 for call in (choice.delta.tool_calls or [])[:1]:
@@ -108,9 +108,9 @@ async def test_a_chunk_has_one_call_however_much_comes_at_once(
 
 
 async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    async with _door(completions) as door:
-        _say(door, byte_level, _PARIS)
-        answer = await door.client.chat.completions.parse(model="tiny", messages=USER, tools=[_TOOL])
+    async with _endpoint(completions) as endpoint:
+        _say(endpoint, byte_level, _PARIS)
+        answer = await endpoint.client.chat.completions.parse(model="tiny", messages=USER, tools=[_TOOL])
         (call,) = answer.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == Weather(city="Paris 🎉", days=3)
 
@@ -118,10 +118,10 @@ async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer)
 async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     """What came goes back as it came, with the tool's answer; and the model reads both."""
     messages: list[Any] = list(USER)
-    async with _door(completions) as door:
-        _say(door, byte_level, _PARIS, "It is sunny.")
+    async with _endpoint(completions) as endpoint:
+        _say(endpoint, byte_level, _PARIS, "It is sunny.")
         while True:
-            answer = await door.client.chat.completions.create(model="tiny", messages=messages, tools=[_TOOL])
+            answer = await endpoint.client.chat.completions.create(model="tiny", messages=messages, tools=[_TOOL])
             message = answer.choices[0].message
             messages.append(message)
             if not message.tool_calls:
@@ -129,47 +129,47 @@ async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokeniz
             for call in message.tool_calls:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
         assert message.content == "It is sunny." and answer.choices[0].finish_reason == "stop"
-        prompt = byte_level.decode(door.fake.started[-1].token_ids, skip_special_tokens=False)
+        prompt = byte_level.decode(endpoint.fake.started[-1].token_ids, skip_special_tokens=False)
     assert f"<|im_start|>assistant\n{_PARIS}<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n</tool_resp" in prompt
 
 
 async def test_one_call_where_several_are_not_wanted(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    async with _door(completions) as door:
-        _say(door, byte_level, f"{_PARIS}{_LYON} and more")
+    async with _endpoint(completions) as endpoint:
+        _say(endpoint, byte_level, f"{_PARIS}{_LYON} and more")
         for stream in (False, True):
             fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "parallel_tool_calls": False}
             if stream:
-                async with door.client.chat.completions.stream(**fields) as streamed:
+                async with endpoint.client.chat.completions.stream(**fields) as streamed:
                     choice: Any = (await streamed.get_final_completion()).choices[0]
             else:
-                choice = (await door.client.chat.completions.create(**fields)).choices[0]
+                choice = (await endpoint.client.chat.completions.create(**fields)).choices[0]
             assert _calls(choice.message) == [("Weather", {"city": "Paris 🎉", "days": 3})]
             assert (choice.message.content or "", choice.finish_reason) == ("", "tool_calls")
-        assert len(door.fake.stopped) == 2, "the workers have heard of it"
+        assert len(endpoint.fake.stopped) == 2, "the workers have heard of it"
 
 
 async def test_what_is_no_call_is_text(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
     unknown = _PARIS.replace("Weather", "Whether")
     broken = '<tool_call>{"name": "Weather", "arguments": {"city": oh}} </tool_call> well'
-    async with _door(completions) as door:
+    async with _endpoint(completions) as endpoint:
         for text in (unknown, broken):
-            _say(door, byte_level, text)
-            (choice,) = (await door.client.chat.completions.create(**fields)).choices
+            _say(endpoint, byte_level, text)
+            (choice,) = (await endpoint.client.chat.completions.create(**fields)).choices
             assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
         said, pieces = "", list[str | None]()
-        async for chunk in await door.client.chat.completions.create(**fields, stream=True):
+        async for chunk in await endpoint.client.chat.completions.create(**fields, stream=True):
             (part,) = chunk.choices
             said += part.delta.content or ""
             pieces += [call.function.arguments for call in part.delta.tool_calls or [] if call.function]
         assert (said, "".join(piece or "" for piece in pieces)) == ("oh}} </tool_call> well", '{"city": ')
         assert "" not in pieces[1:] and part.finish_reason == "stop", "that it is broken is no piece of it"
-        _say(door, byte_level, _PARIS)
-        (choice,) = (await door.client.chat.completions.create(**fields, tool_choice="none")).choices
+        _say(endpoint, byte_level, _PARIS)
+        (choice,) = (await endpoint.client.chat.completions.create(**fields, tool_choice="none")).choices
         assert (choice.message.content, choice.message.tool_calls) == (_PARIS, None)
-        prompt = byte_level.decode(door.fake.started[-1].token_ids, skip_special_tokens=False)
+        prompt = byte_level.decode(endpoint.fake.started[-1].token_ids, skip_special_tokens=False)
         assert "Weather" not in prompt
-        cut = await door.client.chat.completions.create(**fields, max_tokens=12)
+        cut = await endpoint.client.chat.completions.create(**fields, max_tokens=12)
         assert _PARIS.startswith(cut.choices[0].message.content or "?") and cut.choices[0].finish_reason == "length"
 
 
@@ -184,10 +184,10 @@ def _fields_named(error: grpc.aio.AioRpcError) -> list[str]:
 async def test_thinking_is_told_apart(completions: MakeCompletions, byte_level: Tokenizer, is_open: bool) -> None:
     """Whether the model opens it, or the template has."""
     end = "{{ '<think>\\n' if add_generation_prompt }}" if is_open else ""
-    async with _door(completions, _HERMES + "{# </think> #}" + end) as door:
-        _say(door, byte_level, f"{'' if is_open else '<think>'}\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
+    async with _endpoint(completions, _HERMES + "{# </think> #}" + end) as endpoint:
+        _say(endpoint, byte_level, f"{'' if is_open else '<think>'}\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
         fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
-        whole = await door.client.chat.completions.create(**fields)
+        whole = await endpoint.client.chat.completions.create(**fields)
         (choice,) = whole.choices
         assert whole.usage and whole.usage.completion_tokens_details
         thought_ids = byte_level.encode("<think>\nHm, < 3?\n</think>")
@@ -196,7 +196,7 @@ async def test_thinking_is_told_apart(completions: MakeCompletions, byte_level: 
         assert (choice.message.content, _calls(choice.message)) == ("Yes.", [("Weather", {"city": "Lyon"})])
         assert (choice.message.model_extra or {})["reasoning_content"] == "Hm, < 3?"
         thought = said = ""
-        async for chunk in await door.client.chat.completions.create(**fields, stream=True):
+        async for chunk in await endpoint.client.chat.completions.create(**fields, stream=True):
             thought += (chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
             said += chunk.choices[0].delta.content or ""
         assert (thought, said) == ("Hm, < 3?", "Yes.")
@@ -214,36 +214,36 @@ _EFFORTS = {  # by template: what is asked, and the end of the prompt; None: it 
 async def test_the_effort_of_reasoning_is_for_the_template(
     completions: MakeCompletions, byte_level: Tokenizer, template: str
 ) -> None:
-    async with _door(completions, template) as door:
+    async with _endpoint(completions, template) as endpoint:
         for effort, prompt in _EFFORTS[template].items():
             body = {"messages": USER, "reasoning_effort": effort, "max_tokens": 1}
-            answer = await door.http.post("/v1/chat/completions", json=body)
+            answer = await endpoint.http.post("/v1/chat/completions", json=body)
             if prompt is None:
                 error = answer.json()["error"]
                 assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
             else:
-                assert byte_level.decode(door.fake.started[-1].token_ids, skip_special_tokens=False) == prompt
+                assert byte_level.decode(endpoint.fake.started[-1].token_ids, skip_special_tokens=False) == prompt
 
 
 async def test_fields_that_nobody_knows_are_ignored_and_named(completions: MakeCompletions) -> None:
-    async with _door(completions) as door:
+    async with _endpoint(completions) as endpoint:
         body = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}], "mood": 1}],
             "max_tokens": 1,
             "x\r\ny": 1,
         }
         for more in ({}, {"stream": True, "stream_options": {"include_obfuscation": False}}):
-            answer = await door.http.post("/v1/chat/completions", json={**body, **more})
+            answer = await endpoint.http.post("/v1/chat/completions", json={**body, **more})
             assert answer.status_code == 200
             named = set(answer.headers["x-ignored-fields"].split(", "))
             assert {"x??y", "messages[0].mood", "messages[0].content[0].cache_control"} <= named
-        answer = await door.http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 1})
+        answer = await endpoint.http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 1})
         assert "x-ignored-fields" not in answer.headers
 
 
 async def test_or_refused_by_their_path(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, refuses_unknown_fields=True)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, rejects_unknown_fields=True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         for unknown, param in (
             ({"mood": 1}, "mood"),

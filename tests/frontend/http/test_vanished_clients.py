@@ -98,9 +98,9 @@ async def test_over_http(completions: MakeCompletions, cable: Cable, fake: FakeT
 @pytest.mark.parametrize("is_written", [True, False], ids=["while it is written to", "in silence"])
 async def test_over_grpc(completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool) -> None:
     access = access_with(_KNOWN)
-    door = await open_grpc_api(service := completions(fake), access=access, host=cable.near.address, port=0)
+    endpoint = await open_grpc_api(service := completions(fake), access=access, host=cable.near.address, port=0)
     asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=200)).SerializeToString()
-    async with far_connection(cable, door.port) as (reader, writer):
+    async with far_connection(cable, endpoint.port) as (reader, writer):
         client = RawHttp2(reader, writer)
         await client.greet()
         data = b"\0" + len(asked).to_bytes(4, "big") + asked
@@ -113,5 +113,5 @@ async def test_over_grpc(completions: MakeCompletions, cable: Cable, fake: FakeT
         await place_comes_back(fake, access)
         pumping.cancel()
         await asyncio.gather(pumping, return_exceptions=True)
-    await door.close(grace_s=0)
+    await endpoint.close(grace_s=0)
     service.close()

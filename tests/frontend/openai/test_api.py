@@ -12,12 +12,12 @@ from typing import Any
 import openai
 import pytest
 
-from cluster.bench.endpoints import open_door
+from cluster.bench.endpoints import open_endpoint
 from core.process.ports import free_port
 from core.types.request import SequenceRequest, choice_seed
-from core.wire.client_access import DoorAccess
+from core.wire.client_access import EndpointAccess
 from frontend.text.tokenizer import Tokenizer
-from tests.support.openai_door import USER, OpenAIDoor, open_openai_door
+from tests.support.openai_door import USER, OpenAIEndpoint, open_openai_endpoint
 from tests.support.tiny_service import MakeCompletions
 from tests.support.waiting import becomes, stays
 
@@ -29,34 +29,34 @@ def say(tokenizer: Tokenizer, text: str) -> Any:
     return lambda *_: ids
 
 
-async def test_our_own_load_asks_whichever_door_is_open(door: OpenAIDoor) -> None:
-    open_one = str(door.http.base_url).rstrip("/")
+async def test_our_own_load_asks_whichever_door_is_open(endpoint: OpenAIEndpoint) -> None:
+    open_one = str(endpoint.http.base_url).rstrip("/")
     for _ in range(6):
-        async with open_door(f"http://127.0.0.1:{free_port()},{open_one}", DoorAccess()) as load:
+        async with open_endpoint(f"http://127.0.0.1:{free_port()},{open_one}", EndpointAccess()) as load:
             items = [item async for item in load.ask([100, 101], max_tokens=2, timeout_s=30)]
         assert sum(item for item in items if isinstance(item, int)) == 2
 
 
-async def test_models(door: OpenAIDoor) -> None:
-    models = await door.client.models.list()
+async def test_models(endpoint: OpenAIEndpoint) -> None:
+    models = await endpoint.client.models.list()
     assert [model.id for model in models.data] == ["tiny"]
-    one = await door.client.models.retrieve("tiny")
+    one = await endpoint.client.models.retrieve("tiny")
     assert one.id == "tiny" and one.created == models.data[0].created > 1_700_000_000
     with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here; 'tiny' is"):
-        await door.client.models.retrieve("gpt-9")
+        await endpoint.client.models.retrieve("gpt-9")
 
 
-async def test_chat(door: OpenAIDoor, byte_level: Tokenizer) -> None:
-    door.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
-    answer = await door.client.chat.completions.create(model="tiny", messages=USER)
+async def test_chat(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+    endpoint.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
+    answer = await endpoint.client.chat.completions.create(model="tiny", messages=USER)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "Paris. 你好 🎉")
     assert choice.finish_reason == "stop"
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     prompt = byte_level.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert door.fake.started[0].token_ids[-len(prompt) :] == tuple(prompt)
+    assert endpoint.fake.started[0].token_ids[-len(prompt) :] == tuple(prompt)
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens == len(door.fake.started[0].token_ids)
+    assert answer.usage.prompt_tokens == len(endpoint.fake.started[0].token_ids)
     assert answer.usage.completion_tokens == len(byte_level.encode("Paris. 你好 🎉<|im_end|>"))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
@@ -64,9 +64,9 @@ async def test_chat(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     assert drafted and (drafted.accepted_prediction_tokens, drafted.rejected_prediction_tokens) == (2, 7)
 
 
-async def test_chat_streamed(door: OpenAIDoor, byte_level: Tokenizer) -> None:
-    door.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
-    stream = await door.client.chat.completions.create(
+async def test_chat_streamed(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+    endpoint.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
+    stream = await endpoint.client.chat.completions.create(
         model="tiny", messages=USER, stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
@@ -82,9 +82,9 @@ async def test_chat_streamed(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-async def test_the_stream_on_the_wire(door: OpenAIDoor) -> None:
+async def test_the_stream_on_the_wire(endpoint: OpenAIEndpoint) -> None:
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 2, "stream": True}
-    answer = await door.http.post("/v1/completions", json=body)
+    answer = await endpoint.http.post("/v1/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     *events, end = answer.text.split("\n\n")
     assert end == "" and events[-1] == "data: [DONE]"
@@ -94,89 +94,91 @@ async def test_the_stream_on_the_wire(door: OpenAIDoor) -> None:
     assert parsed[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_whole_and_a_streamed_answer_are_the_same(door: OpenAIDoor) -> None:
+async def test_a_whole_and_a_streamed_answer_are_the_same(endpoint: OpenAIEndpoint) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "The capital 你好", "max_tokens": 20, "stop": ["c", "好T"]}
-    whole = await door.client.completions.create(**fields)
-    chunks = [chunk async for chunk in await door.client.completions.create(**fields, stream=True)]
+    whole = await endpoint.client.completions.create(**fields)
+    chunks = [chunk async for chunk in await endpoint.client.completions.create(**fields, stream=True)]
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text == "The "
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
     assert whole.choices[0].model_extra == {"stop_reason": "c"}
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_many_prompts_times_n(door: OpenAIDoor, byte_level: Tokenizer, as_ids: bool) -> None:
+async def test_many_prompts_times_n(endpoint: OpenAIEndpoint, byte_level: Tokenizer, as_ids: bool) -> None:
     texts = ["ab", "xyz"]
     prompt: Any = [byte_level.encode(text) for text in texts] if as_ids else texts
     fields: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "n": 2}
-    whole = await door.client.completions.create(**fields)
+    whole = await endpoint.client.completions.create(**fields)
     assert [choice.text for choice in whole.choices] == ["aba", "aba", "xyz", "xyz"]
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 12)
     texts_of = [""] * 4
-    async for chunk in await door.client.completions.create(**fields, stream=True):
+    async for chunk in await endpoint.client.completions.create(**fields, stream=True):
         texts_of[chunk.choices[0].index] += chunk.choices[0].text
     assert texts_of == ["aba", "aba", "xyz", "xyz"]
-    assert len({sent.id for sent in door.fake.started}) == 4
+    assert len({sent.id for sent in endpoint.fake.started}) == 4
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_of_very_many_prompts_a_part_runs_at_a_time(door: OpenAIDoor, n: int) -> None:
+async def test_of_very_many_prompts_a_part_runs_at_a_time(endpoint: OpenAIEndpoint, n: int) -> None:
     """The others wait for these, and are in nobody's queue: an idle cluster refuses none of them."""
     most = 64 // n
-    door.fake.hang_after = 0
+    endpoint.fake.hang_after = 0
     prompt: Any = [[number] for number in range(200)]
-    asking = asyncio.create_task(door.client.completions.create(model="tiny", prompt=prompt, max_tokens=1, n=n))
-    await becomes(lambda: len(door.fake.started) == most)
-    await stays(lambda: len(door.fake.started) == most, for_s=0.05)
-    door.fake.go_on.set()
+    asking = asyncio.create_task(endpoint.client.completions.create(model="tiny", prompt=prompt, max_tokens=1, n=n))
+    await becomes(lambda: len(endpoint.fake.started) == most)
+    await stays(lambda: len(endpoint.fake.started) == most, for_s=0.05)
+    endpoint.fake.go_on.set()
     answer = await asking
-    assert len(answer.choices) == 200 * n and len(door.fake.started) == 200
+    assert len(answer.choices) == 200 * n and len(endpoint.fake.started) == 200
 
 
 async def test_the_best_of_more_choices_are_those_with_the_likeliest_tokens(
-    door: OpenAIDoor, byte_level: Tokenizer
+    endpoint: OpenAIEndpoint, byte_level: Tokenizer
 ) -> None:
     """On average: the best is the longest, too. All that were computed are counted."""
     said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
-    door.fake.script = lambda request, choice: byte_level.encode(said[choice])
-    door.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
+    endpoint.fake.script = lambda request, choice: byte_level.encode(said[choice])
+    endpoint.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
     fields: dict[str, Any] = {"model": "tiny", "prompt": ["x", "y"], "max_tokens": 20, "n": 2, "best_of": 4}
-    answer = await door.client.completions.create(**fields)
+    answer = await endpoint.client.completions.create(**fields)
     assert [choice.text for choice in answer.choices] == ["ddddddddd", "bbb"] * 2
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert all(choice.logprobs is None and choice.finish_reason == "stop" for choice in answer.choices)
     assert answer.usage and answer.usage.completion_tokens == 2 * sum(len(byte_level.encode(text)) for text in said)
-    shown = await door.client.completions.create(**fields, logprobs=0)
+    shown = await endpoint.client.completions.create(**fields, logprobs=0)
     assert shown.choices[1].logprobs and set(shown.choices[1].logprobs.token_logprobs or ()) == {-0.25}
-    assert {sent.choices for sent in door.fake.started} == {(0, 1, 2, 3)}
-    same = await door.client.completions.create(**fields | {"best_of": 2})
+    assert {sent.choices for sent in endpoint.fake.started} == {(0, 1, 2, 3)}
+    same = await endpoint.client.completions.create(**fields | {"best_of": 2})
     assert [choice.text for choice in same.choices] == ["aa", "bbb"] * 2
 
 
-async def test_one_prompt_as_token_ids(door: OpenAIDoor, byte_level: Tokenizer) -> None:
-    answer = await door.client.completions.create(model="tiny", prompt=byte_level.encode("ab"), max_tokens=4)
+async def test_one_prompt_as_token_ids(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+    answer = await endpoint.client.completions.create(model="tiny", prompt=byte_level.encode("ab"), max_tokens=4)
     assert answer.choices[0].text == "abab"
 
 
-async def test_echo(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_echo(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "echo": True}
     ids = byte_level.encode("<|im_start|>ab")
     for prompt in ("<|im_start|>ab", ids):
-        whole = await door.client.completions.create(prompt=prompt, **fields)
+        whole = await endpoint.client.completions.create(prompt=prompt, **fields)
         assert whole.choices[0].text == "<|im_start|>aba"  # the special token of the answer is not shown
-        stream = await door.client.completions.create(prompt=prompt, stream=True, **fields)
+        stream = await endpoint.client.completions.create(prompt=prompt, stream=True, **fields)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "<|im_start|>aba"
 
 
-async def test_seeds(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_seeds(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     def draw(request: SequenceRequest, choice: int) -> Sequence[int]:
         return random.Random(choice_seed(request.sampling.seed, choice)).choices(range(100, 300), k=8)
 
-    door.fake.script = draw
+    endpoint.fake.script = draw
 
     async def texts(seed: int | None, n: int = 1) -> list[str | None]:
-        answer = await door.client.chat.completions.create(model="tiny", messages=USER, seed=seed, n=n, max_tokens=8)
+        answer = await endpoint.client.chat.completions.create(
+            model="tiny", messages=USER, seed=seed, n=n, max_tokens=8
+        )
         return [choice.message.content for choice in answer.choices]
 
     assert await texts(7) == await texts(7) != await texts(8)
@@ -185,10 +187,10 @@ async def test_seeds(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     assert [first] == await texts(7) and first != second
 
 
-async def test_logprobs_of_a_chat(door: OpenAIDoor, byte_level: Tokenizer) -> None:
-    door.fake.script = say(byte_level, "a𝄞")
+async def test_logprobs_of_a_chat(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+    endpoint.fake.script = say(byte_level, "a𝄞")
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
-    whole = await door.client.chat.completions.create(**fields)
+    whole = await endpoint.client.chat.completions.create(**fields)
     assert whole.choices[0].logprobs is not None and whole.choices[0].logprobs.content is not None
     entries = whole.choices[0].logprobs.content
     assert [entry.token for entry in entries] == ["a", "\\xf0", "\\x9d", "\\x84", "\\x9e"]
@@ -196,17 +198,17 @@ async def test_logprobs_of_a_chat(door: OpenAIDoor, byte_level: Tokenizer) -> No
     assert all(entry.logprob == -0.5 for entry in entries)
     assert [top.logprob for top in entries[0].top_logprobs] == [-0.5, -1.5]
     streamed = []
-    async for chunk in await door.client.chat.completions.create(**fields, stream=True):
+    async for chunk in await endpoint.client.chat.completions.create(**fields, stream=True):
         if chunk.choices[0].logprobs is not None:
             streamed += chunk.choices[0].logprobs.content or []
     assert [entry.model_dump() for entry in streamed] == [entry.model_dump() for entry in entries]
-    without = await door.client.chat.completions.create(model="tiny", messages=USER, max_tokens=1)
+    without = await endpoint.client.chat.completions.create(model="tiny", messages=USER, max_tokens=1)
     assert without.choices[0].logprobs is None
 
 
-async def test_logprobs_of_a_text(door: OpenAIDoor, byte_level: Tokenizer) -> None:
-    door.fake.script = say(byte_level, "ab𝄞c")
-    answer = await door.client.completions.create(model="tiny", prompt="x", max_tokens=7, logprobs=1)
+async def test_logprobs_of_a_text(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+    endpoint.fake.script = say(byte_level, "ab𝄞c")
+    answer = await endpoint.client.completions.create(model="tiny", prompt="x", max_tokens=7, logprobs=1)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens == ["a", "b", "\\xf0", "\\x9d", "\\x84", "\\x9e", "c"]
@@ -215,7 +217,7 @@ async def test_logprobs_of_a_text(door: OpenAIDoor, byte_level: Tokenizer) -> No
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0] == {"a": -0.5}
 
 
-async def test_extensions_reach_the_workers(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_extensions_reach_the_workers(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     extensions = {
         "top_k": 5,
         "min_p": 0.25,
@@ -231,7 +233,7 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor, byte_level: Tokeni
         "allowed_token_ids": [300, 5],
         "bad_words": ["Paris", " of course"],
     }
-    answer = await door.client.chat.completions.create(
+    answer = await endpoint.client.chat.completions.create(
         model="tiny",
         messages=USER,
         max_completion_tokens=4,
@@ -243,7 +245,7 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor, byte_level: Tokeni
         logit_bias={"11": -100, "2": 3},
         extra_body=extensions,
     )
-    (sent,) = door.fake.started
+    (sent,) = endpoint.fake.started
     sampling = sent.sampling
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.25, 1.5)
     assert (sampling.stop_token_ids, sampling.min_tokens, sampling.max_tokens) == ((300,), 2, 4)
@@ -260,15 +262,15 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor, byte_level: Tokeni
     assert answer.choices[0].model_extra["token_ids"] == list(sent.token_ids[:4])
 
 
-async def test_token_ids_in_a_stream(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_token_ids_in_a_stream(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     body = {"prompt": "ab", "max_tokens": 3, "stream": True, "return_token_ids": True}
-    answer = await door.http.post("/v1/completions", json=body)
+    answer = await endpoint.http.post("/v1/completions", json=body)
     choices = [json.loads(event[6:])["choices"][0] for event in answer.text.split("\n\n")[:-2]]
     assert [ids for choice in choices for ids in choice.get("prompt_token_ids", [])] == byte_level.encode("ab")
     assert [ids for choice in choices for ids in choice.get("token_ids", [])] == byte_level.encode("aba")
 
 
-async def test_what_is_taken_and_ignored(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_what_is_taken_and_ignored(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     body = {
         "messages": [
@@ -296,9 +298,9 @@ async def test_what_is_taken_and_ignored(door: OpenAIDoor, byte_level: Tokenizer
         "prompt_cache_options": {"mode": "explicit"},
         "nobody_knows_it": None,
     }
-    answer = await door.http.post("/v1/chat/completions", json=body)
+    answer = await endpoint.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
-    prompt = byte_level.decode(door.fake.started[0].token_ids, skip_special_tokens=False)
+    prompt = byte_level.decode(endpoint.fake.started[0].token_ids, skip_special_tokens=False)
     assert (
         "user\none\ntwo<|im_end|>\n<|im_start|>assistant\nthree<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
         in prompt
@@ -310,32 +312,34 @@ async def test_special_tokens_are_added_or_not_as_vllm_has_it(
     byte_fallback_dir: Path, byte_fallback: Tokenizer
 ) -> None:
     (bos,) = byte_fallback.encode("")
-    async with open_openai_door(MakeCompletions(byte_fallback_dir, byte_fallback)) as door:
+    async with open_openai_endpoint(MakeCompletions(byte_fallback_dir, byte_fallback)) as endpoint:
         for asked, expected in ((None, True), (True, True), (False, False)):
             body = {"prompt": "hi", "max_tokens": 1, "add_special_tokens": asked}
-            answer = await door.http.post("/v1/completions", json=body)
+            answer = await endpoint.http.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
-            assert (door.fake.started[-1].token_ids[0] == bos) is expected
+            assert (endpoint.fake.started[-1].token_ids[0] == bos) is expected
 
 
-async def test_request_ids(door: OpenAIDoor) -> None:
+async def test_request_ids(endpoint: OpenAIEndpoint) -> None:
     body = {"prompt": "a", "max_tokens": 1}
-    answer = await door.http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
+    answer = await endpoint.http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1" and answer.json()["id"] == "cmpl-mine-1"
-    assert door.fake.started[0].id.startswith("mine-1-")
+    assert endpoint.fake.started[0].id.startswith("mine-1-")
     for headers in ({}, {"X-Request-Id": "a b"}, {"X-Request-Id": "x" * 200}):
-        given = (await door.http.post("/v1/completions", json={"prompt": ""}, headers=headers)).headers["x-request-id"]
+        given = (await endpoint.http.post("/v1/completions", json={"prompt": ""}, headers=headers)).headers[
+            "x-request-id"
+        ]
         assert len(given) == 32
 
 
-async def test_health_says_only_whether_it_is_well(door: OpenAIDoor) -> None:
-    answer = await door.http.get("/health")
+async def test_health_says_only_whether_it_is_well(endpoint: OpenAIEndpoint) -> None:
+    answer = await endpoint.http.get("/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
-    door.is_healthy = False
-    answer = await door.http.get("/health")
+    endpoint.is_healthy = False
+    answer = await endpoint.http.get("/health")
     assert (answer.status_code, answer.json()) == (503, {"status": "unavailable"})
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/debug/routes/r1"])
-async def test_what_operators_ask_is_not_told_here(door: OpenAIDoor, path: str) -> None:
-    assert (await door.http.get(path)).status_code == 404
+async def test_what_operators_ask_is_not_told_here(endpoint: OpenAIEndpoint, path: str) -> None:
+    assert (await endpoint.http.get(path)).status_code == 404

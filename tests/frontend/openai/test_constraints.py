@@ -68,9 +68,9 @@ def test_what_is_asked_for_in_whose_words(fields: dict[str, Any], expected: Gram
 
 def test_the_parts_of_a_structural_tag_belong_beside_it() -> None:
     body = TextBody.model_validate({"prompt": "a", "response_format": {"type": "json_object", "format": _FORMAT}})
-    with pytest.raises(RequestError, match="belongs beside structural_tag") as refused:
+    with pytest.raises(RequestError, match="belongs beside structural_tag") as rejected:
         body.requests("r")
-    assert refused.value.param == "response_format.format"
+    assert rejected.value.param == "response_format.format"
 
 
 def test_what_nobody_knows_there_is_ignored_and_named_as_elsewhere() -> None:

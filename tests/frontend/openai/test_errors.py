@@ -9,19 +9,21 @@ import openai
 import pytest
 
 from core.types.errors import CapacityError, LayoutMismatch, ReplicaLost
-from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.openai_door import USER, OpenAIEndpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def refused(door: OpenAIDoor, body: Any, *, path: str = "/v1/completions", status: int = 400) -> dict[str, Any]:
+async def rejected(
+    endpoint: OpenAIEndpoint, body: Any, *, path: str = "/v1/completions", status: int = 400
+) -> dict[str, Any]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = await door.http.post(path, content=raw)
+    answer = await endpoint.http.post(path, content=raw)
     assert answer.status_code == status, answer.text
     assert set(answer.json()) == {"error"}
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert not door.fake.started
+    assert not endpoint.fake.started
     return error
 
 
@@ -75,17 +77,17 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
-async def test_a_wrong_text_request(door: OpenAIDoor, fields: dict[str, Any], param: str, says: str) -> None:
-    error = await refused(door, {"prompt": "a", **fields})
+async def test_a_wrong_text_request(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
+    error = await rejected(endpoint, {"prompt": "a", **fields})
     assert error["param"] == param and says in error["message"] and param.split("[")[0] in error["message"]
     assert error["type"] == "invalid_request_error" and error["code"] == "invalid_value"
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), UNSUPPORTED, ids=lambda value: str(value)[:40])
 async def test_what_is_known_and_not_supported_has_a_code_of_its_own(
-    door: OpenAIDoor, fields: dict[str, Any], param: str, says: str
+    endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str
 ) -> None:
-    error = await refused(door, {"prompt": "a", **fields})
+    error = await rejected(endpoint, {"prompt": "a", **fields})
     assert error["param"] == param and says in error["message"] and error["code"] == "unsupported_parameter"
 
 
@@ -143,8 +145,8 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG_CHAT, ids=lambda value: str(value)[:40])
-async def test_a_wrong_chat(door: OpenAIDoor, fields: dict[str, Any], param: str, says: str) -> None:
-    error = await refused(door, {"messages": USER, **fields}, path="/v1/chat/completions")
+async def test_a_wrong_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
+    error = await rejected(endpoint, {"messages": USER, **fields}, path="/v1/chat/completions")
     assert error["param"] == param and says in error["message"]
 
 
@@ -162,35 +164,35 @@ async def test_a_wrong_chat(door: OpenAIDoor, fields: dict[str, Any], param: str
     ],
     ids=["cut", "empty", "list", "utf8", "surrogate", "nested", "nan", "missing"],
 )
-async def test_a_body_that_is_no_request(door: OpenAIDoor, body: bytes, says: str) -> None:
-    assert says in (await refused(door, body))["message"]
+async def test_a_body_that_is_no_request(endpoint: OpenAIEndpoint, body: bytes, says: str) -> None:
+    assert says in (await rejected(endpoint, body))["message"]
 
 
-async def test_unknown_model(door: OpenAIDoor) -> None:
-    error = await refused(door, {"model": "gpt-9", "prompt": "a"}, status=404)
+async def test_unknown_model(endpoint: OpenAIEndpoint) -> None:
+    error = await rejected(endpoint, {"model": "gpt-9", "prompt": "a"}, status=404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-async def test_too_long_a_prompt(door: OpenAIDoor) -> None:
+async def test_too_long_a_prompt(endpoint: OpenAIEndpoint) -> None:
     for prompt in ([1] * 300, "word " * 1_000_000):
-        assert (await refused(door, {"prompt": prompt}))["code"] == "context_length_exceeded"
+        assert (await rejected(endpoint, {"prompt": prompt}))["code"] == "context_length_exceeded"
     messages = [{"role": "user", "content": "word " * 1000}]
-    error = await refused(door, {"messages": messages, "stream": True}, path="/v1/chat/completions")
+    error = await rejected(endpoint, {"messages": messages, "stream": True}, path="/v1/chat/completions")
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-async def test_the_clients_exceptions(door: OpenAIDoor) -> None:
+async def test_the_clients_exceptions(endpoint: OpenAIEndpoint) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature: must be from 0") as caught:
-        await door.client.chat.completions.create(model="tiny", messages=USER, temperature=-1)
+        await endpoint.client.chat.completions.create(model="tiny", messages=USER, temperature=-1)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
     with pytest.raises(openai.NotFoundError):
-        await door.client.chat.completions.create(model="gpt-9", messages=USER, stream=True)
+        await endpoint.client.chat.completions.create(model="gpt-9", messages=USER, stream=True)
 
 
-async def test_unknown_routes(door: OpenAIDoor) -> None:
-    missing = await door.http.get("/v2/nothing")
+async def test_unknown_routes(endpoint: OpenAIEndpoint) -> None:
+    missing = await endpoint.http.get("/v2/nothing")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
-    wrong = await door.http.get("/v1/completions")
+    wrong = await endpoint.http.get("/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
     assert "GET /v1/completions" in wrong.json()["error"]["message"]
 
@@ -199,20 +201,20 @@ async def test_unknown_routes(door: OpenAIDoor) -> None:
     ("path", "says"),
     [("/chat/completions", "ends with /v1"), ("/v1/v1/messages", "without it"), ("/v1/embeddings", ": Not Found")],
 )
-async def test_a_wrong_base_url_is_told(door: OpenAIDoor, path: str, says: str) -> None:
-    answer = await door.http.post(path, json={})
+async def test_a_wrong_base_url_is_told(endpoint: OpenAIEndpoint, path: str, says: str) -> None:
+    answer = await endpoint.http.post(path, json={})
     assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(says)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_full(door: OpenAIDoor, stream: bool) -> None:
-    door.fake.refuse = CapacityError("every decode replica is full", retry_after_s=2.2)
+async def test_full(endpoint: OpenAIEndpoint, stream: bool) -> None:
+    endpoint.fake.reject = CapacityError("every decode replica is full", retry_after_s=2.2)
     body = {"prompt": "a", "stream": stream}
-    answer = await door.http.post("/v1/completions", json=body)
+    answer = await endpoint.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
     assert answer.json()["error"]["code"] == "overloaded"
     with pytest.raises(openai.RateLimitError):
-        await door.client.completions.create(model="tiny", prompt="a", stream=stream)
+        await endpoint.client.completions.create(model="tiny", prompt="a", stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -226,29 +228,29 @@ async def test_full(door: OpenAIDoor, stream: bool) -> None:
     ids=["lost", "mismatch", "bug"],
 )
 async def test_failing_before_the_first_token(
-    door: OpenAIDoor, error: Exception, status: int, code: str, stream: bool
+    endpoint: OpenAIEndpoint, error: Exception, status: int, code: str, stream: bool
 ) -> None:
-    door.fake.fail_after = (0, error)
-    answer = await door.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    endpoint.fake.fail_after = (0, error)
+    answer = await endpoint.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
     assert answer.status_code == status and answer.json()["error"]["code"] == code
     assert "secret" not in answer.text
 
 
-async def test_failing_in_the_stream(door: OpenAIDoor) -> None:
-    door.fake.fail_after = (2, ReplicaLost("decode-0 died"))
-    answer = await door.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
+async def test_failing_in_the_stream(endpoint: OpenAIEndpoint) -> None:
+    endpoint.fake.fail_after = (2, ReplicaLost("decode-0 died"))
+    answer = await endpoint.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
     assert answer.status_code == 200
     *texts, error, end = answer.text.split("\n\n")
     assert [json.loads(text[6:])["choices"][0]["text"] for text in texts] == ["a", "b"]
     assert json.loads(error[6:])["error"]["code"] == "replica_lost" and end == ""  # and no [DONE]
-    stream = await door.client.completions.create(model="tiny", prompt="abc", stream=True)
+    stream = await endpoint.client.completions.create(model="tiny", prompt="abc", stream=True)
     with pytest.raises(openai.APIError, match="decode-0 died"):
         async for _ in stream:
             pass
 
 
-async def test_one_of_many_prompts_fails(door: OpenAIDoor) -> None:
-    door.fake.fail_after = (2, ReplicaLost("decode-0 died"))
-    answer = await door.http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+async def test_one_of_many_prompts_fails(endpoint: OpenAIEndpoint) -> None:
+    endpoint.fake.fail_after = (2, ReplicaLost("decode-0 died"))
+    answer = await endpoint.http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     assert answer.status_code == 503
-    assert len(door.fake.ended) == len(door.fake.started)
+    assert len(endpoint.fake.ended) == len(endpoint.fake.started)

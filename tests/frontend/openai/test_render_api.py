@@ -12,7 +12,7 @@ from frontend.http.app import create_app
 from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.openai_door import USER, OpenAIEndpoint
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -32,15 +32,17 @@ _TEXT = "The capital 你好<|im_end|>"
         ("chat/completions", {"messages": USER * 2, "truncate_prompt_tokens": -1, "max_tokens": 250}),
     ],
 )
-async def test_it_is_what_an_engine_is_sent(door: OpenAIDoor, path: str, body: dict[str, Any]) -> None:
-    answer = await door.http.post(f"/v1/{path}/render", json={**body, "mood": 1})
-    assert answer.headers["x-ignored-fields"] == "mood" and not door.fake.started
+async def test_it_is_what_an_engine_is_sent(endpoint: OpenAIEndpoint, path: str, body: dict[str, Any]) -> None:
+    answer = await endpoint.http.post(f"/v1/{path}/render", json={**body, "mood": 1})
+    assert answer.headers["x-ignored-fields"] == "mood" and not endpoint.fake.started
     rendered = answer.json() if path == "completions" else [answer.json()]
-    await door.http.post(f"/v1/{path}", json={"max_tokens": 1, **body})
-    assert [one["token_ids"] for one in rendered] == [list(one.token_ids) for one in door.fake.started]
+    await endpoint.http.post(f"/v1/{path}", json={"max_tokens": 1, **body})
+    assert [one["token_ids"] for one in rendered] == [list(one.token_ids) for one in endpoint.fake.started]
     for one in rendered:
         assert one["model"] == "tiny" and one["request_id"] == answer.headers["x-request-id"]
-        ids = (await door.http.post("/tokenize", json={"prompt": one["prompt"], "add_special_tokens": False})).json()
+        ids = (
+            await endpoint.http.post("/tokenize", json={"prompt": one["prompt"], "add_special_tokens": False})
+        ).json()
         assert ids["tokens"][-len(one["token_ids"]) :] == one["token_ids"]
 
 
@@ -59,9 +61,11 @@ async def test_it_is_what_an_engine_is_sent(door: OpenAIDoor, path: str, body: d
         ("chat/completions", {"messages": USER, "max_tokens": 1000}),
     ],
 )
-async def test_it_is_refused_what_an_answer_is_refused(door: OpenAIDoor, path: str, body: dict[str, Any]) -> None:
-    asked = await door.http.post(f"/v1/{path}", json=body)
-    rendered = await door.http.post(f"/v1/{path}/render", json=body)
+async def test_it_is_refused_what_an_answer_is_refused(
+    endpoint: OpenAIEndpoint, path: str, body: dict[str, Any]
+) -> None:
+    asked = await endpoint.http.post(f"/v1/{path}", json=body)
+    rendered = await endpoint.http.post(f"/v1/{path}/render", json=body)
     assert rendered.status_code == asked.status_code in (400, 404) and rendered.json() == asked.json()
 
 

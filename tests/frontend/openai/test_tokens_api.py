@@ -18,7 +18,7 @@ from frontend.text.tokenizer import Tokenizer
 from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIDoor
+from tests.support.openai_door import USER, OpenAIEndpoint
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -26,30 +26,30 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 _TEXT = "The capital 你好<|im_end|>"
 
 
-async def test_a_text_there_and_back(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_a_text_there_and_back(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     body = {"model": "tiny", "prompt": _TEXT, "return_token_strs": True}
-    told = (await door.http.post("/tokenize", json=body)).json()
+    told = (await endpoint.http.post("/tokenize", json=body)).json()
     ids = byte_level.encode(_TEXT)
     assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), 256)
     assert told["token_strs"] == [byte_level.token_text(token_id) for token_id in ids]
-    back = await door.http.post("/detokenize", json={"tokens": ids, "mood": 1})
+    back = await endpoint.http.post("/detokenize", json={"tokens": ids, "mood": 1})
     assert back.json() == {"prompt": _TEXT} and back.headers["x-ignored-fields"] == "mood"
-    assert not door.fake.started
+    assert not endpoint.fake.started
 
 
-async def test_messages_are_counted_as_a_chat_counts_them(door: OpenAIDoor) -> None:
+async def test_messages_are_counted_as_a_chat_counts_them(endpoint: OpenAIEndpoint) -> None:
     for more in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
-        told = (await door.http.post("/tokenize", json={"messages": USER, **more})).json()
+        told = (await endpoint.http.post("/tokenize", json={"messages": USER, **more})).json()
         body = {"messages": USER, "max_tokens": 1, "return_token_ids": True, **more}
-        asked = (await door.http.post("/v1/chat/completions", json=body)).json()
+        asked = (await endpoint.http.post("/v1/chat/completions", json=body)).json()
         assert told["tokens"] == asked["prompt_token_ids"] and told["token_strs"] is None
 
 
-async def test_a_prompt_is_cut_in_front(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+async def test_a_prompt_is_cut_in_front(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     ids = byte_level.encode("ab" * 200)
     for num, kept in ((3, 3), (-1, 255), (100_000, len(ids))):
         body = {"prompt": "ab" * 200, "truncate_prompt_tokens": num, "max_tokens": 1, "return_token_ids": True}
-        answer = await door.http.post("/v1/completions", json=body)
+        answer = await endpoint.http.post("/v1/completions", json=body)
         if kept > 255:
             assert answer.json()["error"]["code"] == "context_length_exceeded"
         else:
@@ -68,20 +68,20 @@ async def test_a_prompt_is_cut_in_front(door: OpenAIDoor, byte_level: Tokenizer)
         ("/detokenize", {}, "tokens"),
     ],
 )
-async def test_what_is_wrong_is_named(door: OpenAIDoor, path: str, body: dict[str, Any], param: str) -> None:
-    answer = await door.http.post(path, json=body)
+async def test_what_is_wrong_is_named(endpoint: OpenAIEndpoint, path: str, body: dict[str, Any], param: str) -> None:
+    answer = await endpoint.http.post(path, json=body)
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param
 
 
-async def test_what_a_client_needs_to_write_prompts(door: OpenAIDoor, byte_level: Tokenizer) -> None:
-    told = (await door.http.get("/tokenizer_info")).json()
+async def test_what_a_client_needs_to_write_prompts(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+    told = (await endpoint.http.get("/tokenizer_info")).json()
     (eos,) = byte_level.encode(told["eos_token"])
     assert eos in byte_level.eos_token_ids and "pad_token" in told
-    assert told["chat_template"] == door.service.prompts.chat_template.source != ""
+    assert told["chat_template"] == endpoint.service.prompts.chat_template.source != ""
 
 
-async def test_the_version(door: OpenAIDoor) -> None:
-    assert (await door.http.get("/version")).json() == {"version": version("xpyd")}
+async def test_the_version(endpoint: OpenAIEndpoint) -> None:
+    assert (await endpoint.http.get("/version")).json() == {"version": version("xpyd")}
 
 
 async def test_without_a_key_nothing_is_told(completions: MakeCompletions) -> None:

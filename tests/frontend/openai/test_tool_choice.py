@@ -91,9 +91,9 @@ def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(900):
         schema = {"type": "array", "items": schema}
-    with pytest.raises(RequestError, match="too deeply") as refused:
+    with pytest.raises(RequestError, match="too deeply") as rejected:
         forced_grammar("", [_tool("f", {"properties": {"a": schema}})], is_parallel=True)
-    assert refused.value.param == "tools"
+    assert rejected.value.param == "tools"
 
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

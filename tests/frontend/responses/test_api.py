@@ -88,7 +88,7 @@ class Served:
         """The last one, as the model saw it."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
-    async def refused(self, **body: Any) -> tuple[int, str | None, str]:
+    async def rejected(self, **body: Any) -> tuple[int, str | None, str]:
         answer = await self.http.post("/v1/responses", json={"input": "hi", **body})
         error = answer.json()["error"]
         return answer.status_code, error["param"], error["message"]
@@ -263,8 +263,8 @@ async def test_items_are_referred_to_by_their_ids(serve: Serve) -> None:
         ids = [f"msg_{number:032x}_0" for number in range(65)]
         for many, why in (([item.id] * 4096, "refers to, it has more than 10485760 bytes"),
                           (ids, "refer to more than 64 responses")):  # fmt: skip
-            refused = await served.refused(input=[{"type": "item_reference", "id": id} for id in many])
-            assert refused[:2] == (400, "input") and why in refused[2]
+            rejected = await served.rejected(input=[{"type": "item_reference", "id": id} for id in many])
+            assert rejected[:2] == (400, "input") and why in rejected[2]
 
 
 async def test_what_the_model_is_not_shown_is_not_stored(serve: Serve) -> None:
@@ -303,9 +303,9 @@ async def test_large_ones_are_bounded_until_they_have_been_read(serve: Serve, mo
             request = f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: {key.header}\r\n\r\n"
             await loop.sock_sendall(readers[-1], request.encode())
             assert await loop.sock_recv(readers[-1], 15) == b"HTTP/1.1 200 OK"
-        for refused in [await served.http.get(one, headers=headers) for one in (path, "/v1/responses/resp_a")]:
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
-            assert refused.headers["retry-after"] == "1"
+        for rejected in [await served.http.get(one, headers=headers) for one in (path, "/v1/responses/resp_a")]:
+            assert (rejected.status_code, rejected.json()["error"]["code"]) == (429, "overloaded")
+            assert rejected.headers["retry-after"] == "1"
         readers[0].close()
         while (answer := await served.http.get(path, headers=headers)).status_code == 429:
             pass  # it has not been noticed yet
@@ -364,13 +364,13 @@ async def test_what_is_stored_is_its_tenants_alone(serve: Serve) -> None:
     ours, theirs, beside = issue("acme"), issue("other"), issue("acme")
     async with serve(access=access_with(ours, theirs, beside)) as served:
         served.say("One.")
-        mine, stranger, colleague = (served.client_of(one.secret).responses for one in (ours, theirs, beside))
+        mine, pending_peer, colleague = (served.client_of(one.secret).responses for one in (ours, theirs, beside))
         first = await mine.create(input="a")
         assert (await colleague.retrieve(first.id)).id == first.id
         unknown = first.id[:-8] + "00000000"
         calls: list[Callable[[str], Awaitable[Any]]] = [
-            stranger.retrieve, stranger.delete, stranger.input_items.list,
-            lambda id: stranger.create(input="b", previous_response_id=id),
+            pending_peer.retrieve, pending_peer.delete, pending_peer.input_items.list,
+            lambda id: pending_peer.create(input="b", previous_response_id=id),
         ]  # fmt: skip
         for call in calls:
             said = set()
@@ -475,7 +475,7 @@ async def test_an_answer_in_a_format(serve: Serve) -> None:
         async with served.responses.stream(model="tiny", input="hi", text_format=Weather) as stream:
             assert (await stream.get_final_response()).output_parsed == Weather(city="Rome", days=2)
         bad = {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "nonsense"}}
-        status, param, message = await served.refused(text={"format": bad})
+        status, param, message = await served.rejected(text={"format": bad})
         assert (status, param) == (400, "text.format") and message.startswith("text.format"), message
 
 
@@ -582,7 +582,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 async def test_what_is_refused_is_named(serve: Serve) -> None:
     async with serve(has_grammars=True) as served:
         for case, (body, param, message) in _REFUSED.items():
-            status, named, said = await served.refused(**body)
+            status, named, said = await served.rejected(**body)
             assert (status, named) == (400, param) and message in said and "\n" not in said, (case, named, said)
         assert not served.fake.started
         answer = await served.http.post("/v1/responses", json={"input": "hi", "mood": 1, "max_output_tokens": 1})

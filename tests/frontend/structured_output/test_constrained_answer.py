@@ -13,7 +13,7 @@ from core.grammar.compiler import GrammarCompiler
 from core.types.constraints import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from core.types.errors import RequestError
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.structured_output.constrained_answer import bound_answer, may_think
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
@@ -32,7 +32,7 @@ _TOOLS: tuple[dict[str, Any], ...] = (
     {"type": "function", "function": {"name": "now"}},
 )
 _USER = {"role": "user", "content": "hi"}
-_HERMES, _LLAMA, _THINKS = Dialect("hermes"), Dialect("llama3_json"), Dialect(None, thinks=True)
+_HERMES, _LLAMA, _THINKS = OutputFormat("hermes"), OutputFormat("llama3_json"), OutputFormat(None, thinks=True)
 _LOOK, _NOW = (
     f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
     for name, arguments in (("look", '{"y": true}'), ("now", "{}"))
@@ -54,12 +54,12 @@ def _says(
     compiler: GrammarCompiler,
     tokenizer: Tokenizer,
     request: CompletionRequest,
-    dialect: Dialect,
+    output_format: OutputFormat,
     text: str,
     prompt: str,
 ) -> bool:
     """Whether all of the text may be said, and the answer may end there."""
-    grammar = bound_answer(request, dialect, prompt)
+    grammar = bound_answer(request, output_format, prompt)
     assert grammar is not None
     (end,) = tokenizer.encode("<|im_end|>")
     mask, ids = compiler.compile(grammar).mask([end]), [*tokenizer.encode(text), end]
@@ -101,15 +101,15 @@ def test_as_the_family_writes_calls_and_no_more_than_are_wanted(
     assert _says(compiler, byte_level, llama, _LLAMA, '{"name": "look", "parameters": {"y": true}}', "")
 
 
-@pytest.mark.parametrize("dialect", [Dialect("pythonic"), Dialect("mistral")])
-def test_where_no_call_could_be_made_that_is_said(dialect: Dialect) -> None:
+@pytest.mark.parametrize("output_format", [OutputFormat("pythonic"), OutputFormat("mistral")])
+def test_where_no_call_could_be_made_that_is_said(output_format: OutputFormat) -> None:
     with pytest.raises(RequestError, match="with field no call could be made") as caught:
-        bound_answer(_request(tools=_TOOLS), dialect, "")
+        bound_answer(_request(tools=_TOOLS), output_format, "")
     assert caught.value.param == "tools"
     with pytest.raises(RequestError, match="no call could be made"):
         bound_answer(_request("a|b", GrammarKind.REGEX, tools=_TOOLS), _HERMES, "")
     forced = _request(tools=_TOOLS, forced="look")
-    assert bound_answer(forced, dialect, "") == forced.grammar, "that is bound to be a call already"
+    assert bound_answer(forced, output_format, "") == forced.grammar, "that is bound to be a call already"
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def test_thinking_comes_before_it(
 
 
 def test_what_a_schema_cannot_be_beside_is_left_as_it_was() -> None:
-    for request, dialect in (
-        (_request(), Dialect()),
+    for request, output_format in (
+        (_request(), OutputFormat()),
         (_request("a|b", GrammarKind.REGEX), _THINKS),
         (_request(is_continued=True), _THINKS),
         (CompletionRequest(id="r", prompt="a", grammar=_request().grammar), _THINKS),
     ):
-        assert bound_answer(request, dialect, "assistant\n") == request.grammar
+        assert bound_answer(request, output_format, "assistant\n") == request.grammar
 
 
 _NOT_ENFORCED: list[dict[str, Any]] = [
@@ -164,17 +164,17 @@ _NOT_ENFORCED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("inner", _NOT_ENFORCED, ids=lambda inner: str(inner)[:40])
-@pytest.mark.parametrize("dialect", [Dialect(), _THINKS], ids=["alone", "in a rule"])
+@pytest.mark.parametrize("output_format", [OutputFormat(), _THINKS], ids=["alone", "in a rule"])
 def test_what_cannot_be_enforced_is_passed_over_unless_it_is_strict(
-    compiler: GrammarCompiler, byte_level: Tokenizer, inner: dict[str, Any], dialect: Dialect
+    compiler: GrammarCompiler, byte_level: Tokenizer, inner: dict[str, Any], output_format: OutputFormat
 ) -> None:
     schema = {"type": "object", "properties": {"a": inner, "pattern": {"const": 1}}, "required": ["a", "pattern"]}
     text = '{"a": "b", "pattern": 1}'
     request = _request(schema, GrammarKind.LENIENT_JSON_SCHEMA)
-    assert _says(compiler, byte_level, request, dialect, text, "")
-    assert not _says(compiler, byte_level, request, dialect, text.replace("1", "2"), "")
+    assert _says(compiler, byte_level, request, output_format, text, "")
+    assert not _says(compiler, byte_level, request, output_format, text.replace("1", "2"), "")
     with pytest.raises(RequestError):
-        _says(compiler, byte_level, _request(schema), dialect, text, "")
+        _says(compiler, byte_level, _request(schema), output_format, text, "")
 
 
 def test_a_schema_is_as_long_as_it_might_be_alone(compiler: GrammarCompiler) -> None:
@@ -195,6 +195,6 @@ def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
     schema: Any = {"type": "string"}
     for _ in range(900):
         schema = {"type": "array", "items": schema}
-    with pytest.raises(RequestError, match="too deeply") as refused:
-        bound_answer(_request(schema, GrammarKind.LENIENT_JSON_SCHEMA), Dialect(), "")
-    assert refused.value.param == "field"
+    with pytest.raises(RequestError, match="too deeply") as rejected:
+        bound_answer(_request(schema, GrammarKind.LENIENT_JSON_SCHEMA), OutputFormat(), "")
+    assert rejected.value.param == "field"

@@ -59,7 +59,7 @@ async def test_what_is_not_takes_its_turn_each_time(compiler: CountingCompiler) 
 async def test_what_is_wrong_is_known_and_named_as_each_client_calls_it(compiler: CountingCompiler) -> None:
     check = GrammarCheck(compiler)
     for field in ("regex", "guided", "regex"):
-        with pytest.raises(RequestError) as refused:
+        with pytest.raises(RequestError) as rejected:
             await check.check(asked("[a", field))
-        assert refused.value.param == field and str(refused.value).startswith(f"{field}: at ")
+        assert rejected.value.param == field and str(rejected.value).startswith(f"{field}: at ")
     assert compiler.compiled == ["[a"]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from core.grammar.compiler import GrammarCompiler
 from core.types.constraints import Grammar, GrammarKind
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.completion_request import CompletionRequest
@@ -40,10 +40,10 @@ def _says(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, think
     """Whether all of it may be said, and the answer may end there."""
     tokenizer = Tokenizer(model_dir)
     compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
-    dialect = Dialect("hermes", thinks=thinks, special=SpecialTokens(compiler.special_tokens))
+    output_format = OutputFormat("hermes", thinks=thinks, special=SpecialTokens(compiler.special_tokens))
     chat = Chat(messages=({"role": "user", "content": "hi"},), tools=_TOOLS)
     request = CompletionRequest(id="r", prompt=chat, grammar=grammar, grammar_field="field")
-    made = bound_answer(request, dialect, "")
+    made = bound_answer(request, output_format, "")
     assert made is not None
     (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     mask, left, said = compiler.compile(made).mask([end]), text.encode(), list[int]()

@@ -13,7 +13,7 @@ from core.grammar.compiler import GrammarCompiler
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.text.completion_request import CompletionRequest
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
@@ -66,7 +66,7 @@ def _says(
     compiler: GrammarCompiler, asked: Any, text: str, *, thinks: bool = False, prompt: str = "", **chat: Any
 ) -> bool:
     """Whether all of the text may be said, and the answer may end there."""
-    grammar = bound_answer(_request(asked, **chat), Dialect(thinks=thinks), prompt)
+    grammar = bound_answer(_request(asked, **chat), OutputFormat(thinks=thinks), prompt)
     assert grammar is not None and grammar.kind is GrammarKind.LARK
     mask = compiler.compile(grammar).mask([END])
     ids = [*(CHARACTERS.index(character) for character in text), END]
@@ -201,13 +201,13 @@ _WRONG: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("asked", "says"), _WRONG, ids=[says[7:] for _, says in _WRONG])
 def test_what_does_not_map_is_refused_by_its_path(asked: Any, says: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        bound_answer(_request(asked), Dialect(), "")
-    assert str(refused.value).startswith(says) and refused.value.param == "field"
+    with pytest.raises(RequestError) as rejected:
+        bound_answer(_request(asked), OutputFormat(), "")
+    assert str(rejected.value).startswith(says) and rejected.value.param == "field"
 
 
 def test_what_is_no_unicode_is_refused(compiler: GrammarCompiler) -> None:
-    made = bound_answer(_request('{"format": {"type": "const_string", "value": "\\ud800"}}'), Dialect(), "")
+    made = bound_answer(_request('{"format": {"type": "const_string", "value": "\\ud800"}}'), OutputFormat(), "")
     assert made is not None
     with pytest.raises(RequestError):
         compiler.compile(made)
@@ -216,14 +216,14 @@ def test_what_is_no_unicode_is_refused(compiler: GrammarCompiler) -> None:
 def test_formats_within_formats_without_end_are_refused() -> None:
     deep = '{"type": "or", "elements": [' * 400 + json.dumps(_ANY) + "]}" * 400
     with pytest.raises(RequestError, match="too deeply"):
-        bound_answer(_request(f'{{"format": {deep}}}'), Dialect(), "")
+        bound_answer(_request(f'{{"format": {deep}}}'), OutputFormat(), "")
 
 
 def test_what_is_no_schema_has_the_size_of_a_grammar(compiler: GrammarCompiler) -> None:
     long = {"type": "object", "properties": {f"p{i}": {"const": "a" * 50} for i in range(200)}}
-    kept = bound_answer(_request({"format": _json(long)}), Dialect(), "")
+    kept = bound_answer(_request({"format": _json(long)}), OutputFormat(), "")
     assert kept is not None and compiler.compile(kept)
-    made = bound_answer(_request({"format": _const("a" * 9000)}), Dialect(), "")
+    made = bound_answer(_request({"format": _const("a" * 9000)}), OutputFormat(), "")
     assert made is not None
     with pytest.raises(RequestError, match="at most 8192 bytes"):
         compiler.compile(made)
@@ -232,7 +232,7 @@ def test_what_is_no_schema_has_the_size_of_a_grammar(compiler: GrammarCompiler) 
 def test_what_many_parts_have_in_common_is_written_once() -> None:
     parts = {"type": "or", "elements": [{"type": "or", "elements": [_ANY, _const("a")] * 150}] * 3}
     text = json.dumps({"format": _tag("a", parts, "e" * 30_000)})
-    made = bound_answer(_request(text), Dialect(), "")
+    made = bound_answer(_request(text), OutputFormat(), "")
     assert made is not None and len(made.text) < 3 * len(text)
 
 
@@ -242,7 +242,7 @@ def test_what_many_parts_have_in_common_is_written_once() -> None:
 def test_any_text_is_taken_literally(compiler: GrammarCompiler, character: str) -> None:
     said = f"a{character}b"
     for form in (_const(said), _tag(said, _ANY, said), {**_TAGS, "triggers": [said], "tags": [_tag(said, end=said)]}):
-        made = bound_answer(_request({"format": form}), Dialect(), "")
+        made = bound_answer(_request({"format": form}), OutputFormat(), "")
         assert made is not None and compiler.compile(made)
     assert compiler.compile(Grammar.of_choice([said], "field"))
 
@@ -270,7 +270,7 @@ _ANYTHING = st.recursive(
 @given(form=_ANYTHING)
 def test_whatever_is_sent_is_a_grammar_or_is_refused(form: Any, compiler: GrammarCompiler) -> None:
     try:
-        made = bound_answer(_request({"format": form}), Dialect(), "")
+        made = bound_answer(_request({"format": form}), OutputFormat(), "")
         assert made is not None
         compiler.compile(made, param="field")
     except RequestError as error:

@@ -8,7 +8,7 @@ import pytest
 
 from core.spec.schema import ToolParser
 from core.types.request import FinishReason, SampledToken
-from frontend.chat.output_format import Dialect
+from frontend.chat.output_format import OutputFormat
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, hermes
 from frontend.text.answer_reader import AnswerReader
@@ -36,15 +36,15 @@ def test_a_spec_can_name_every_format() -> None:
     ],
 )
 def test_a_template_tells_how_its_model_calls(template: str, calls: str | None) -> None:
-    assert Dialect.of(template) == Dialect(calls, thinks=False)
-    assert Dialect.of(template, tool_parser="none").calls is None
-    assert Dialect.of(template, tool_parser="mistral").calls == "mistral"
+    assert OutputFormat.of(template) == OutputFormat(calls, thinks=False)
+    assert OutputFormat.of(template, tool_parser="none").calls is None
+    assert OutputFormat.of(template, tool_parser="mistral").calls == "mistral"
 
 
 def test_a_template_or_the_operator_tells_whether_it_thinks() -> None:
-    assert Dialect.of("{{ content.split('</think>')[-1] }}").thinks
-    assert not Dialect.of("</think>", reasoning_parser="none").thinks
-    assert Dialect.of("", reasoning_parser="think").thinks
+    assert OutputFormat.of("{{ content.split('</think>')[-1] }}").thinks
+    assert not OutputFormat.of("</think>", reasoning_parser="none").thinks
+    assert OutputFormat.of("", reasoning_parser="think").thinks
 
 
 def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden(byte_level: Tokenizer) -> None:

@@ -14,7 +14,7 @@ import pytest
 from core.types.errors import RequestError
 from frontend.access.access import Access
 from frontend.http.app import create_app
-from frontend.text.audit_log import RequestTrail
+from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion_request import CompletionRequest
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
@@ -28,9 +28,9 @@ def _lines(path: Path) -> list[dict]:
 
 
 async def test_what_was_served_refused_or_not_even_a_request(completions: MakeCompletions, tmp_path: Path) -> None:
-    path = tmp_path / "trail" / "router.jsonl"
-    service = completions(FakeTokenService(), trail=path)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, refuses_unknown_fields=True)
+    path = tmp_path / "audit_log" / "router.jsonl"
+    service = completions(FakeTokenService(), audit_log=path)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, rejects_unknown_fields=True)
     bodies = [
         {"prompt": _SECRET, "max_tokens": 3, "n": 2, "user": _SECRET, "stop": _SECRET, "cache_salt": _SECRET},
         {"prompt": _SECRET, "temperature": -1},
@@ -39,12 +39,12 @@ async def test_what_was_served_refused_or_not_even_a_request(completions: MakeCo
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
         for number, body in enumerate(bodies):
             await client.post("completions", json=body, headers={"x-request-id": f"r{number}"})
-    served, refused, unreadable = _lines(path)
+    served, rejected, unreadable = _lines(path)
     assert served.items() >= {"request": "r0", "outcome": "completed", "tenant": "", "n": 2, "max_tokens": 3}.items()
     assert served["completion_tokens"] == 6 and served["prompt_tokens"] > 0 and served["ms"] >= served["ttft_ms"] >= 0
-    assert refused.items() >= {"request": "r1", "outcome": "invalid_value", "param": "temperature"}.items()
+    assert rejected.items() >= {"request": "r1", "outcome": "invalid_value", "param": "temperature"}.items()
     assert unreadable["outcome"] == "invalid_value"
-    for line in (served, refused, unreadable):
+    for line in (served, rejected, unreadable):
         assert line["peer"].startswith("127.0.0.1:") and line["time"] > 1e9
     assert _SECRET not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -53,7 +53,7 @@ async def test_what_was_served_refused_or_not_even_a_request(completions: MakeCo
 
 async def test_whose_key_it_was_and_that_it_was_given_up(completions: MakeCompletions, tmp_path: Path) -> None:
     fake = FakeTokenService(hang_after=1)
-    service = completions(fake, trail=tmp_path / "trail.jsonl")
+    service = completions(fake, audit_log=tmp_path / "trail.jsonl")
     request = CompletionRequest(id="r", prompt="abc", tenant="acme", key_id="k-1", peer="10.0.0.7:1")
 
     async def ask() -> None:
@@ -68,19 +68,19 @@ async def test_whose_key_it_was_and_that_it_was_given_up(completions: MakeComple
     await asyncio.gather(asking, return_exceptions=True)
     with pytest.raises(RequestError):
         await service.open(CompletionRequest(id="r2", prompt="", key_id="k-1"))
-    cancelled, refused = _lines(tmp_path / "trail.jsonl")
+    cancelled, rejected = _lines(tmp_path / "trail.jsonl")
     assert (cancelled["key"], cancelled["tenant"], cancelled["peer"]) == ("k-1", "acme", "10.0.0.7:1")
-    assert (cancelled["outcome"], refused["key"], refused["param"]) == ("cancelled", "k-1", "prompt")
+    assert (cancelled["outcome"], rejected["key"], rejected["param"]) == ("cancelled", "k-1", "prompt")
     service.close()
 
 
 def test_no_file_of_it_is_for_others_to_read(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        trail = RequestTrail(tmp_path / "trail.jsonl", max_bytes=200)
+        audit_log = RequestAuditLog(tmp_path / "trail.jsonl", max_bytes=200)
         for number in range(20):
-            trail.unreadable(f"r{number}", RequestError("no"), key=None, peer="10.0.0.7:1")
-        trail.close()
+            audit_log.unreadable(f"r{number}", RequestError("no"), key=None, peer="10.0.0.7:1")
+        audit_log.close()
     finally:
         os.umask(before)
     files = sorted(tmp_path.iterdir())

@@ -64,11 +64,11 @@ async def test_too_many_choices_are_refused_by_the_field_that_the_client_has_set
 ) -> None:
     """Of those that run the core knows nothing but how many."""
     said = "a replica runs at most 3 choices of one tenant at once, not 4"
-    service = completions(FakeTokenService(refuse=RequestError(f"n: {said}", param="n")))
+    service = completions(FakeTokenService(reject=RequestError(f"n: {said}", param="n")))
     field = [*fields][-1]
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as rejected:
         await run(service, request(**fields))
-    assert (str(refused.value), refused.value.param) == (f"{field}: {said}", field)
+    assert (str(rejected.value), rejected.value.param) == (f"{field}: {said}", field)
 
 
 async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletions, byte_level: Tokenizer) -> None:
@@ -392,7 +392,7 @@ async def test_a_cancelled_task_ends_the_generation(completions: MakeCompletions
 @pytest.mark.parametrize(
     ("faults", "kind", "outcome"),
     [
-        ({"refuse": CapacityError("full", retry_after_s=2)}, CapacityError, "overloaded"),
+        ({"reject": CapacityError("full", retry_after_s=2)}, CapacityError, "overloaded"),
         ({"fail_after": (3, ReplicaLost("decode-0 died"))}, ReplicaLost, "replica_lost"),
         ({"fail_after": (3, ZeroDivisionError())}, ZeroDivisionError, "internal_error"),
         ({"end_after": 3}, ReplicaLost, "replica_lost"),
@@ -435,7 +435,7 @@ async def test_the_routers_own_limit(completions: MakeCompletions) -> None:
         await run(completions(FakeTokenService(hang_after=0), max_request_s=0.01), request())
 
 
-async def refused(service: Completions, asked: CompletionRequest) -> str | None:
+async def rejected(service: Completions, asked: CompletionRequest) -> str | None:
     with pytest.raises(RequestError) as caught:
         await service.open(asked)
     return caught.value.param
@@ -444,7 +444,7 @@ async def refused(service: Completions, asked: CompletionRequest) -> str | None:
 async def test_more_choices_than_a_replica_runs_are_refused(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(), max_choices=8)
     await service.open(request(n=8))
-    assert await refused(service, request(n=9)) == "n"
+    assert await rejected(service, request(n=9)) == "n"
 
 
 async def test_all_choices_together_may_have_as_many_tokens_as_a_replica_could_hold(
@@ -452,8 +452,8 @@ async def test_all_choices_together_may_have_as_many_tokens_as_a_replica_could_h
 ) -> None:
     service = completions(FakeTokenService(), max_context=64, max_choices=4)
     await service.open(request("a", n=4, max_tokens=60))
-    assert await refused(service, request("a", n=4, max_tokens=65)) == "max_tokens"
-    assert await refused(service, request("a", n=4, max_tokens=2**31 - 1)) == "max_tokens"
+    assert await rejected(service, request("a", n=4, max_tokens=65)) == "max_tokens"
+    assert await rejected(service, request("a", n=4, max_tokens=2**31 - 1)) == "max_tokens"
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ async def test_long_names_and_many_of_anything_are_refused(
 ) -> None:
     service = completions(FakeTokenService())
     asked = CompletionRequest(**{"id": "r", "prompt": "a", field: value})
-    assert await refused(service, asked) == param
+    assert await rejected(service, asked) == param
 
 
 async def test_many_small_messages_are_rendered_elsewhere_than_on_the_event_loop(

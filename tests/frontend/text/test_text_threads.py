@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from core.types.errors import CapacityError, ModelAway
+from core.types.errors import CapacityError, ModelUnavailable
 from frontend.text.text_threads import TextThreads
 
 
@@ -95,9 +95,9 @@ async def test_once_closed_what_has_begun_ends_and_nothing_else_begins(
     begun, waiting = (asyncio.ensure_future(threads.run("a", go_on.wait, 60)) for _ in range(2))
     await asyncio.sleep(0)
     threads.close()
-    with pytest.raises(ModelAway, match="ask again"):
+    with pytest.raises(ModelUnavailable, match="ask again"):
         await waiting
-    with pytest.raises(ModelAway):
+    with pytest.raises(ModelUnavailable):
         await threads.run("a", lambda: "too late")
     go_on.set()
     assert await begun

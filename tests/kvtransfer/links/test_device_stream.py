@@ -14,20 +14,20 @@ from engine.kv.checksum import checksum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
-from kvtransfer.links.device_stream import Mark, own_lane
+from kvtransfer.links.device_stream import StreamEvent, own_stream
 from kvtransfer.protocol.frames import Opening, SegmentFrame
 from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer import incoming
 from kvtransfer.transfer.codec import codec_for, slots_of
 from kvtransfer.transfer.incoming import Incoming
-from kvtransfer.transfer.rendezvous import Meeting, local_store
+from kvtransfer.transfer.rendezvous import Rendezvous, local_store
 
 CPU = torch.device("cpu")
 
 
 def test_on_a_cpu_marks_are_of_nothing() -> None:
-    with own_lane(CPU):
-        mark = Mark(CPU)
+    with own_stream(CPU):
+        mark = StreamEvent(CPU)
     mark.hold_up()
     mark.wait()
 
@@ -57,7 +57,7 @@ def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatc
         handoff="h", epoch=1, number=0, segment=segment, num_bytes=len(payload), checksum=checksum(payload)
     )
 
-    monkeypatch.setattr(incoming, "Mark", FakeMark)
+    monkeypatch.setattr(incoming, "StreamEvent", FakeMark)
     opened = Opening(handoff="h", num_tokens=4, max_tokens=4, block_ids=(2,))
     receiving = Incoming(opened, pool=pool, codec=codec)
     receiving.write(frame, payload, sender="prefill-0", source=0)
@@ -66,7 +66,7 @@ def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatc
 
 
 def test_what_watches_over_a_group_finds_no_word() -> None:
-    assert not PrefixStore("link", local_store(Meeting(), timeout_s=1)).check(["exception_dump"])
+    assert not PrefixStore("link", local_store(Rendezvous(), timeout_s=1)).check(["exception_dump"])
 
 
 def test_no_two_lanes_share_a_stream_and_one_that_hangs_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +85,9 @@ def test_no_two_lanes_share_a_stream_and_one_that_hangs_is_nobodys(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     device = torch.device("cuda", 77)  # whose streams no other test has
     with ExitStack() as lanes:
-        assert len({lanes.enter_context(own_lane(device)) for _ in range(100)}) == 100
-    with own_lane(device) as ended:
+        assert len({lanes.enter_context(own_stream(device)) for _ in range(100)}) == 100
+    with own_stream(device) as ended:
         assert ended <= 100, "what an ended lane has left is taken again"
         hanging.add(ended)
     with ExitStack() as lanes:
-        assert ended not in {lanes.enter_context(own_lane(device)) for _ in range(100)}
+        assert ended not in {lanes.enter_context(own_stream(device)) for _ in range(100)}

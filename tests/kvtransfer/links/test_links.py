@@ -19,7 +19,7 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from core.types.errors import LinkClosed
 from kvtransfer.links.backends import LINKS, make_link
-from kvtransfer.links.encryption import Cipher, pieces, sealed_size
+from kvtransfer.links.encryption import Cipher, encrypted_size, pieces
 from kvtransfer.links.handshake import Handshake
 from kvtransfer.links.link import Link, LinkEnd, LinkGuard
 from tests.support.forks import forks
@@ -228,54 +228,54 @@ def _carry(sender: Link, receiver: Link) -> None:
     assert torch.equal(got, payload)
 
 
-def _is_turned_away(stranger: socket.socket) -> bool:
+def _is_turned_away(pending_peer: socket.socket) -> bool:
     """Having been told a nonce at most."""
-    stranger.settimeout(10)
+    pending_peer.settimeout(10)
     try:
-        return all(stranger.recv(100) for _ in range(2)) is False
+        return all(pending_peer.recv(100) for _ in range(2)) is False
     except ConnectionResetError:
         return True
 
 
 def test_who_does_not_have_the_secret_is_not_let_in_whatever_he_says(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        meeting = BothEnds(pool, tmp_path)
+        rendezvous = BothEnds(pool, tmp_path)
         for said in (bytes(64), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10, b"\xff" * 5000):
-            with meeting.knock() as stranger:
-                stranger.sendall(said)
-                assert _is_turned_away(stranger)
-        _carry(*meeting.let_in())
+            with rendezvous.knock() as pending_peer:
+                pending_peer.sendall(said)
+                assert _is_turned_away(pending_peer)
+        _carry(*rendezvous.let_in())
 
 
 def test_what_one_end_said_once_opens_no_door_again(tmp_path: Path) -> None:
     """Replayed word by word: the receiving end asks another question each time."""
     handshake = Handshake(secret=_SECRET, link="link/1", is_encrypted=False)
     with ThreadPoolExecutor(1) as pool:
-        meeting = BothEnds(pool, tmp_path)
-        with meeting.knock() as early:
+        rendezvous = BothEnds(pool, tmp_path)
+        with rendezvous.knock() as early:
             nonces = {"receiver_nonce": early.recv(32), "sender_nonce": bytes(32)}
         said = bytes(32) + handshake.proof(is_sender=True, **nonces)
-        with meeting.knock() as late:
+        with rendezvous.knock() as late:
             late.sendall(said)
             assert _is_turned_away(late)
-        with meeting.knock() as echo:  # nor does what the receiving end says count as the sender's
+        with rendezvous.knock() as echo:  # nor does what the receiving end says count as the sender's
             echo.sendall(
                 bytes(32) + handshake.proof(is_sender=False, receiver_nonce=echo.recv(32), sender_nonce=bytes(32))
             )
             assert _is_turned_away(echo)
-        _carry(*meeting.let_in())
+        _carry(*rendezvous.let_in())
 
 
 @pytest.mark.timeout(30)
 def test_strangers_who_say_nothing_or_little_hold_nobody_up(tmp_path: Path) -> None:
     """More than are served at once: the oldest of them make room."""
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-        meeting = BothEnds(pool, tmp_path)
-        strangers = [stack.enter_context(meeting.knock()) for _ in range(100)]
-        for stranger in strangers[::2]:
-            stranger.sendall(b"half of a gree")
-        _carry(*meeting.let_in())
-        assert all(_is_turned_away(stranger) for stranger in strangers)
+        rendezvous = BothEnds(pool, tmp_path)
+        strangers = [stack.enter_context(rendezvous.knock()) for _ in range(100)]
+        for pending_peer in strangers[::2]:
+            pending_peer.sendall(b"half of a gree")
+        _carry(*rendezvous.let_in())
+        assert all(_is_turned_away(pending_peer) for pending_peer in strangers)
 
 
 @pytest.mark.timeout(30)
@@ -286,9 +286,9 @@ def test_half_open_and_garbled_connections_beside_a_transfer_change_nothing(tmp_
         (tmp_path / "other").mkdir()
         second = BothEnds(pool, tmp_path / "other")  # still waits
         for number in range(20):
-            stranger = stack.enter_context(second.knock())
+            pending_peer = stack.enter_context(second.knock())
             if number % 2:
-                stranger.sendall(os.urandom(number * 7))
+                pending_peer.sendall(os.urandom(number * 7))
         with pytest.raises(OSError):
             first.knock()  # whoever has come is all that may come
         _carry(sender, receiver)
@@ -306,12 +306,12 @@ def test_half_open_and_garbled_connections_beside_a_transfer_change_nothing(tmp_
 )
 def test_ends_that_differ_do_not_come_together(theirs: Handshake, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        meeting = BothEnds(pool, tmp_path)
-        with meeting.knock() as other:
+        rendezvous = BothEnds(pool, tmp_path)
+        with rendezvous.knock() as other:
             nonces = {"receiver_nonce": other.recv(32), "sender_nonce": os.urandom(32)}
             other.sendall(nonces["sender_nonce"] + theirs.proof(is_sender=True, **nonces))
             assert _is_turned_away(other)
-        _carry(*meeting.let_in())
+        _carry(*rendezvous.let_in())
 
 
 @contextmanager
@@ -350,22 +350,22 @@ def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
     """Nor does it repeat itself; changed on the way, it does not open, and the link is over."""
     key, payload = bytes(32), b"the same words, again and again " * 20_000
     sealing, opening = Cipher(key), Cipher(key)
-    sealed = [bytearray(sealed_size(len(payload))) for _ in range(2)]
-    for one in sealed:
-        assert [*sealing.seal(memoryview(payload), memoryview(one))][-1] == len(one)
-    assert sealed[0] != sealed[1] and all(payload[:32] not in one for one in sealed)
+    encrypted = [bytearray(encrypted_size(len(payload))) for _ in range(2)]
+    for one in encrypted:
+        assert [*sealing.fill_block(memoryview(payload), memoryview(one))][-1] == len(one)
+    assert encrypted[0] != encrypted[1] and all(payload[:32] not in one for one in encrypted)
     got = bytearray(len(payload))
     start = 0
     for piece in pieces(memoryview(got)):
-        opening.open(memoryview(sealed[0])[start : start + sealed_size(len(piece))], piece)
-        start += sealed_size(len(piece))
-    assert got == payload and start == len(sealed[0])
-    sealed[1][5] ^= 1
+        opening.open(memoryview(encrypted[0])[start : start + encrypted_size(len(piece))], piece)
+        start += encrypted_size(len(piece))
+    assert got == payload and start == len(encrypted[0])
+    encrypted[1][5] ^= 1
     first = next(pieces(memoryview(got)))
     with pytest.raises(LinkClosed):
-        opening.open(memoryview(sealed[1])[: sealed_size(len(first))], first)
+        opening.open(memoryview(encrypted[1])[: encrypted_size(len(first))], first)
     with pytest.raises(LinkClosed):  # what came before, again
-        opening.open(memoryview(sealed[0])[: sealed_size(len(first))], first)
+        opening.open(memoryview(encrypted[0])[: encrypted_size(len(first))], first)
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
@@ -383,10 +383,10 @@ def test_a_link_may_be_closed_before_it_meets_and_while_it_does(backend: str, is
     """Its owner has it from the first moment; it ends by its deadline, or earlier."""
     with ThreadPoolExecutor(1) as pool:
         link = _make(backend, FileStore(str(tmp_path / "1")), is_sender=is_sender, timeout_s=_SHORT_S)
-        meeting = pool.submit(link.meet)
+        rendezvous = pool.submit(link.meet)
         link.close()
         with pytest.raises(LinkClosed):
-            meeting.result(10 * _TIMEOUT_S)
+            rendezvous.result(10 * _TIMEOUT_S)
         early = _make(backend, FileStore(str(tmp_path / "2")), is_sender=is_sender, timeout_s=_SHORT_S)
         early.close()
         with pytest.raises(LinkClosed):

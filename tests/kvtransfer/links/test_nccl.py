@@ -67,8 +67,8 @@ def _link(store: Path, fake: FakeNccl, *, is_sender: bool, timeout_s: float = _L
 def _pair(store: Path, sending: FakeNccl, receiving: FakeNccl) -> tuple[NcclLink, NcclLink]:
     links = _link(store, sending, is_sender=True), _link(store, receiving, is_sender=False)
     with ThreadPoolExecutor(2) as pool:
-        for meeting in [pool.submit(link.meet) for link in links]:
-            meeting.result(10)
+        for rendezvous in [pool.submit(link.meet) for link in links]:
+            rendezvous.result(10)
     return links
 
 
@@ -123,17 +123,17 @@ def test_links_have_met_when_the_device_has_carried_a_first_message(
             asking.add(threading.get_ident())
             return done.is_set()
 
-    monkeypatch.setattr(nccl_module, "Mark", DoneWhenSaid)
+    monkeypatch.setattr(nccl_module, "StreamEvent", DoneWhenSaid)
     sending, receiving = fakes(), fakes()
     links = [_link(tmp_path / "store", fake, is_sender=fake is sending) for fake in (sending, receiving)]
     with ThreadPoolExecutor(2) as pool:
         meetings = [pool.submit(link.meet) for link in links]
         _until(lambda: len(asking) == 2)
         assert ("send", "kv-nccl") in sending.called and ("recv", "kv-nccl") in receiving.called
-        assert not any(meeting.done() for meeting in meetings)
+        assert not any(rendezvous.done() for rendezvous in meetings)
         done.set()
-        for meeting in meetings:
-            meeting.result(10)
+        for rendezvous in meetings:
+            rendezvous.result(10)
     for link in links:
         link.close()
 
@@ -185,12 +185,12 @@ def test_closing_a_link_wakes_whoever_meets_there(fakes: FakeNccls, is_sender: b
         _say_ready(store)
     link = _link(store, fake, is_sender=is_sender)
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(link.meet)
+        rendezvous = pool.submit(link.meet)
         if is_sender:
             _until(lambda: ("begin", "kv-nccl") in fake.called)
         link.close()
         with pytest.raises(LinkClosed, match="the link is closed"):
-            meeting.result(10)
+            rendezvous.result(10)
     _until(lambda: not _nccl_threads())
     assert not is_sender or ("abort", "kv-nccl") in fake.called
 
@@ -224,7 +224,7 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(
             let_go.wait()
 
     sender, receiver = _pair(tmp_path / "store", fake := fakes(), fakes())
-    monkeypatch.setattr(nccl_module, "Mark", WaitedFor)
+    monkeypatch.setattr(nccl_module, "StreamEvent", WaitedFor)
     if not is_taken:
         monkeypatch.setattr(fake, "is_ready", lambda communicator: False)
     payload = _payload()
@@ -256,7 +256,7 @@ def test_an_operation_is_over_when_the_device_has_done_it(
             return self.is_done.is_set()
 
     sender, receiver = _pair(tmp_path / "store", fakes(), fakes())
-    monkeypatch.setattr(nccl_module, "Mark", DoneWhenSaid)
+    monkeypatch.setattr(nccl_module, "StreamEvent", DoneWhenSaid)
     with ThreadPoolExecutor(1) as pool:
         operations = receiver.recv(_payload()), sender.send(_payload())
         waits = pool.submit(operations[1].wait, timeout_s=_LONG_S)
@@ -285,7 +285,7 @@ def test_an_operation_comes_behind_what_its_payload_was_used_for(
             sending.called.append((f"behind {self._made_on}", threading.current_thread().name))
 
     sender, receiver = _pair(tmp_path / "store", sending, fakes())
-    monkeypatch.setattr(nccl_module, "Mark", Noted)
+    monkeypatch.setattr(nccl_module, "StreamEvent", Noted)
     incoming, outgoing = receiver.recv(_payload()), sender.send(_payload())
     for operation in (incoming, outgoing):
         operation.wait(timeout_s=5)
@@ -307,7 +307,7 @@ def test_a_peer_that_goes_is_noticed_while_the_device_waits_for_it(
             return False
 
     sender, receiver = _pair(tmp_path / "store", fakes(), receiving := fakes())
-    monkeypatch.setattr(nccl_module, "Mark", UnderWay)
+    monkeypatch.setattr(nccl_module, "StreamEvent", UnderWay)
     incoming = receiver.recv(_payload())
     sender.send(_payload())
     _until(lambda: len(asking) == 2)  # both have been given to the device

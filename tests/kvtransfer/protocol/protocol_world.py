@@ -45,7 +45,7 @@ class World:
     def kill_prefill(self, index: int) -> None:
         dead, self.prefills[index] = self.prefills[index], Prefill(self, self.prefill_tp)
         self.messages = [m for m in self.messages if not _belongs_to(m, dead)]
-        for call in [call for call in self.decode.puller.calls if call.holder is dead]:
+        for call in [call for call in self.decode.puller.calls if call.prefix_source is dead]:
             call.fail()
         for link in self.links:
             if link.sender.replica is dead:
@@ -85,11 +85,11 @@ class World:
         self.check()
         for replica in (self.decode, *self.prefills):
             assert replica.blocks.num_available == NUM_BLOCKS, "blocks leaked"
-        assert not len(self.decode.arrivals) and not len(self.decode.puller.pulls)
+        assert not len(self.decode.incoming_transfers) and not len(self.decode.puller.prefix_fetches)
         assert not any(len(rank.register) for rank in self.decode.ranks), "a handoff is open for ever"
         for prefill in self.prefills:
-            assert not len(prefill.departures) and not len(prefill.grants)
-            assert not any(rank.passages for rank in prefill.ranks)
+            assert not len(prefill.outgoing_transfers) and not len(prefill.served_fetches)
+            assert not any(rank.transfers for rank in prefill.ranks)
 
 
 def _belongs_to(message: Callable[[], None], replica: Prefill | Decode) -> bool:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from core.types.errors import TransferError
-from core.types.handoff import Holder
-from kvtransfer.protocol.fetches import Pull, Pulls
+from core.types.handoff import PrefixSource
+from kvtransfer.protocol.fetches import Fetch, PrefixFetches
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.incoming_transfers import Arrival
+from kvtransfer.protocol.incoming_transfers import IncomingTransfer
 from kvtransfer.protocol.rank_transfer import Shipment
 from tests.kvtransfer.protocol.pools import layout
 
@@ -37,20 +37,20 @@ class Want:
 
     prefix: int
     blocks: list[int]
-    pull: Pull[Want] | None = None
+    fetch: Fetch[Want] | None = None
     num_tokens: int = 0  # that have come
     is_running: bool = False  # they have come, and nothing is written any more
 
     @property
-    def arrival(self) -> Arrival[Pull[Want]] | None:
-        return self.pull.arrival if self.pull else None
+    def incoming(self) -> IncomingTransfer[Fetch[Want]] | None:
+        return self.fetch.incoming if self.fetch else None
 
 
 class Call:
     """From the puller to the holder: what either end says comes in its time, or never if the other is dead."""
 
-    def __init__(self, puller: Puller, pull: Pull[Want], holder: Prefill) -> None:
-        self.puller, self.pull, self.holder = puller, pull, holder
+    def __init__(self, puller: Puller, fetch: Fetch[Want], prefix_source: Prefill) -> None:
+        self.puller, self.fetch, self.prefix_source = puller, fetch, prefix_source
         self._unopened = set(range(1, puller.replica.tp))
 
     def opened(self, rank: int) -> None:
@@ -59,17 +59,17 @@ class Call:
             self.ask()
 
     def ask(self) -> None:
-        if self.holder not in self.puller.world.prefills:  # it has died meanwhile
+        if self.prefix_source not in self.puller.world.prefills:  # it has died meanwhile
             self.fail()
             return
-        handoff = self.pull.handoff
-        self.puller.world.post(partial(self.holder.grant, handoff, self.pull.owner.prefix, self))
+        handoff = self.fetch.handoff
+        self.puller.world.post(partial(self.prefix_source.served_fetch, handoff, self.fetch.owner.prefix, self))
 
     def cancel(self) -> None:
-        self.puller.world.post(partial(self.holder.ungrant, self))
+        self.puller.world.post(partial(self.prefix_source.ungrant, self))
 
     def granted(self, num_tokens: int) -> None:
-        if num_tokens <= self.pull.opening.first_token:
+        if num_tokens <= self.fetch.opening.first_token:
             self.fail()
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
@@ -77,7 +77,7 @@ class Call:
             self.fail()
 
     def fail(self) -> None:
-        self.puller.world.post(partial(self.puller.missed, self.pull))
+        self.puller.world.post(partial(self.puller.missed, self.fetch))
 
 
 class Puller:
@@ -87,7 +87,7 @@ class Puller:
         self.world, self.replica = world, replica
         self.wants: list[Want] = []
         self.calls: list[Call] = []
-        self.pulls: Pulls[Want] = Pulls(
+        self.prefix_fetches: PrefixFetches[Want] = PrefixFetches(
             replica.ranks[0],
             replica.blocks,
             replica="d",
@@ -97,37 +97,37 @@ class Puller:
             close_elsewhere=replica.close_elsewhere,
             call=self._call,
         )
-        self._holder: Prefill | None = None
+        self._prefix_source: Prefill | None = None
 
-    def want(self, prefix: int, num_blocks: int, holder: Prefill) -> None:
+    def want(self, prefix: int, num_blocks: int, prefix_source: Prefill) -> None:
         taken = self.replica.blocks.allocate([], num_blocks)
         if taken is None:
             return
         want = Want(prefix, taken[0])
         self.wants.append(want)
-        self._holder = holder
-        said = Holder(replica=holder.name, address="p", num_tokens=num_blocks * 2)
+        self._prefix_source = prefix_source
+        said = PrefixSource(replica=prefix_source.name, address="p", num_tokens=num_blocks * 2)
         hashes = hashes_of(prefix)[:num_blocks]
-        self.pulls.begin(
+        self.prefix_fetches.begin(
             want, said, id=f"r{next(self.world.ids)}", hashes=hashes, blocks=want.blocks, first_block=0, now=0.0
         )
 
-    def landed(self, pull: Pull[Want]) -> None:
-        want = pull.owner
-        want.num_tokens, want.is_running = pull.num_tokens, True
-        self.replica.check_whole(want, pull.id)
+    def landed(self, fetch: Fetch[Want]) -> None:
+        want = fetch.owner
+        want.num_tokens, want.is_running = fetch.num_tokens, True
+        self.replica.check_whole(want, fetch.id)
 
-    def missed(self, pull: Pull[Want]) -> None:
-        if self.pulls.missed(pull):
-            self._free(pull.owner)
+    def missed(self, fetch: Fetch[Want]) -> None:
+        if self.prefix_fetches.missed(fetch):
+            self._free(fetch.owner)
 
     def expire(self) -> None:
-        for pull in self.pulls.expired(math.inf):
-            self._free(pull.owner)
+        for fetch in self.prefix_fetches.expired(math.inf):
+            self._free(fetch.owner)
 
     def end(self, want: Want) -> None:
         """Nobody wants it any more."""
-        self.pulls.cancel(want)
+        self.prefix_fetches.cancel(want)
         self._free(want)
 
     def _free(self, want: Want) -> None:
@@ -136,14 +136,14 @@ class Puller:
         if want.is_running:
             self.replica.blocks.free(want.blocks)
 
-    def _call(self, pull: Pull[Want]) -> Call:
-        assert self._holder and pull.arrival
-        pull.owner.pull = pull
-        self.replica.opened(pull.opening, pull.owner)
-        call = Call(self, pull, self._holder)
+    def _call(self, fetch: Fetch[Want]) -> Call:
+        assert self._prefix_source and fetch.incoming
+        fetch.owner.fetch = fetch
+        self.replica.opened(fetch.opening, fetch.owner)
+        call = Call(self, fetch, self._prefix_source)
         self.calls.append(call)
         for rank in range(1, self.replica.tp):
-            self.world.post(partial(self._open_on, rank, pull.opening, call))
+            self.world.post(partial(self._open_on, rank, fetch.opening, call))
         if self.replica.tp == 1:
             call.ask()
         return call

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from core.types.handoff import Handoff
 from engine.kv.block_manager import BlockManager
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
-from kvtransfer.protocol.incoming_transfers import Arrival, Arrivals, ArrivalState
+from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTransfers, IncomingTransferState
 from kvtransfer.protocol.ledger import Landing, Ledger
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.register import Register
@@ -29,7 +29,7 @@ class Request:
     blocks: list[int]
     num_tokens: int
     unopened: set[int]  # ranks that have not said that the handoff is open there; then nobody knows of it
-    arrival: Arrival[Request] | None = None
+    incoming: IncomingTransfer[Request] | None = None
     epoch: int = 0
     is_running: bool = False  # its KV is whole
 
@@ -82,7 +82,7 @@ class Decode:
         self.world, self.tp = world, tp
         self.blocks = BlockManager(NUM_BLOCKS)
         self.ranks = [ReceivingRank(self, rank) for rank in range(tp)]
-        self.arrivals: Arrivals[Request] = Arrivals(
+        self.incoming_transfers: IncomingTransfers[Request] = IncomingTransfers(
             self.ranks[0], self.blocks, num_ranks=tp, close_elsewhere=self.close_elsewhere
         )
         self.requests: list[Request] = []
@@ -98,7 +98,7 @@ class Decode:
         id = f"h{next(self.world.ids)}"
         opening = Opening(handoff=id, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(request.blocks))
         self.opened(opening, request)
-        request.arrival = self.arrivals.open(opening, owner=request, expires_at=0.0)
+        request.incoming = self.incoming_transfers.open(opening, owner=request, expires_at=0.0)
         for rank in request.unopened:
             self.world.post(partial(self._open_on, rank, opening, request))
         self.requests.append(request)
@@ -109,10 +109,10 @@ class Decode:
 
     def ticket(self, request: Request) -> Handoff:
         """For the next prefill replica that is to fill it."""
-        assert request.arrival
+        assert request.incoming
         request.epoch += 1
         return Handoff(
-            id=request.arrival.id,
+            id=request.incoming.id,
             epoch=request.epoch,
             replica="d",
             ranks=tuple(str(rank) for rank in range(self.tp)),
@@ -126,18 +126,18 @@ class Decode:
     def end(self, request: Request) -> None:
         """The lease is over, whatever the reason."""
         self.requests.remove(request)
-        if request.arrival:
-            self.arrivals.give_up(request.arrival)
+        if request.incoming:
+            self.incoming_transfers.give_up(request.incoming)
         else:
             self.blocks.free(request.blocks)
 
     def landed(self, rank: int, landing: Landing) -> None:
-        if pull := self.puller.pulls.landed(rank, landing):
-            self.puller.landed(pull)
-        if arrival := self.arrivals.landed(rank, landing):
-            request = arrival.owner
-            request.arrival, request.is_running = None, True
-            self.check_whole(request, arrival.id)
+        if fetch := self.puller.prefix_fetches.landed(rank, landing):
+            self.puller.landed(fetch)
+        if incoming := self.incoming_transfers.landed(rank, landing):
+            request = incoming.owner
+            request.incoming, request.is_running = None, True
+            self.check_whole(request, incoming.id)
 
     def check_whole(self, request: Request | Want, handoff: str) -> None:
         """Every position of every head is there, and on each rank all of it from one sender."""
@@ -159,8 +159,10 @@ class Decode:
         """The blocks that may be written for a handoff at this moment."""
         request, blocks = self._openings[handoff]
         assert not request.is_running, "a write after the handoff was whole"
-        arrival = request.arrival
-        assert arrival and arrival.state in (ArrivalState.OPEN, ArrivalState.CLOSING), "a write after it was closed"
+        incoming = request.incoming
+        assert incoming and incoming.state in (IncomingTransferState.OPEN, IncomingTransferState.CLOSING), (
+            "a write after it was closed"
+        )
         tables = [*self.requests, *self.puller.wants]
         others = {block for other in tables if other is not request for block in other.blocks}
         assert others.isdisjoint(blocks), "a write into the blocks of another request"

@@ -13,11 +13,11 @@ from core.types.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
-from kvtransfer.protocol.outgoing_transfers import Departure, Departures
+from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
 from kvtransfer.protocol.plan import HeadCopy, plan_heads, sending_ranks
-from kvtransfer.protocol.rank_transfer import Ending, Outlet, Passage, Shipment
+from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer, Shipment
 from kvtransfer.protocol.segment import Segment
-from kvtransfer.transfer.serve_fetches import GrantListener, Grants
+from kvtransfer.transfer.serve_fetches import ServedFetches, ServedFetchListener
 from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
 from tests.kvtransfer.protocol.pull_world import content_of, hashes_of
 
@@ -32,7 +32,7 @@ class Job:
 
     handoff: Handoff
     blocks: list[int]
-    departure: Departure[Job] | None = None
+    outgoing: OutgoingTransfer[Job] | None = None
     num_computed: int = 0
     is_wanted: bool = True
 
@@ -42,25 +42,25 @@ class Link:
 
     def __init__(self, sender: SendingRank, receiver: ReceivingRank) -> None:
         self.sender, self.receiver = sender, receiver
-        self.jobs: deque[tuple[Outlet, Segment | Ending]] = deque()
-        self.reading: tuple[Outlet, Segment] | None = None  # the thread is inside a read
+        self.jobs: deque[tuple[LinkTransfer, Segment | Ending]] = deque()
+        self.reading: tuple[LinkTransfer, Segment] | None = None  # the thread is inside a read
         self.frames: deque[SegmentFrame | CommitFrame] = deque()
         self.answers: deque[tuple[HandoffKey, str]] = deque()
-        self.outlets: dict[HandoffKey, Outlet] = {}
+        self.link_transfers: dict[HandoffKey, LinkTransfer] = {}
         self.failure: TransferError | None = None
 
-    def put(self, outlet: Outlet, item: Segment | Ending) -> None:
-        self.jobs.append((outlet, item))
+    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
+        self.jobs.append((link_transfer, item))
 
-    def abort(self, outlet: Outlet, error: TransferError) -> None:
-        outlet.fail(error)
-        self._changed(outlet)
+    def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
+        link_transfer.fail(error)
+        self._changed(link_transfer)
 
     def fail(self, reason: str) -> None:
         """The sending side learns of it now; frames under way may still arrive."""
         self.failure = self.failure or LinkClosed(reason)
-        for outlet in list(self.outlets.values()):
-            self.abort(outlet, self.failure)
+        for link_transfer in list(self.link_transfers.values()):
+            self.abort(link_transfer, self.failure)
 
     def run_thread(self) -> None:
         """The thread takes its next job; it may stop in the middle of a read."""
@@ -70,24 +70,26 @@ class Link:
             self._start_job()
 
     def _start_job(self) -> None:
-        outlet, item = self.jobs.popleft()
+        link_transfer, item = self.jobs.popleft()
         if isinstance(item, Ending):
-            if not outlet.is_ended:
-                self._send(outlet.announce_commit(item))
-        elif outlet.start_reading():
-            self.reading = (outlet, item)
+            if not link_transfer.is_ended:
+                self._send(link_transfer.announce_commit(item))
+        elif link_transfer.start_reading():
+            self.reading = (link_transfer, item)
         else:
-            outlet.num_sent += 1
+            link_transfer.num_sent += 1
 
     def _finish_read(self) -> None:
         assert self.reading
-        (outlet, segment), self.reading = self.reading, None
-        self.sender.check_read(outlet.passage, segment)
-        outlet.stop_reading()
-        self._changed(outlet)
-        outlet.num_sent += 1
-        if not outlet.is_ended:
-            self._send(outlet.announce(segment, num_bytes=1, checksum=hash((outlet.key, segment)) % 2**64))
+        (link_transfer, segment), self.reading = self.reading, None
+        self.sender.check_read(link_transfer.transfer, segment)
+        link_transfer.stop_reading()
+        self._changed(link_transfer)
+        link_transfer.num_sent += 1
+        if not link_transfer.is_ended:
+            self._send(
+                link_transfer.announce(segment, num_bytes=1, checksum=hash((link_transfer.key, segment)) % 2**64)
+            )
 
     def deliver(self) -> None:
         """The receiving rank's thread takes the next frame."""
@@ -95,22 +97,22 @@ class Link:
         try:
             self.receiver.take(frame, self)
         except TransferError:
-            self.answers.append(((frame.handoff, frame.epoch), "refused"))
+            self.answers.append(((frame.handoff, frame.epoch), "rejected"))
 
     def answer(self) -> None:
         key, kind = self.answers.popleft()
-        if outlet := self.outlets.get(key):
+        if link_transfer := self.link_transfers.get(key):
             if kind == "landed":
-                outlet.landed()
-                self._changed(outlet)
+                link_transfer.landed()
+                self._changed(link_transfer)
             else:
-                self.abort(outlet, HandoffExpired("refused"))
+                self.abort(link_transfer, HandoffExpired("rejected"))
 
-    def _changed(self, outlet: Outlet) -> None:
-        if outlet.is_ended:
-            self.outlets.pop(outlet.key, None)
-        if outlet.is_over:
-            self.sender.check_over(outlet.passage)
+    def _changed(self, link_transfer: LinkTransfer) -> None:
+        if link_transfer.is_ended:
+            self.link_transfers.pop(link_transfer.key, None)
+        if link_transfer.is_over:
+            self.sender.check_over(link_transfer.transfer)
 
     def _send(self, frame: SegmentFrame | CommitFrame) -> None:
         if not self.failure:
@@ -121,7 +123,7 @@ class SendingRank:
     def __init__(self, replica: Prefill, rank: int) -> None:
         self.replica, self.rank = replica, rank
         self.pool: dict[int, tuple[str, int]] = {}  # slot → (handoff, position) that was computed there
-        self.passages: dict[HandoffKey, Passage] = {}
+        self.transfers: dict[HandoffKey, RankTransfer] = {}
         self.links: dict[int, Link] = {}
         self.orders: deque[Callable[[], None]] = deque()  # of rank 0, carried out one after the other
 
@@ -129,22 +131,22 @@ class SendingRank:
         copies = plan_heads(sender=layout(self.replica.tp), receiver=layout(len(job.handoff.ranks)))
         mine = [copy for copy in copies if copy.sender == self.rank]
         if mine:
-            passage = Passage(job.handoff, job.blocks, layout=layout(self.replica.tp))
-            self.passages[passage.key] = passage
-            passage.outlets = [Outlet(passage, copy, self._link_to(copy)) for copy in mine]
-            for outlet, copy in zip(passage.outlets, mine, strict=True):
+            transfer = RankTransfer(job.handoff, job.blocks, layout=layout(self.replica.tp))
+            self.transfers[transfer.key] = transfer
+            transfer.link_transfers = [LinkTransfer(transfer, copy, self._link_to(copy)) for copy in mine]
+            for link_transfer, copy in zip(transfer.link_transfers, mine, strict=True):
                 link = self._link_to(copy)
-                link.outlets[outlet.key] = outlet
+                link.link_transfers[link_transfer.key] = link_transfer
 
     def compute(self, job: Job, start: int, end: int) -> None:
         for position in range(start, end):
             slot = job.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             self.pool[slot] = (job.handoff.id, position)
-        if passage := self.passages.get((job.handoff.id, job.handoff.epoch)):
+        if transfer := self.transfers.get((job.handoff.id, job.handoff.epoch)):
             for layer in range(NUM_LAYERS):
-                passage.layer_ready(layer, start, end)
+                transfer.layer_ready(layer, start, end)
             if end == job.handoff.num_tokens:
-                passage.commit(end, [7] if self.rank == 0 else [])
+                transfer.commit(end, [7] if self.rank == 0 else [])
 
     def fill(self, prefix: int, blocks: list[int], first_block: int) -> None:
         """It comes to hold blocks of a prefix, whoever computed them."""
@@ -152,27 +154,27 @@ class SendingRank:
             slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             self.pool[slot] = (content_of(prefix), position)
 
-    def grant(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
+    def served_fetch(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
         """What worker.gang_runner does with such an order."""
         self.begin(Job(handoff, blocks))
-        if passage := self.passages.get((handoff.id, handoff.epoch)):
-            passage.all_layers_ready(0, num_tokens)
-            passage.commit(num_tokens)
+        if transfer := self.transfers.get((handoff.id, handoff.epoch)):
+            transfer.all_layers_ready(0, num_tokens)
+            transfer.commit(num_tokens)
 
     def follow(self) -> None:
         self.orders.popleft()()
 
     def abort(self, key: HandoffKey) -> None:
-        if passage := self.passages.get(key):
-            passage.abort()
+        if transfer := self.transfers.get(key):
+            transfer.abort()
 
-    def check_read(self, passage: Passage, segment: Segment) -> None:
+    def check_read(self, transfer: RankTransfer, segment: Segment) -> None:
         for position in range(segment.first_token, segment.first_token + segment.num_tokens):
-            block = passage.blocks[position // BLOCK_SIZE]
+            block = transfer.blocks[position // BLOCK_SIZE]
             self.replica.blocks.share([block])  # fails unless somebody holds it
             self.replica.blocks.free([block])
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-            content = self.replica.contents.get(passage.handoff.id, passage.handoff.id)
+            content = self.replica.contents.get(transfer.handoff.id, transfer.handoff.id)
             assert self.pool.get(slot) == (content, position), "read from a block that is another's by now"
 
     def _link_to(self, copy: HeadCopy) -> Link:
@@ -182,10 +184,10 @@ class SendingRank:
             self.replica.world.links.append(link)
         return link
 
-    def check_over(self, passage: Passage) -> None:
-        if not passage.is_over or not self.passages.pop(passage.key, None):
+    def check_over(self, transfer: RankTransfer) -> None:
+        if not transfer.is_over or not self.transfers.pop(transfer.key, None):
             return
-        shipment = passage.shipment(now=0.0)
+        shipment = transfer.shipment(now=0.0)
         self.replica.world.post(partial(self.replica.shipped, self.rank, shipment))
 
 
@@ -196,9 +198,9 @@ class Prefill:
         self.world, self.tp = world, tp
         self.name = f"prefill-{next(world.ids)}"
         self.blocks = BlockManager(NUM_BLOCKS)
-        self.departures: Departures[Job] = Departures(self.blocks)
+        self.outgoing_transfers: OutgoingTransfers[Job] = OutgoingTransfers(self.blocks)
         no_tiers: Tiers[object] = Tiers(self.blocks, None, layout(tp), eviction="lru", timeout_s=1.0)
-        self.grants = Grants(self.blocks, layout(tp), no_tiers)
+        self.served_fetches = ServedFetches(self.blocks, layout(tp), no_tiers)
         self.contents: dict[str, str] = {}  # of grants' handoffs: which prefix
         self.ranks = [SendingRank(self, rank) for rank in range(tp)]
         self.jobs: list[Job] = []
@@ -212,9 +214,9 @@ class Prefill:
     def step(self, job: Job, num_tokens: int) -> None:
         """One chunk of one prompt, and whatever has to be aborted."""
         start, end = job.num_computed, min(job.num_computed + num_tokens, job.handoff.num_tokens)
-        if job.departure is None:
+        if job.outgoing is None:
             ranks = sending_ranks(layout(self.tp), num_receivers=len(job.handoff.ranks))
-            job.departure = self.departures.begin(job.handoff, job.blocks, ranks=ranks, owner=job)
+            job.outgoing = self.outgoing_transfers.begin(job.handoff, job.blocks, ranks=ranks, owner=job)
             self._order(lambda rank: rank.begin(job))
         self._order(lambda rank: rank.compute(job, start, end))
         job.num_computed = end
@@ -228,37 +230,37 @@ class Prefill:
             blocks, num_cached = taken
             self._order(lambda rank: rank.fill(prefix, blocks, num_cached))
             for block, prefix_hash in zip(blocks, hashes, strict=True):
-                self.blocks.seal(block, prefix_hash)
+                self.blocks.fill_block(block, prefix_hash)
             self.blocks.free(blocks)
 
-    def grant(self, handoff: Handoff, prefix: int, listener: GrantListener) -> None:
+    def served_fetch(self, handoff: Handoff, prefix: int, listener: ServedFetchListener) -> None:
         self.contents[handoff.id] = content_of(prefix)
-        self.grants.give(handoff, hashes_of(prefix), listener)
-        for order in self.grants.take_orders():
-            self._order(lambda rank, o=order: rank.grant(handoff, o.blocks, o.num_tokens))
+        self.served_fetches.give(handoff, hashes_of(prefix), listener)
+        for order in self.served_fetches.take_orders():
+            self._order(lambda rank, o=order: rank.served_fetch(handoff, o.blocks, o.num_tokens))
 
-    def ungrant(self, listener: GrantListener) -> None:
-        self.grants.cancel(listener)
+    def ungrant(self, listener: ServedFetchListener) -> None:
+        self.served_fetches.cancel(listener)
         self.order_aborts()
 
     def cancel(self, job: Job) -> None:
         self._stop(job, HandoffExpired("not wanted"))
 
     def order_aborts(self) -> None:
-        for key in self.departures.take_aborts() + self.grants.take_aborts():
+        for key in self.outgoing_transfers.take_aborts() + self.served_fetches.take_aborts():
             self._order(lambda rank, key=key: rank.abort(key))
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
-        self.grants.shipped(rank, shipment)
-        if (departure := self.departures.ended(rank, shipment)) and departure.error:
-            self._stop(departure.owner, departure.error)
+        self.served_fetches.shipped(rank, shipment)
+        if (outgoing := self.outgoing_transfers.ended(rank, shipment)) and outgoing.error:
+            self._stop(outgoing.owner, outgoing.error)
         self.order_aborts()
 
     def _stop(self, job: Job, error: TransferError) -> None:
         job.is_wanted = False
         self._release(job)
-        if job.departure:
-            self.departures.abort(job.departure, error)
+        if job.outgoing:
+            self.outgoing_transfers.abort(job.outgoing, error)
         self.world.post(self.order_aborts)
 
     def _release(self, job: Job) -> None:

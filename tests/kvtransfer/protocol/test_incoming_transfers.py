@@ -9,7 +9,7 @@ import pytest
 
 from engine.kv.block_manager import BlockManager
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.incoming_transfers import Arrival, Arrivals, ArrivalState
+from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTransfers, IncomingTransferState
 from kvtransfer.protocol.ledger import Landing
 
 
@@ -27,12 +27,14 @@ class FakeRanks:
         then()
 
 
-def _arrivals(num_ranks: int = 2) -> tuple[Arrivals[str], Arrival[str], BlockManager]:
+def _incoming_transfers(num_ranks: int = 2) -> tuple[IncomingTransfers[str], IncomingTransfer[str], BlockManager]:
     blocks, ranks = BlockManager(8), FakeRanks()
     taken, _ = blocks.allocate([], 3) or ([], 0)
-    arrivals: Arrivals[str] = Arrivals(ranks, blocks, num_ranks=num_ranks, close_elsewhere=ranks.close_elsewhere)
+    incoming_transfers: IncomingTransfers[str] = IncomingTransfers(
+        ranks, blocks, num_ranks=num_ranks, close_elsewhere=ranks.close_elsewhere
+    )
     opening = Opening(handoff="h", num_tokens=20, max_tokens=24, block_ids=tuple(taken))
-    return arrivals, arrivals.open(opening, owner="request", expires_at=1000.0), blocks
+    return incoming_transfers, incoming_transfers.open(opening, owner="request", expires_at=1000.0), blocks
 
 
 def _landing(num_tokens: int, *, epoch: int = 1) -> Landing:
@@ -41,19 +43,19 @@ def _landing(num_tokens: int, *, epoch: int = 1) -> Landing:
 
 @pytest.mark.parametrize("counts", [(20, 21), (19, 19), (25, 25), (0, 0)])
 def test_ranks_that_have_not_what_was_asked_for_end_the_handoff_at_once(counts: tuple[int, int]) -> None:
-    arrivals, arrival, blocks = _arrivals()
-    assert [arrivals.landed(rank, _landing(count)) for rank, count in enumerate(counts)] == [None, None]
-    assert arrivals.expired(0.0) == [arrival] and str(counts[0]) in arrival.problem
-    arrivals.give_up(arrival)
-    assert arrival.state is ArrivalState.CLOSED and not len(arrivals)
+    incoming_transfers, incoming, blocks = _incoming_transfers()
+    assert [incoming_transfers.landed(rank, _landing(count)) for rank, count in enumerate(counts)] == [None, None]
+    assert incoming_transfers.expired(0.0) == [incoming] and str(counts[0]) in incoming.problem
+    incoming_transfers.give_up(incoming)
+    assert incoming.state is IncomingTransferState.CLOSED and not len(incoming_transfers)
     assert blocks.num_available == 8
     blocks.check_integrity()
 
 
-@pytest.mark.parametrize("stranger", [2, -1, 1 << 31])
-def test_a_rank_that_there_is_not_counts_for_nothing(stranger: int) -> None:
-    arrivals, arrival, _ = _arrivals()
-    assert arrivals.landed(1, _landing(22)) is None
-    assert arrivals.landed(stranger, _landing(22)) is None
-    assert arrival.state is ArrivalState.OPEN and arrivals.expired(0.0) == []
-    assert arrivals.landed(0, _landing(22)) is arrival and arrival.num_tokens == 22
+@pytest.mark.parametrize("pending_peer", [2, -1, 1 << 31])
+def test_a_rank_that_there_is_not_counts_for_nothing(pending_peer: int) -> None:
+    incoming_transfers, incoming, _ = _incoming_transfers()
+    assert incoming_transfers.landed(1, _landing(22)) is None
+    assert incoming_transfers.landed(pending_peer, _landing(22)) is None
+    assert incoming.state is IncomingTransferState.OPEN and incoming_transfers.expired(0.0) == []
+    assert incoming_transfers.landed(0, _landing(22)) is incoming and incoming.num_tokens == 22

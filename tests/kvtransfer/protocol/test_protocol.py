@@ -61,11 +61,11 @@ class Protocol(RuleBasedStateMachine):
         num_blocks=st.integers(1, MAX_BLOCKS),
         prefill=st.integers(0, 1),
     )
-    def pull(self, prefix: int, num_held: int, num_blocks: int, prefill: int) -> None:
+    def fetch(self, prefix: int, num_held: int, num_blocks: int, prefill: int) -> None:
         """What it is said to hold, and what it holds, may be two things."""
-        holder = self.world.prefills[prefill]
-        holder.hold(prefix, num_held)
-        self.world.decode.puller.want(prefix, num_blocks, holder)
+        prefix_source = self.world.prefills[prefill]
+        prefix_source.hold(prefix, num_held)
+        self.world.decode.puller.want(prefix, num_blocks, prefix_source)
 
     @precondition(lambda self: self.world.decode.puller.wants)
     @rule(random=_RANDOM, is_late=st.booleans())
@@ -158,7 +158,7 @@ class Protocol(RuleBasedStateMachine):
         self.world.check_empty()
 
     def _open_requests(self) -> list[Request]:
-        return [request for request in self.world.decode.requests if request.arrival and not request.unopened]
+        return [request for request in self.world.decode.requests if request.incoming and not request.unopened]
 
     def _jobs(self) -> list[tuple[Prefill, Job]]:
         return [(prefill, job) for prefill in self.world.prefills for job in prefill.jobs]

@@ -10,7 +10,7 @@ from core.types.handoff import Handoff
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Ledger
 from kvtransfer.protocol.plan import HeadCopy
-from kvtransfer.protocol.rank_transfer import Ending, Outlet, Passage
+from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer
 from kvtransfer.protocol.segment import Segment
 from tests.kvtransfer.protocol.pools import NUM_LAYERS, layout
 
@@ -27,15 +27,17 @@ class FakeCarrier:
         self._ledger = Ledger(opening, num_layers=NUM_LAYERS)
         self.has_landed = False
 
-    def put(self, outlet: Outlet, item: Segment | Ending) -> None:
+    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
         if isinstance(item, Ending):
-            self.has_landed = self._ledger.commit(outlet.announce_commit(item), source=0, num_sources=1) is not None
+            self.has_landed = (
+                self._ledger.commit(link_transfer.announce_commit(item), source=0, num_sources=1) is not None
+            )
         else:
             self.sizes.append(item.num_layers * item.num_tokens)
-            assert self._ledger.accept(outlet.announce(item, num_bytes=1, checksum=len(self.sizes)), source=0)
+            assert self._ledger.accept(link_transfer.announce(item, num_bytes=1, checksum=len(self.sizes)), source=0)
 
-    def abort(self, outlet: Outlet, error: TransferError) -> None:
-        outlet.fail(error)
+    def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
+        link_transfer.fail(error)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +63,9 @@ def test_what_lies_in_the_pool_goes_in_payloads_that_do_not_grow_with_the_prompt
         first_token=first,
         ttl_s=1.0,
     )
-    passage, carrier = Passage(handoff, range(15), layout=layout(1), group_rows=_GROUP_ROWS), FakeCarrier(handoff)
-    passage.outlets = [Outlet(passage, _COPY, carrier)]
-    passage.all_layers_ready(0, end)
-    passage.commit(end)
+    transfer, carrier = RankTransfer(handoff, range(15), layout=layout(1), group_rows=_GROUP_ROWS), FakeCarrier(handoff)
+    transfer.link_transfers = [LinkTransfer(transfer, _COPY, carrier)]
+    transfer.all_layers_ready(0, end)
+    transfer.commit(end)
     assert carrier.sizes == sizes and max(sizes) < 2 * _GROUP_ROWS
     assert carrier.has_landed

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from core.rpc import transfer_pb2_grpc as rpc
-from core.types.failpoint import Probe, unobserved
+from core.types.failpoint import Failpoint, unobserved
 from core.wire.channel import listen, make_server
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
@@ -32,7 +32,7 @@ SILENCE_S = 3.0  # timeouts.transfer_s
 _IDENTITY = in_clear(rank("decode-0"))
 
 
-def config(probe: Probe = unobserved, *, silence_s: float = SILENCE_S) -> LinkConfig:
+def config(failpoint: Failpoint = unobserved, *, silence_s: float = SILENCE_S) -> LinkConfig:
     """Of either side."""
     pool = KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
     return LinkConfig(
@@ -44,7 +44,7 @@ def config(probe: Probe = unobserved, *, silence_s: float = SILENCE_S) -> LinkCo
         host="127.0.0.1",
         timeout_s=silence_s,
         guard=LinkGuard(bytes(32)),
-        probe=probe,
+        failpoint=failpoint,
     )
 
 
@@ -81,7 +81,7 @@ def _serve(port: int, ready: Connection) -> None:
 
 async def _serve_forever(port: int, ready: Connection) -> None:
     servicer = RankServicer()
-    servicer.receiver = Receiver(config(), meeting=servicer.meeting, on_landed=lambda landing: None)
+    servicer.receiver = Receiver(config(), rendezvous=servicer.rendezvous, on_landed=lambda landing: None)
     num_tokens = NUM_BLOCKS * LAYOUT.block_size
     for i in range(8):
         servicer.receiver.open(

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from core.types.errors import HandoffExpired, LinkClosed
-from core.types.failpoint import Milestone
+from core.types.failpoint import FailpointStage
 from core.types.handoff import Handoff
-from kvtransfer.protocol.rank_transfer import Passage, Shipment
+from kvtransfer.protocol.rank_transfer import RankTransfer, Shipment
 from kvtransfer.transfer import outgoing_link
 from kvtransfer.transfer.sender import Sender
 from tests.kvtransfer.transfer.receiving_process import (
@@ -40,17 +40,17 @@ class Shipping:
         loop = asyncio.get_running_loop()
         self.sending: asyncio.Queue[str] = asyncio.Queue()  # the handoff of each payload that is put on the wire
 
-        def probe(milestone: Milestone, handoff: str) -> None:
-            if milestone is Milestone.SENDING:
+        def failpoint(milestone: FailpointStage, handoff: str) -> None:
+            if milestone is FailpointStage.SENDING:
                 loop.call_soon_threadsafe(self.sending.put_nowait, handoff)
 
         self.sender = Sender(
-            config(probe, silence_s=silence_s),
+            config(failpoint, silence_s=silence_s),
             loop=loop,
             on_shipped=lambda shipment: loop.call_soon_threadsafe(self.shipments.put_nowait, shipment),
         )
 
-    def begin(self, peer: ReceivingProcess, number: int) -> Passage:
+    def begin(self, peer: ReceivingProcess, number: int) -> RankTransfer:
         handoff = Handoff(
             id=f"h{number}",
             epoch=1,
@@ -62,15 +62,15 @@ class Shipping:
             first_token=0,
             ttl_s=10.0,
         )
-        passage = self.sender.begin(handoff, range(NUM_BLOCKS))
-        assert passage
-        return passage
+        transfer = self.sender.begin(handoff, range(NUM_BLOCKS))
+        assert transfer
+        return transfer
 
     def ship(self, peer: ReceivingProcess, number: int) -> None:
-        passage = self.begin(peer, number)
+        transfer = self.begin(peer, number)
         for layer in range(LAYOUT.num_layers):
-            passage.layer_ready(layer, 0, _NUM_TOKENS)
-        passage.commit(_NUM_TOKENS, [1])
+            transfer.layer_ready(layer, 0, _NUM_TOKENS)
+        transfer.commit(_NUM_TOKENS, [1])
 
     async def is_sending(self, number: int) -> None:
         while await asyncio.wait_for(self.sending.get(), _END_S) != f"h{number}":
@@ -106,11 +106,11 @@ async def test_a_killed_receiver_is_known_without_a_deadline_in_the_middle_of_a_
 
 
 async def test_a_frozen_receiver_is_known_by_the_deadline_whether_it_was_connected_or_not() -> None:
-    with receiving_process() as connected, receiving_process() as stranger:
+    with receiving_process() as connected, receiving_process() as pending_peer:
         async with _shipping(silence_s=SILENCE_S) as shipping:
             shipping.ship(connected, 0)
             assert (await shipping.ended()).error is None
-            for number, peer in enumerate((connected, stranger), start=1):
+            for number, peer in enumerate((connected, pending_peer), start=1):
                 peer.signal(signal.SIGSTOP)
                 shipping.ship(peer, number)
             errors = [(await shipping.ended()).error for _ in range(2)]
@@ -123,9 +123,9 @@ async def test_a_passage_is_aborted_at_once_while_the_link_is_stuck() -> None:
             shipping.ship(peer, 0)
             assert (await shipping.ended()).error is None
             peer.signal(signal.SIGSTOP)
-            passage = shipping.begin(peer, 1)
-            passage.layer_ready(0, 0, _NUM_TOKENS)
-            passage.abort()
+            transfer = shipping.begin(peer, 1)
+            transfer.layer_ready(0, 0, _NUM_TOKENS)
+            transfer.abort()
             assert isinstance((await shipping.ended()).error, HandoffExpired), "not the link, and not its deadline"
             peer.signal(signal.SIGCONT)
             shipping.ship(peer, 2)

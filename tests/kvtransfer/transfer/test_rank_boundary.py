@@ -30,11 +30,11 @@ from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.codec import slots_of
-from kvtransfer.transfer.fetch_servicer import Granting, PullServicer
+from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
-from kvtransfer.transfer.rendezvous import Meeting
+from kvtransfer.transfer.rendezvous import Rendezvous
 from kvtransfer.transfer.sender import Sender
 from tests.support.identities import in_clear
 from tests.support.identities import rank as named
@@ -78,7 +78,7 @@ class ServedRank:
         self.address, self.servicer, self.receiver, self.stub = address, servicer, receiver, stub
         self.landings: asyncio.Queue[Landing] = asyncio.Queue()
 
-    async def refuses(self, method: str, request: Any, field: str) -> bool:
+    async def rejects(self, method: str, request: Any, field: str) -> bool:
         with pytest.raises(aio.AioRpcError) as raised:
             await getattr(self.stub, method)(request, timeout=10)
         is_named = field in (raised.value.details() or "")
@@ -110,7 +110,7 @@ async def _rank() -> AsyncIterator[ServedRank]:
     def landed(landing: Landing) -> None:
         loop.call_soon_threadsafe(rank.landings.put_nowait, landing)
 
-    receiver = servicer.receiver = Receiver(_config(), meeting=servicer.meeting, on_landed=landed)
+    receiver = servicer.receiver = Receiver(_config(), rendezvous=servicer.rendezvous, on_landed=landed)
     server = aio.server()
     rpc.add_RankServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -148,7 +148,7 @@ def _segment(**changes: Any) -> pb.SenderFrame:
 async def test_an_opening_of_blocks_that_there_are_not_is_refused(field: str, change: dict[str, Any]) -> None:
     request = pb.OpenRequest(**{"handoff": "h", "num_tokens": 20, "max_tokens": 20, "block_ids": [3, 1, 8]} | change)
     async with _rank() as rank:
-        assert await rank.refuses("Open", request, field)
+        assert await rank.rejects("Open", request, field)
         with pytest.raises(HandoffExpired):
             rank.receiver.find("h")
         await rank.stub.Open(_OPEN, timeout=10)
@@ -163,7 +163,7 @@ def test_no_slot_is_made_of_a_block_that_is_not_in_the_pool() -> None:
         with pytest.raises(TransferError, match="do not lie in the pool"):
             slots_of(pool, blocks, 0, 16)
     opening = Opening(handoff="h", num_tokens=16, max_tokens=16, block_ids=(3, 999_999_999))
-    receiver = Receiver(_config(), meeting=RankServicer().meeting, on_landed=lambda landing: None)
+    receiver = Receiver(_config(), rendezvous=RankServicer().rendezvous, on_landed=lambda landing: None)
     with pytest.raises(TransferError):
         receiver.open(opening)
 
@@ -225,14 +225,14 @@ async def test_a_greeting_that_fits_nothing_here_is_refused_and_learns_nothing(c
         setattr(hello, name, value)
     async with _rank() as rank:
         answers = [answer async for answer in rank.stub.Connect(iter([pb.SenderFrame(hello=hello)]), timeout=10)]
-        assert [answer.WhichOneof("frame") for answer in answers] == ["refused"]
-        assert _LAYOUT.fingerprint not in answers[0].refused.reason and len(answers[0].refused.reason) < 2000
+        assert [answer.WhichOneof("frame") for answer in answers] == ["rejected"]
+        assert _LAYOUT.fingerprint not in answers[0].rejected.reason and len(answers[0].rejected.reason) < 2000
 
 
 async def test_what_no_hello_begins_ends() -> None:
     async with _rank() as rank:
         assert [answer async for answer in rank.stub.Connect(iter([]), timeout=10)] == []
-        assert [a.WhichOneof("frame") async for a in rank.stub.Connect(iter([_segment()]), timeout=10)] == ["refused"]
+        assert [a.WhichOneof("frame") async for a in rank.stub.Connect(iter([_segment()]), timeout=10)] == ["rejected"]
 
 
 async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() -> None:
@@ -240,13 +240,13 @@ async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() 
         sender, shipments = _sender()
         for number in range(5):
             await rank.stub.Open(pb.OpenRequest(**_fields(_OPEN) | {"handoff": f"h{number}"}), timeout=10)
-            passage = sender.begin(_handoff(rank.address, id=f"h{number}"), [0, 1, 2])
-            assert passage
-            passage.layer_ready(0, 0, _NUM_TOKENS)
+            transfer = sender.begin(_handoff(rank.address, id=f"h{number}"), [0, 1, 2])
+            assert transfer
+            transfer.layer_ready(0, 0, _NUM_TOKENS)
             assert await rank.hears(pb.SenderFrame(hello=_HELLO), _segment(num_layers=9)) == ["welcome"]
-            assert await rank.refuses("Open", pb.OpenRequest(handoff="x", block_ids=[1 << 30]), "block_ids")
-            passage.layer_ready(1, 0, _NUM_TOKENS)
-            passage.commit(_NUM_TOKENS, [7])
+            assert await rank.rejects("Open", pb.OpenRequest(handoff="x", block_ids=[1 << 30]), "block_ids")
+            transfer.layer_ready(1, 0, _NUM_TOKENS)
+            transfer.commit(_NUM_TOKENS, [7])
             assert (await asyncio.wait_for(rank.landings.get(), 10)).handoff == f"h{number}"
             assert (await asyncio.wait_for(shipments.get(), 10)).error is None
         await sender.close()
@@ -268,7 +268,7 @@ class FakeDevice:
         self.threads.add(threading.get_ident())
         return self
 
-    lane = mark
+    device_stream = mark
 
     def __getattr__(self, name: str) -> Any:
         self.threads.add(threading.get_ident())
@@ -283,11 +283,11 @@ async def test_the_event_loop_leaves_the_device_alone(monkeypatch: pytest.Monkey
         monkeypatch.setattr(streams, "streams_of", device.streams_of)
 
         def ship() -> None:  # as a replica's thread of steps does
-            passage = sender.begin(_handoff(rank.address), [0, 1, 2])
-            assert passage
+            transfer = sender.begin(_handoff(rank.address), [0, 1, 2])
+            assert transfer
             for layer in range(2):
-                passage.layer_ready(layer, 0, _NUM_TOKENS)
-            passage.commit(_NUM_TOKENS, [7])
+                transfer.layer_ready(layer, 0, _NUM_TOKENS)
+            transfer.commit(_NUM_TOKENS, [7])
 
         await rank.stub.Open(_OPEN, timeout=10)
         assert device.threads, "slots were not brought to it"
@@ -304,11 +304,11 @@ async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
         sender, shipments = _sender()
 
         async def ship(id: str) -> TransferError | None:
-            passage = sender.begin(_handoff(rank.address, id=id), [0, 1, 2])
-            assert passage
+            transfer = sender.begin(_handoff(rank.address, id=id), [0, 1, 2])
+            assert transfer
             for layer in range(2):
-                passage.layer_ready(layer, 0, _NUM_TOKENS)
-            passage.commit(_NUM_TOKENS, [7])
+                transfer.layer_ready(layer, 0, _NUM_TOKENS)
+            transfer.commit(_NUM_TOKENS, [7])
             return (await asyncio.wait_for(shipments.get(), 10)).error
 
         own = str(named("decode-0")).partition("/")[0]
@@ -367,11 +367,11 @@ async def test_words_that_are_asked_for_and_never_told_are_not_kept() -> None:
                 await rank.stub.Ask(pb.AskRequest(key=f"nobody/{number}"), timeout=0.01)
         await rank.stub.Tell(pb.TellRequest(key="gang/come/1", value=b"here"), timeout=10)
         assert (await rank.stub.Ask(pb.AskRequest(key="gang/come/1"), timeout=10)).value == b"here"
-        await becomes(lambda: len(rank.servicer.meeting) == 1)  # a call that was given up ends a moment later here
-        assert await rank.refuses("Tell", pb.TellRequest(key="k" * 5000), "key")
-        assert await rank.refuses("Tell", pb.TellRequest(key="k", value=bytes(1 << 20)), "value")
-        assert await rank.refuses("Ask", pb.AskRequest(), "key")
-        assert await rank.refuses("Close", pb.CloseRequest(), "handoff")
+        await becomes(lambda: len(rank.servicer.rendezvous) == 1)  # a call that was given up ends a moment later here
+        assert await rank.rejects("Tell", pb.TellRequest(key="k" * 5000), "key")
+        assert await rank.rejects("Tell", pb.TellRequest(key="k", value=bytes(1 << 20)), "value")
+        assert await rank.rejects("Ask", pb.AskRequest(), "key")
+        assert await rank.rejects("Close", pb.CloseRequest(), "handoff")
 
 
 _GOOD = pb.ShippedPart(handoff="h", epoch=1, wire_bytes=5, seconds=0.1, link_s=0.05)
@@ -408,7 +408,7 @@ async def test_a_report_that_no_rank_of_ours_would_make_is_refused(field: str, r
     inbox.open(worker, posted.append)  # type: ignore[arg-type]
     async with _rank() as rank:
         rank.servicer.on_report = inbox.reported
-        assert await rank.refuses("Report", report, field)
+        assert await rank.rejects("Report", report, field)
         assert posted == []
         await rank.stub.Report(pb.ReportRequest(rank=1, shipped=_GOOD), timeout=10)
         assert len(posted) == 1
@@ -435,38 +435,38 @@ async def test_a_report_that_no_rank_of_ours_would_make_is_refused(field: str, r
 )
 async def test_a_prefix_is_not_shipped_along_a_ticket_that_cannot_be(field: str, changes: dict[str, Any]) -> None:
     posted: list[Callable[[], None]] = []
-    servicer, server = PullServicer(), aio.server()
-    servicer.granting = Granting(SimpleNamespace(), _LAYOUT, posted.append)  # type: ignore[arg-type]
-    worker_pb2_grpc.add_PrefixHolderServicer_to_server(servicer, server)
+    servicer, server = FetchServicer(), aio.server()
+    servicer.fetch_serving = FetchServing(SimpleNamespace(), _LAYOUT, posted.append)  # type: ignore[arg-type]
+    worker_pb2_grpc.add_PrefixFetchServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     handoff = replace(_handoff("127.0.0.1:1"), max_tokens=24, **changes)
     hashes = bytes(3 * 16 - (field == "hashes"))
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        request = worker_pb2.PullRequest(handoff=handoff_to_proto(handoff), hashes=hashes)
+        request = worker_pb2.FetchRequest(handoff=handoff_to_proto(handoff), hashes=hashes)
         with pytest.raises(aio.AioRpcError) as raised:
-            await anext(aiter(worker_pb2_grpc.PrefixHolderStub(channel).Pull(request, timeout=10)))
+            await anext(aiter(worker_pb2_grpc.PrefixFetchStub(channel).Fetch(request, timeout=10)))
     await server.stop(None)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT and field in (raised.value.details() or "")
     assert posted == []
 
 
 def test_a_meeting_holds_so_much_and_no_more() -> None:
-    meeting = Meeting(max_words=3)
+    rendezvous = Rendezvous(max_words=3)
     for number in range(10):
-        meeting.tell(f"key/{number}", b"word")
-    assert len(meeting) == 3 and meeting.ask("key/9", timeout_s=1) == b"word"
+        rendezvous.tell(f"key/{number}", b"word")
+    assert len(rendezvous) == 3 and rendezvous.ask("key/9", timeout_s=1) == b"word"
     with pytest.raises(TimeoutError):
-        meeting.ask("key/0", timeout_s=0)
-    meeting.tell("key/9", b"another")
-    assert meeting.ask("key/9", timeout_s=1) == b"another"
-    meeting.forget("key/")
-    assert len(meeting) == 0
+        rendezvous.ask("key/0", timeout_s=0)
+    rendezvous.tell("key/9", b"another")
+    assert rendezvous.ask("key/9", timeout_s=1) == b"another"
+    rendezvous.forget("key/")
+    assert len(rendezvous) == 0
 
 
 def test_check_refuses_with_the_fields_name() -> None:
-    with pytest.raises(RequestError) as refused:
-        Receiver(_config(), meeting=RankServicer().meeting, on_landed=lambda landing: None).checked(
+    with pytest.raises(RequestError) as rejected:
+        Receiver(_config(), rendezvous=RankServicer().rendezvous, on_landed=lambda landing: None).checked(
             Opening(handoff="h", num_tokens=8, max_tokens=8, block_ids=(99,))
         )
-    assert refused.value.param == "block_ids"
+    assert rejected.value.param == "block_ids"

@@ -7,7 +7,7 @@ from core.types.handoff import Handoff
 from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.rank_transfer import Shipment
-from kvtransfer.transfer.serve_fetches import Grants
+from kvtransfer.transfer.serve_fetches import ServedFetches
 from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, layout
 from tests.kvtransfer.protocol.pull_world import hashes_of
 
@@ -27,10 +27,10 @@ def test_a_prefix_is_not_shipped_twice_under_one_handoff() -> None:
     """A late report of the first passage would end the second one, and free blocks that are still read."""
     blocks = BlockManager(NUM_BLOCKS)
     no_tiers: Tiers[object] = Tiers(blocks, None, layout(1), eviction="lru", timeout_s=1.0)
-    grants = Grants(blocks, layout(1), no_tiers)
+    served_fetches = ServedFetches(blocks, layout(1), no_tiers)
     held, _ = blocks.allocate([], 2) or ([], 0)
     for block, prefix_hash in zip(held, hashes_of(0), strict=False):
-        blocks.seal(block, prefix_hash)
+        blocks.fill_block(block, prefix_hash)
     blocks.free(held)
     handoff = Handoff(
         id="h",
@@ -46,11 +46,11 @@ def test_a_prefix_is_not_shipped_twice_under_one_handoff() -> None:
     failed = Shipment(handoff="h", epoch=1, wire_bytes=0, seconds=0.0, link_s=0.0, error=LinkClosed("gone"))
 
     first, again = Listener(), Listener()
-    grants.give(handoff, hashes_of(0), first)
-    grants.shipped(0, failed)
-    grants.give(handoff, hashes_of(0), again)
-    grants.shipped(0, failed)
+    served_fetches.give(handoff, hashes_of(0), first)
+    served_fetches.shipped(0, failed)
+    served_fetches.give(handoff, hashes_of(0), again)
+    served_fetches.shipped(0, failed)
     assert [str(error) for error in first.errors] == ["gone"]
     assert [str(error) for error in again.errors] == ["handoff h is under way already, or was"]
-    assert len(grants.take_orders()) == 1 and not len(grants)
+    assert len(served_fetches.take_orders()) == 1 and not len(served_fetches)
     assert blocks.num_available == NUM_BLOCKS

@@ -104,7 +104,7 @@ async def replica(name: str, stream: str, ranks: int) -> AsyncIterator[Side]:
         servicer = RankServicer()
         servicer.receiver = Receiver(
             config,
-            meeting=servicer.meeting,
+            rendezvous=servicer.rendezvous,
             on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x),
         )
         side.receivers.append(servicer.receiver)
@@ -158,8 +158,8 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
                 for receiver in there.receivers:
                     receiver.open(opening)
             with device.watched(HERE):
-                passages = [passage for sender in here.senders if (passage := sender.begin(handoff, sources))]
-                assert len(passages) == plan.sources
+                transfers = [transfer for sender in here.senders if (transfer := sender.begin(handoff, sources))]
+                assert len(transfers) == plan.sources
             ends = [*range(plan.chunk, num_tokens, plan.chunk), num_tokens]
             for start, end in zip([0, *ends], ends, strict=False):
                 if end == num_tokens and is_given_up:
@@ -168,23 +168,23 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
                 for layer in range(LAYOUT.num_layers):
                     here.compute(device, layer, list(range(start, end)))
                     with device.watched(HERE):
-                        for passage in passages:
-                            passage.layer_ready(layer, start, end)
+                        for transfer in transfers:
+                            transfer.layer_ready(layer, start, end)
             async with asyncio.timeout(END_S):
                 while end_as == "written" and num_sent > written.qsize():
                     await asyncio.sleep(0)
             if is_given_up:
                 with device.watched(HERE):
-                    for passage in passages:
-                        passage.abort()
+                    for transfer in transfers:
+                        transfer.abort()
             else:
                 with device.watched(HERE):
-                    for passage in passages:
-                        passage.commit(num_tokens, [1])
+                    for transfer in transfers:
+                        transfer.commit(num_tokens, [1])
                 for _ in there.receivers:
                     await asyncio.wait_for(there.landings.get(), END_S)
                 there.attend(device, targets)
-            for _ in passages:
+            for _ in transfers:
                 shipment = await asyncio.wait_for(here.shipments.get(), END_S)
                 assert is_given_up or shipment.error is None, shipment.error
             for receiver in there.receivers:
@@ -233,27 +233,27 @@ def test_nothing_that_a_link_touches_is_out_of_order(plan: Plan) -> None:
 
 
 def pack_without_waiting_for_the_layer(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    class Mark(device_stream.Mark):
+    class StreamEvent(device_stream.StreamEvent):
         def hold_up(self) -> None:
             pass
 
-    patch.setattr(outgoing_link, "Mark", Mark)
+    patch.setattr(outgoing_link, "StreamEvent", StreamEvent)
 
 
 def mark_the_layer_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    def mark(of: torch.device) -> device_stream.Mark:
+    def mark(of: torch.device) -> device_stream.StreamEvent:
         with device.watched("another"):
-            return device_stream.Mark(of)
+            return device_stream.StreamEvent(of)
 
-    patch.setattr(outgoing_link, "Mark", mark)
+    patch.setattr(outgoing_link, "StreamEvent", mark)
 
 
 def unpack_without_waiting_for_who_had_the_blocks(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    class Mark(device_stream.Mark):
+    class StreamEvent(device_stream.StreamEvent):
         def hold_up(self) -> None:
             pass
 
-    patch.setattr(incoming, "Mark", Mark)
+    patch.setattr(incoming, "StreamEvent", StreamEvent)
 
 
 def mark_before_the_blocks_are_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
@@ -265,20 +265,20 @@ def mark_before_the_blocks_are_written(patch: pytest.MonkeyPatch, device: FakeSt
         before[0] = device.mark()
         unpack(self, *arguments)
 
-    class Mark(device_stream.Mark):
+    class StreamEvent(device_stream.StreamEvent):
         def wait(self) -> None:
             before[0].wait()
 
     patch.setattr(codec.Codec, "unpack", unpacked)
-    patch.setattr(incoming, "Mark", Mark)
+    patch.setattr(incoming, "StreamEvent", StreamEvent)
 
 
 def close_without_waiting_for_the_write(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    class Mark(device_stream.Mark):
+    class StreamEvent(device_stream.StreamEvent):
         def wait(self) -> None:
             pass
 
-    patch.setattr(incoming, "Mark", Mark)
+    patch.setattr(incoming, "StreamEvent", StreamEvent)
 
 
 def use_a_staging_buffer_that_is_on_the_wire(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:

@@ -98,7 +98,7 @@ async def _replica(
         servicer = RankServicer()
         servicer.receiver = Receiver(
             config,
-            meeting=servicer.meeting,
+            rendezvous=servicer.rendezvous,
             on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x),
         )
         side.receivers.append(servicer.receiver)
@@ -164,16 +164,16 @@ def _handoff(side: Side, *, first_token: int = 0, epoch: int = 1, id: str = "h")
 def _ship(side: Side, handoff: Handoff, *, chunks: tuple[int, ...] = (_NUM_TOKENS,), commit: bool = True) -> None:
     """What the step loop does: chunk by chunk, layer by layer."""
     for sender in side.senders:
-        passage = sender.begin(handoff, _BLOCKS)
-        if passage is None:
+        transfer = sender.begin(handoff, _BLOCKS)
+        if transfer is None:
             continue
         start = 0
         for end in chunks:
             for layer in range(_LAYOUT.num_layers):
-                passage.layer_ready(layer, start, end)
+                transfer.layer_ready(layer, start, end)
             start = end
         if commit:
-            passage.commit(handoff.num_tokens, [42, 43])
+            transfer.commit(handoff.num_tokens, [42, 43])
 
 
 @pytest.mark.parametrize("receiver_tp", [1, 2, 8])
@@ -324,10 +324,10 @@ async def test_an_aborted_passage_ends_and_the_link_lives_on() -> None:
     async with _replica(1) as p, _replica(1) as d:
         kv = _fill(p)
         d.open(_handoff(d), [3, 1, 8, 11, 6])
-        passage = p.senders[0].begin(_handoff(d), _BLOCKS)
-        assert passage
-        passage.layer_ready(0, 0, 20)
-        passage.abort()
+        transfer = p.senders[0].begin(_handoff(d), _BLOCKS)
+        assert transfer
+        transfer.layer_ready(0, 0, 20)
+        transfer.abort()
         assert isinstance((await p.shipped()).error, TransferError)
         _ship(p, _handoff(d, epoch=2))
         assert (await d.landed()).epoch == 2

@@ -58,14 +58,14 @@ async def _carry_over(device: str, link: str, pool_dtype: str, wire: str) -> Non
             group_bytes=40_000,
         )
         for i in range(len(_THEIRS)):
-            passage = sender.begin(_handoff(address, f"h{i}", layout), _OURS)
-            assert passage
+            transfer = sender.begin(_handoff(address, f"h{i}", layout), _OURS)
+            assert transfer
             begin = 0
             for end in (50, 130, _NUM_TOKENS):
                 for layer in range(layout.num_layers):
-                    passage.layer_ready(layer, begin, end)
+                    transfer.layer_ready(layer, begin, end)
                 begin = end
-            passage.commit(_NUM_TOKENS)
+            transfer.commit(_NUM_TOKENS)
         for _ in _THEIRS:
             async with asyncio.timeout(90):
                 assert (await shipments.get()).error is None
@@ -149,7 +149,7 @@ def _receive(orders: Connection, layout: dict[str, Any], how: dict[str, str]) ->
 async def _serve(orders: Connection, layout: KVLayout, how: dict[str, str]) -> None:
     config = _config("decode-0", layout, device=how["device"], link=how["link"], wire=how["wire"])
     servicer = RankServicer()
-    receiver = servicer.receiver = Receiver(config, meeting=servicer.meeting, on_landed=lambda landing: None)
+    receiver = servicer.receiver = Receiver(config, rendezvous=servicer.rendezvous, on_landed=lambda landing: None)
     for i, blocks in enumerate(_THEIRS):
         receiver.open(Opening(handoff=f"h{i}", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=tuple(blocks)))
     server = make_server(config.identity)

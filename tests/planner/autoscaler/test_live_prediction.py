@@ -8,7 +8,7 @@ import pytest
 
 from core.spec.schema import AutoscaleSpec, Spec
 from core.trace.trace import poisson
-from core.trace.traffic import ReplicaNews
+from core.trace.traffic import ReplicaReport
 from core.types.errors import ClusterError
 from core.types.request import Role
 from core.types.step_timing import StepTiming
@@ -19,8 +19,8 @@ _LOAD = poisson(rate=2.0, num_requests=40, num_tokens=500, num_output=20, seed=1
 _TIMING = StepTiming(base_s=0.02, token_s=0.001, pair_s=0.0, context_s=0.0)
 
 
-def _news(replica: str, role: Role) -> ReplicaNews:
-    return ReplicaNews(
+def _news(replica: str, role: Role) -> ReplicaReport:
+    return ReplicaReport(
         replica=replica,
         role=role,
         timing=_TIMING,
@@ -59,14 +59,14 @@ def test_decode_replicas_alone_are_simulated_as_such() -> None:
 
 
 @pytest.mark.parametrize("replicas", [[], [replace(one, timing=None) for one in _ONE_EACH]])
-def test_rates_that_nobody_knows_are_no_prediction(replicas: list[ReplicaNews]) -> None:
+def test_rates_that_nobody_knows_are_no_prediction(replicas: list[ReplicaReport]) -> None:
     with pytest.raises(ClusterError, match="yet"):
         predict_load(_spec(1, 1), replicas, _LOAD, slo_ttft_s=None, slo_itl_s=None)
 
 
 def test_news_of_a_replica_can_be_written_and_read() -> None:
     for news in (_ONE_EACH[0], replace(_ONE_EACH[1], timing=None)):
-        assert ReplicaNews.of({**asdict(news), "from_a_newer_version": 1}) == news
+        assert ReplicaReport.of({**asdict(news), "from_a_newer_version": 1}) == news
 
 
 def test_a_replica_that_drafts_is_as_full_as_its_tokens_say() -> None:

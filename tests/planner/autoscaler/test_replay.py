@@ -18,7 +18,7 @@ from planner.simulator.profile import load_profile
 from planner.simulator.run import simulate
 
 _PROFILE = load_profile("a100x8-llama-3.1-405b")
-_SETUP = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, pulls=True)
+_SETUP = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, prefix_fetches=True)
 _FLEETS = Fleets(setup=_SETUP, profile=_PROFILE, slo_ttft_s=10.0, slo_itl_s=0.045)
 
 

@@ -9,7 +9,13 @@ from planner.simulator.fleet_setup import FleetSetup
 from planner.simulator.profile import load_profile
 
 _SETUP = FleetSetup(
-    num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, pulls=True, waits_in_router=True
+    num_prefill=1,
+    num_decode=1,
+    policy="cost",
+    block_size=64,
+    kv_tokens=65_536,
+    prefix_fetches=True,
+    waits_in_router=True,
 )
 _FLEETS = Fleets(setup=_SETUP, profile=load_profile("a100x8-llama-3.1-405b"), slo_ttft_s=22.0, slo_itl_s=0.045)
 _NOW_S = 180.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.bench.learned_rates import parse_learnt
+from cluster.bench.learned_rates import parse_learned
 from core.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
 from core.trace.trace import TraceRequest, poisson
 from core.types.request import BRANCHES, Role
@@ -98,8 +98,8 @@ def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:
     )
     prefill = Status(replica="prefill-0", timing=StepTiming(base_s=0.01))
     metrics.watch(lambda: [(Role.PREFILL, prefill), (Role.DECODE, decode)])
-    learnt = parse_learnt(metrics.render().decode())
-    found = by_place(learnt.drafted, learnt.accepted, num_steps=learnt.num_row_steps)
+    learned = parse_learned(metrics.render().decode())
+    found = by_place(learned.drafted, learned.accepted, num_steps=learned.num_row_steps)
     assert found and found.guessed == 0.5  # 100 of 200 steps
     assert found.accepted == pytest.approx([0.8, 0.5 / 0.8, 0.25 / 0.5])
     assert by_place([], [], num_steps=100) is None

@@ -15,7 +15,7 @@ from planner.simulator.report import Report
 from planner.simulator.run import feed
 
 _PROFILE = load_profile("a100x8-llama-3.1-405b")
-_SETUP = FleetSetup(num_prefill=2, num_decode=3, policy="cost", block_size=64, kv_tokens=65_536, pulls=True)
+_SETUP = FleetSetup(num_prefill=2, num_decode=3, policy="cost", block_size=64, kv_tokens=65_536, prefix_fetches=True)
 
 
 class _Site:

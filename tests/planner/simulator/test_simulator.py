@@ -70,7 +70,7 @@ class Silent:
 def test_a_policy_that_predicts_nothing_sees_the_queues_that_it_makes() -> None:
     trace = [TraceRequest(number=i, arrival_s=0.0, num_tokens=4096, num_output=2, ids=None) for i in range(3)]
     setup = FleetSetup(
-        num_prefill=1, num_decode=1, policy=f"{__name__}:Silent", block_size=64, kv_tokens=65_536, pulls=False
+        num_prefill=1, num_decode=1, policy=f"{__name__}:Silent", block_size=64, kv_tokens=65_536, prefix_fetches=False
     )
     Silent.queues.clear()
     simulate(setup, _PROFILE, trace)
@@ -122,14 +122,14 @@ def test_pulling_reuses_what_is_elsewhere_and_a_host_tier_what_was_evicted() -> 
     tight = FleetSetup(num_prefill=0, num_decode=3, policy="cost", block_size=64, kv_tokens=8192)
     alone = simulate(tight, _PROFILE, trace)
     tiered = simulate(replace(tight, host_tokens=10**6), _PROFILE, trace)
-    pulling = simulate(replace(tight, host_tokens=10**6, pulls=True), _PROFILE, trace)
+    pulling = simulate(replace(tight, host_tokens=10**6, prefix_fetches=True), _PROFILE, trace)
     assert alone["reuse_share"] < tiered["reuse_share"] <= pulling["reuse_share"]
     assert pulling["pull_bytes"] > 0 == tiered["pull_bytes"]
 
 
 def test_what_a_prefill_replica_fetches_is_its_own_to_free() -> None:
     trace = _chat(num_users=40, num_turns=6, every_s=0.02)
-    setup = FleetSetup(num_prefill=6, num_decode=6, policy="cost", block_size=64, kv_tokens=65_536, pulls=True)
+    setup = FleetSetup(num_prefill=6, num_decode=6, policy="cost", block_size=64, kv_tokens=65_536, prefix_fetches=True)
     report = simulate(setup, _PROFILE, trace)
     assert report["completed"] == len(trace)
     assert report["pull_bytes"] > 0

@@ -18,7 +18,13 @@ from planner.simulator.run import feed
 
 _PROFILE = load_profile("a100x8-llama-3.1-405b")
 _SETUP = FleetSetup(
-    num_prefill=1, num_decode=2, policy="cost", block_size=64, kv_tokens=65_536, pulls=True, waits_in_router=True
+    num_prefill=1,
+    num_decode=2,
+    policy="cost",
+    block_size=64,
+    kv_tokens=65_536,
+    prefix_fetches=True,
+    waits_in_router=True,
 )
 
 

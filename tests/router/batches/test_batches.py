@@ -12,7 +12,7 @@ import openai
 import pytest
 import redis
 
-from core.types.api_key import KeyBook
+from core.types.api_key import KeyRegistry
 from core.types.errors import ReplicaLost
 from core.types.request import OFFLINE
 from frontend.access.access import Access
@@ -113,7 +113,7 @@ async def test_each_line_is_answered_by_the_model_that_it_names(completions: Mak
 async def test_a_line_waits_for_a_model_that_is_away(completions: MakeCompletions, empty_redis: str) -> None:
     """As long as that takes: as after a failure it would be tried at once, a few times, and be over."""
     async with batch_router(completions, empty_redis, again_s=0.0) as router:
-        router.models.say_away("late", "it is just being taken up")
+        router.models.report_unavailable("late", "it is just being taken up")
         batch = await sent(router.client, jsonl([chat_line("a", model="late")]))
         await becomes(lambda: 'requests_total{outcome="model_unavailable"} 2.0' in router.metrics)
         router.models.add(completions(FakeTokenService(), name="late"))
@@ -204,9 +204,9 @@ async def test_a_file_of_several_parts_and_of_lines_across_them(router: BatchRou
 
 async def test_what_is_refused_at_once(router: BatchRouter) -> None:
     client = router.client
-    with pytest.raises(openai.BadRequestError, match="purpose") as refused:
+    with pytest.raises(openai.BadRequestError, match="purpose") as rejected:
         await client.files.create(file=("a.jsonl", b"{}"), purpose="assistants")
-    assert refused.value.param == "purpose"
+    assert rejected.value.param == "purpose"
     file = await client.files.create(file=("a.jsonl", jsonl([chat_line("a")])), purpose="batch")
     asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     for wrong, param in (
@@ -270,9 +270,9 @@ async def test_nothing_is_there_for_another_tenant(completions: MakeCompletions,
             for call in calls[what]:
                 said = []
                 for asked in (id, never):
-                    with pytest.raises(openai.NotFoundError) as refused:
+                    with pytest.raises(openai.NotFoundError) as rejected:
                         await call(asked)  # type: ignore[operator]
-                    said.append(str(refused.value.body).replace(asked or "", "ID"))
+                    said.append(str(rejected.value.body).replace(asked or "", "ID"))
                 assert said[0] == said[1], "in the same words as one that never was"
         with pytest.raises(openai.NotFoundError):
             await strange.batches.create(
@@ -286,9 +286,9 @@ async def test_a_tenants_room_is_bounded_and_comes_back(completions: MakeComplet
     async with batch_router(completions, empty_redis, access=access_with(one, other), bounds=bounds) as router:
         mine, strange = router.client_of(one.secret), router.client_of(other.secret)
         large = 2**19 - 4 * ENTRY_BYTES - 8 * PART_BYTES
-        with pytest.raises(openai.APIStatusError) as refused:
+        with pytest.raises(openai.APIStatusError) as rejected:
             await mine.files.create(file=("a", b"x" * (2**19 + 1)), purpose="batch")
-        assert refused.value.status_code == 413
+        assert rejected.value.status_code == 413
         first = await mine.files.create(file=("a", b"x" * large), purpose="batch")
         with pytest.raises(openai.BadRequestError, match="delete files"):
             await mine.files.create(file=("a", b"x" * 20_000), purpose="batch")
@@ -433,7 +433,7 @@ async def test_a_revoked_key_ends_its_batches(completions: MakeCompletions, empt
     async with batch_router(completions, empty_redis, access=access, fake=fake, at_a_time=1) as router:
         batch = await sent(router.client_of(gone.secret), jsonl([chat_line("a"), chat_line("b")]))
         await fake.is_hanging.wait()
-        keyring.take(KeyBook(version=2, keys=(stays.key,)))
+        keyring.take(KeyRegistry(version=2, keys=(stays.key,)))
         fake.hang_after = None
         fake.go_on.set()
         client = router.client_of(stays.secret)
@@ -455,16 +455,16 @@ async def test_an_input_file_that_is_deleted_ends_the_batch(completions: MakeCom
 
 
 async def test_what_serves_a_line_may_be_lost_for_a_while(router: BatchRouter) -> None:
-    router.fake.refuse = ReplicaLost("no replica")
+    router.fake.reject = ReplicaLost("no replica")
     batch = await sent(router.client, jsonl([chat_line("a")]))
     await becomes(lambda: re.search(r'outcome="replica_lost"} [1-9]', router.metrics))
-    router.fake.refuse = None
+    router.fake.reject = None
     done = await ended(router.client, batch)
     assert done.request_counts and done.request_counts.completed == 1
 
 
 async def test_a_line_that_loses_every_replica_ends_by_that(completions: MakeCompletions, empty_redis: str) -> None:
-    fake = FakeTokenService(refuse=ReplicaLost("no replica"))
+    fake = FakeTokenService(reject=ReplicaLost("no replica"))
     async with batch_router(completions, empty_redis, fake=fake, again_s=0.001) as router:
         done = await ended(router.client, await sent(router.client, jsonl([chat_line("a")])))
         (error,) = await read(router.client, done.error_file_id)

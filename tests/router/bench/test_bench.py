@@ -41,9 +41,9 @@ async def test_its_http_clients_are_answered(completions: MakeCompletions) -> No
 
 async def test_its_grpc_clients_are_answered(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=1)
-    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
-    await _check(fake, await open_grpc(door.port, _PROMPTS, num_tokens=_NUM_TOKENS, per_connection=2))
-    await door.close(grace_s=0)
+    endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
+    await _check(fake, await open_grpc(endpoint.port, _PROMPTS, num_tokens=_NUM_TOKENS, per_connection=2))
+    await endpoint.close(grace_s=0)
 
 
 async def test_a_client_that_is_cut_off_says_so(completions: MakeCompletions) -> None:

@@ -87,9 +87,9 @@ def test_a_turn_that_would_come_too_late_is_refused_with_a_hint() -> None:
     assert queue.wait_s(QueuedRequest("x", 0, 10.0)) == pytest.approx(5.0)
     with pytest.raises(
         CapacityError, match=r"it would wait 5\.0 s for its turn, more than half of the 2\.0 s"
-    ) as refused:
+    ) as rejected:
         queue.add(QueuedRequest("x", 0, 10.0), within_s=2.0, now=10.0)
-    assert refused.value.retry_after_s == pytest.approx(4.0)
+    assert rejected.value.retry_after_s == pytest.approx(4.0)
     queue.add(QueuedRequest("x", -1, 10.0), within_s=4.0, now=10.0)  # it goes before them
     queue.add(QueuedRequest("y", 0, 10.0), within_s=4.0, now=10.0)  # it has a share of its own
 

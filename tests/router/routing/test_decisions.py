@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
-from core.types.timeline import Life
+from core.types.timeline import Timeline
 from router.routing.decisions import Decisions
 from router.routing.policy import CandidateReplica, Option
 
@@ -50,7 +50,7 @@ def test_only_the_last_are_remembered() -> None:
 
 def test_what_was_drafted_is_told_with_the_last_attempt() -> None:
     decisions, drafts = Decisions(), DraftTally()
-    decisions.live("r", Life(), drafts=drafts)
+    decisions.live("r", Timeline(), drafts=drafts)
     decisions.add("r", [Option(prefill=None, decode="d")], [])
     decisions.add("r", [Option(prefill=None, decode="d")], [])
     assert not any("drafts" in attempt for attempt in decisions.explain("r")["r"]), "nobody drafts there"

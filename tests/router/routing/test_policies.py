@@ -68,8 +68,8 @@ def test_every_policy_names_a_pair_that_exists(any_policy: str, num_prefill: int
             assert not prefills or uncached[option.decode] <= _DEMAND.max_local_tokens
         else:
             assert option.prefill in [view.replica for view in prefills]
-        assert option.pull_from is None or option.pull_from in names
-        assert 0 <= option.pull_tokens <= _DEMAND.num_tokens
+        assert option.fetch_from is None or option.fetch_from in names
+        assert 0 <= option.fetch_tokens <= _DEMAND.num_tokens
 
 
 def test_every_policy_has_nothing_to_offer_without_a_decode_replica(any_policy: str) -> None:
@@ -104,22 +104,22 @@ def test_prefix_gives_up_where_the_load_is_uneven() -> None:
 def test_a_busy_holder_gives_its_blocks_to_an_idle_peer() -> None:
     prefills = _views("p")
     prefills[0] = replace(_holding(prefills[0], 4032), queue_s=5.0)
-    best = make_policy("cost", pulls=True).options(_DEMAND, prefills, _views("d"))[0]
-    assert best.prefill != "p-0" and (best.pull_from, best.pull_tokens) == ("p-0", 4032)
-    assert make_policy("cost").options(_DEMAND, prefills, _views("d"))[0].pull_from is None
+    best = make_policy("cost", prefix_fetches=True).options(_DEMAND, prefills, _views("d"))[0]
+    assert best.prefill != "p-0" and (best.fetch_from, best.fetch_tokens) == ("p-0", 4032)
+    assert make_policy("cost").options(_DEMAND, prefills, _views("d"))[0].fetch_from is None
 
 
 def test_a_slow_link_is_not_pulled_over() -> None:
     prefills = _views("p")
     prefills[0] = replace(_holding(prefills[0], 4032), queue_s=5.0, link_bytes_per_s=1e3)
-    assert make_policy("cost", pulls=True).options(_DEMAND, prefills, _views("d"))[0].pull_from is None
+    assert make_policy("cost", prefix_fetches=True).options(_DEMAND, prefills, _views("d"))[0].fetch_from is None
 
 
 def test_a_lower_tier_is_read_rather_than_computed() -> None:
     prefills = _views("p", 1)
     prefills[0] = replace(prefills[0], stored_tokens=4032, restore_bytes_per_s=1e10)
     best = make_policy("cost").options(_DEMAND, prefills, _views("d"))[0]
-    assert (best.pull_from, best.pull_tokens) == ("p-0", 4032)
+    assert (best.fetch_from, best.fetch_tokens) == ("p-0", 4032)
 
 
 def test_a_decode_replica_computes_what_little_it_lacks() -> None:

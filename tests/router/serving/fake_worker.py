@@ -17,7 +17,7 @@ import numpy as np
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import CapacityError, ClusterError, HandoffExpired, ReplicaLost
-from core.types.handoff import Handoff, Holder
+from core.types.handoff import Handoff, PrefixSource
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import Role, SampledToken, SequenceRequest, finish_reason
 from core.wire.messages import handoff_to_proto, tokens_to_proto
@@ -151,7 +151,7 @@ class FakeWorker:
         self.is_slow = False  # its frames
         self.frame_s = 0.0  # until the next frame is read, whose calls are heard at once
         self._read_at = 0.0  # the last one
-        self.refused: set[str] = set()  # requests
+        self.rejected: set[str] = set()  # requests
         self.hits: list[str] = []  # requests that lost something here, once each time
         self.broken: list[str] = []  # rules of the protocol, by whoever called
         self.leases: list[Lease] = []
@@ -230,7 +230,7 @@ class FakeWorker:
     def _send_frame(self, stream: FakeCall[pb.Frame]) -> None:
         status = pb.Status(replica=self.name, draining=self.is_draining, running=len(self.running()), blocks_free=100)
         if self.role is Role.PREFILL:
-            status.guests.running = len(self.running())
+            status.local_decodes.running = len(self.running())
         frame = pb.Frame(number=self._number, status=status, streams=self._outgoing)
         self._outgoing = []
         self._number += 1
@@ -264,7 +264,7 @@ class FakeWorker:
         request: SequenceRequest,
         *,
         handoff: Handoff | None = None,
-        holder: Holder | None = None,
+        prefix_source: PrefixSource | None = None,
         fetch_only: bool = False,
         timeout_s: float | None = None,
     ) -> FakeCall[pb.PrefillEvent]:
@@ -320,7 +320,7 @@ class FakeWorker:
         *,
         prefill_here: bool = False,
         continues: bool = False,
-        holder: Holder | None = None,
+        prefix_source: PrefixSource | None = None,
         timeout_s: float | None = None,
     ) -> FakeCall[pb.GenerateEvent]:
         call: FakeCall[pb.GenerateEvent] = FakeCall(request)
@@ -462,7 +462,7 @@ class FakeWorker:
         self.hits.append(request.id)
         if self.num_refusals and self.is_well and not self.is_draining:
             self.num_refusals -= 1
-            self.refused.add(request.id)
+            self.rejected.add(request.id)
             call.end(CapacityError(f"{self.name} is full"))
         elif not self.is_silent:
             call.end(ReplicaLost(f"{self.name} takes no new work"))

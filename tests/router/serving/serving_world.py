@@ -102,7 +102,7 @@ class World:
         self.born_at: dict[str, float] = {}
         self.tenant_share = 1.0
         self.tells_prompt_logprobs = True  # those that are added from now on
-        self.guest_share = 0.0  # of the prefill replicas among them
+        self.local_decode_share = 0.0  # of the prefill replicas among them
         self._gone: list[FakeWorker] = []
         self._num_made = 0
         self._loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ class World:
         self.metrics = Metrics()
         dispatch = Dispatch(
             self.replicas,
-            Chooser(CostPolicy(pulls=True), max_local_tokens=2),
+            Chooser(CostPolicy(prefix_fetches=True), max_local_tokens=2),
             model="model",
             block_size=_BLOCK,
             vocab_size=VOCAB_SIZE,
@@ -143,7 +143,7 @@ class World:
             max_tokens=MAX_CONTEXT,
             max_running=6,
             tells_prompt_logprobs=self.tells_prompt_logprobs,
-            guest_share=self.guest_share if role is Role.PREFILL else 0.0,
+            local_decode_share=self.local_decode_share if role is Role.PREFILL else 0.0,
         )
         self.replicas.add(member)
         return worker

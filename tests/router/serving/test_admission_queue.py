@@ -92,9 +92,9 @@ async def test_a_place_given_back_by_one_that_went_away_goes_to_the_next() -> No
 
 async def test_a_wait_that_lasts_too_long_ends_in_a_refusal() -> None:
     gate, room = AdmissionGate[str](max_waiting=100, queue_s=0.05), Room(0)
-    with pytest.raises(CapacityError, match=r"within 0\.05 s") as refused:
+    with pytest.raises(CapacityError, match=r"within 0\.05 s") as rejected:
         await _enter(gate, room)
-    assert refused.value.retry_after_s > 0 and len(gate) == 0
+    assert rejected.value.retry_after_s > 0 and len(gate) == 0
 
 
 async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds_up_nobody() -> None:
@@ -174,7 +174,7 @@ def test_a_request_that_needs_more_room_than_there_is_holds_others_up_for_a_boun
         async with asyncio.TaskGroup() as group:
             for number in range(4):
                 group.create_task(places.ask(f"runs-{number}", 1, for_s=100 if number else 1))
-            large = group.create_task(_refused(places.ask("large", 4)))
+            large = group.create_task(_rejected(places.ask("large", 4)))
             await pass_time(0)
             small = [group.create_task(places.ask(f"small-{number}", 1, for_s=0.5)) for number in range(6)]
             await asyncio.wait(small)
@@ -187,7 +187,7 @@ def test_a_request_that_needs_more_room_than_there_is_holds_others_up_for_a_boun
     _play(scenario())
 
 
-async def _refused(asking: Coroutine[Any, Any, None]) -> None:
+async def _rejected(asking: Coroutine[Any, Any, None]) -> None:
     with pytest.raises(CapacityError):
         await asking
 
@@ -299,11 +299,11 @@ async def test_who_enters_last_gives_up_and_gives_back_like_others() -> None:
     await asyncio.gather(gone, return_exceptions=True)
     assert room.free == 1
 
-    def refuse() -> str:
+    def reject() -> str:
         raise RequestError("never")
 
     with pytest.raises(RequestError):
-        await gate.enter_last(QueuedRequest("", 0, 1.0), refuse, within_s=None, give_back=room.give_back)
+        await gate.enter_last(QueuedRequest("", 0, 1.0), reject, within_s=None, give_back=room.give_back)
 
 
 async def test_those_who_enter_last_have_shares_and_bounds_of_their_own() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from core.types.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, ModelAway, RequestError
+from core.types.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, ModelUnavailable, RequestError
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.serving.replica import Replica
@@ -72,12 +72,12 @@ def test_a_model_without_a_decode_replica_is_away_after_a_while_and_then_at_once
                 return len([arrived async for arrived in generation])
 
         began_at = now()
-        with pytest.raises(ModelAway, match="this model cannot be served at present: it has no decode replica"):
+        with pytest.raises(ModelUnavailable, match="this model cannot be served at present: it has no decode replica"):
             await ask()
         assert now() - began_at == pytest.approx(QUEUE_S), "as long as any request waits for room"
         await pass_time(0.1)
         began_at = now()
-        with pytest.raises(ModelAway):
+        with pytest.raises(ModelUnavailable):
             await ask()
         assert now() == began_at, "there has been none for so long that nobody waits"
         world.add(Role.DECODE)
@@ -96,15 +96,15 @@ def test_what_runs_and_what_waits_hears_it_when_a_router_leaves_a_model() -> Non
         await until(lambda: running.received)
         waiting = world.ask(num_tokens=9, n=6, max_tokens=900)
         await until(lambda: world.core.dispatch.num_waiting)
-        world.core.dispatch.absence.end()
+        world.core.dispatch.availability.end()
         await world.replicas.close()
         await pass_time(2)
         for client in (running, waiting):
-            assert client.is_over and isinstance(client.error, ModelAway)
+            assert client.is_over and isinstance(client.error, ModelUnavailable)
             assert str(client.error) == "this model cannot be served at present: this router leaves it"
         client = world.ask(num_tokens=9, n=1, max_tokens=3)
         await pass_time(0.1)
-        assert isinstance(client.error, ModelAway)
+        assert isinstance(client.error, ModelUnavailable)
 
     scenarios.play(play, 0)
 
@@ -208,11 +208,11 @@ def test_more_choices_than_a_replica_runs_are_refused_and_hold_up_nobody() -> No
         running = [world.ask(num_tokens=9, n=1, max_tokens=300) for _ in range(2)]
         await until(lambda: all(client.received for client in running))
         request = SequenceRequest(id="r", token_ids=(1, 2), num_prompt_tokens=2, choices=tuple(range(7)))
-        with pytest.raises(RequestError, match="at most 6 choices") as refused:
+        with pytest.raises(RequestError, match="at most 6 choices") as rejected:
             async with world.core.start(request) as generation:
                 async for _ in generation:
                     pass
-        assert refused.value.param == "n"
+        assert rejected.value.param == "n"
         small = world.ask(num_tokens=9, n=1, max_tokens=3)
         await until(lambda: small.is_over)
         assert not any(client.is_over for client in running)

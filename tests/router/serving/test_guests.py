@@ -24,7 +24,7 @@ def _seen(world: World, worker: FakeWorker) -> Replica:
 
 
 async def _deployed(world: World, *, share: float = 0.5) -> tuple[FakeWorker, FakeWorker]:
-    world.guest_share = share
+    world.local_decode_share = share
     prefill, decode = world.add(Role.PREFILL), world.add(Role.DECODE)
     await pass_time(0.1)
     return prefill, decode
@@ -51,8 +51,8 @@ def _waiting(world: World) -> int:
 def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_room() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
-            guests = _ask(world, _GUESTS + 1)
-            await until(lambda: sum(bool(client.received) for client in guests) == _GUESTS)
+            local_decodes = _ask(world, _GUESTS + 1)
+            await until(lambda: sum(bool(client.received) for client in local_decodes) == _GUESTS)
             assert len(prefill.running()) <= _GUESTS and _seen(world, prefill).promised_streams == _GUESTS
             assert _waiting(world) == 1, "beyond its share it computes prompts only"
             assert b"\nprefill_answers_total 3.0" in world.metrics.render()
@@ -63,9 +63,9 @@ def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_
 def test_why_is_told_with_what_waiting_would_have_cost() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, decode):
-            [guest] = _ask(world, 1)
-            await until(lambda: guest.received)
-        [attempt] = world.core.dispatch.decisions.explain(guest.request.id)[guest.request.id]
+            [local_decode] = _ask(world, 1)
+            await until(lambda: local_decode.received)
+        [attempt] = world.core.dispatch.decisions.explain(local_decode.request.id)[local_decode.request.id]
         taken, *others = attempt["options"]
         assert (taken["prefill"], taken["decode"], taken["wait_s"]) == (None, prefill.name, 0.0)
         assert {(option["decode"], option["wait_s"] > 0) for option in others} == {(decode.name, True)}
@@ -88,11 +88,11 @@ def test_where_waiting_is_cheaper_it_waits() -> None:
 
 def test_answers_come_however_long_there_has_been_no_decode_replica() -> None:
     async def play(world: World) -> None:
-        world.guest_share = 0.5
+        world.local_decode_share = 0.5
         world.add(Role.PREFILL)
         await pass_time(0.1)
-        absence = world.core.dispatch.absence
-        assert absence.look() is None, "somebody answers"
+        availability = world.core.dispatch.availability
+        assert availability.look() is None, "somebody answers"
         await pass_time(QUEUE_S + 1)
         [client] = _ask(world, 1)
         await until(lambda: client.is_over)
@@ -114,7 +114,7 @@ def test_who_is_no_guest_waits_for_a_decode_replica(why: str) -> None:
 
 def test_answers_come_where_there_is_no_decode_replica() -> None:
     async def play(world: World) -> None:
-        world.guest_share = 0.5
+        world.local_decode_share = 0.5
         prefill = world.add(Role.PREFILL)
         await pass_time(0.1)
         assert world.core.dispatch.may_answer()
@@ -128,16 +128,16 @@ def test_answers_come_where_there_is_no_decode_replica() -> None:
 
 def test_the_model_is_not_away_while_prefill_replicas_answer() -> None:
     async def play(world: World) -> None:
-        world.guest_share = 0.5
+        world.local_decode_share = 0.5
         prefill = world.add(Role.PREFILL)
         await until(lambda: world.replicas.usable(Role.PREFILL))
-        assert world.core.dispatch.absence.look() is None
+        assert world.core.dispatch.availability.look() is None
         await pass_time(2 * QUEUE_S)
         [client] = _ask(world, 1)
         await until(lambda: client.is_over)
         assert client.error is None
         prefill.drain()
-        await until(lambda: world.core.dispatch.absence.look() is not None)
+        await until(lambda: world.core.dispatch.availability.look() is not None)
 
     scenarios.play(play, 0)
 
@@ -158,13 +158,13 @@ def test_what_ran_on_the_last_decode_replica_goes_on_where_its_prompts_were_comp
 def test_a_guest_whose_prefill_replica_dies_goes_on_elsewhere() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
-            [guest] = _ask(world, 1)
-            await until(lambda: len(guest.received.get(0, [])) > 2)
+            [local_decode] = _ask(world, 1)
+            await until(lambda: len(local_decode.received.get(0, [])) > 2)
             other = world.add(Role.PREFILL)
             await until(lambda: _seen(world, other).is_usable)
             prefill.kill()
-            await until(lambda: guest.is_over)
-        assert guest.error is None and guest.generation and guest.generation.route.migrations == 1
+            await until(lambda: local_decode.is_over)
+        assert local_decode.error is None and local_decode.generation and local_decode.generation.route.migrations == 1
 
     scenarios.play(play, 0)
 
@@ -175,9 +175,9 @@ def test_a_guest_moves_to_a_decode_replica_that_has_room(drains: bool) -> None:
 
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
-            guests = _ask(world, _GUESTS, max_tokens=900)
-            await until(lambda: all(guest.received for guest in guests))
-            routes = [guest.generation.route for guest in guests if guest.generation]
+            local_decodes = _ask(world, _GUESTS, max_tokens=900)
+            await until(lambda: all(local_decode.received for local_decode in local_decodes))
+            routes = [local_decode.generation.route for local_decode in local_decodes if local_decode.generation]
             if drains:
                 prefill.drain()
             fresh = world.add(Role.DECODE)

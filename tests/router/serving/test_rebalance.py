@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.serving.rebalance import Crowd, next_move
+from router.serving.rebalance import Overload, next_move
 
 
-def _crowds(*counts: int) -> list[Crowd]:
-    return [Crowd(f"decode-{i}", count) for i, count in enumerate(counts)]
+def _crowds(*counts: int) -> list[Overload]:
+    return [Overload(f"decode-{i}", count) for i, count in enumerate(counts)]
 
 
 def test_a_newcomer_gets_streams_of_the_fullest() -> None:
@@ -30,7 +30,7 @@ def test_it_comes_to_an_end_and_leaves_nobody_far_ahead(counts: list[int], num_r
     while move := next_move(crowds):
         source, target = move
         change = {source: -num_routers, target: num_routers}
-        crowds = [Crowd(crowd.replica, crowd.num_streams + change.get(crowd.replica, 0)) for crowd in crowds]
+        crowds = [Overload(crowd.replica, crowd.num_streams + change.get(crowd.replica, 0)) for crowd in crowds]
         num_moves += 1
         assert num_moves <= sum(counts)
     final = [crowd.num_streams for crowd in crowds]

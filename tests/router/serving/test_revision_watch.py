@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from core.identity.signing import SEAL_BYTES
+from core.identity.signing import SIGNATURE_BYTES
 from core.index.redis_client import connect_redis
 from core.index.revision_channel import RevisionChannel
 from core.types.revisions import Revision, RevisionCounts, RevisionTable
@@ -78,19 +78,19 @@ async def test_what_is_known_stays_where_redis_has_lost_it_and_an_older_table_is
 
 async def test_what_somebody_else_writes_is_not_believed(redis_url: str) -> None:
     async with watched(redis_url) as (controller, _):
-        stranger = RevisionChannel(connect_redis(redis_url), name="a", key=bytes(32))
-        await stranger.publish(RevisionTable(version=9, revisions=REVISIONS))
-        await stranger.tell("router-0", {2: RevisionCounts(failed=1000)})
+        pending_peer = RevisionChannel(connect_redis(redis_url), name="a", key=bytes(32))
+        await pending_peer.publish(RevisionTable(version=9, revisions=REVISIONS))
+        await pending_peer.tell("router-0", {2: RevisionCounts(failed=1000)})
         assert await controller.read() is None and await controller.counts() == {}
         await controller.tell("router-0", {2: RevisionCounts(failed=1)})
         raw = redis.Redis.from_url(redis_url)
         raw.hset("a:revisions:counts", "router-1", raw.hget("a:revisions:counts", "router-0"))  # said twice
         assert await controller.counts() == {2: RevisionCounts(failed=1)}
-        sealed = bytes(raw.hget("a:revisions:counts", "router-0") or b"")
-        seal, text = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
-        raw.hset("a:revisions:counts", b"router-0" + text[:1], seal + text[1:])  # the same bytes, parted elsewhere
+        signed = bytes(raw.hget("a:revisions:counts", "router-0") or b"")
+        sign, text = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        raw.hset("a:revisions:counts", b"router-0" + text[:1], sign + text[1:])  # the same bytes, parted elsewhere
         assert await controller.counts() == {2: RevisionCounts(failed=1)}
-        await stranger.close()
+        await pending_peer.close()
 
 
 async def test_what_was_counted_in_another_update_says_nothing_of_this_one(redis_url: str) -> None:

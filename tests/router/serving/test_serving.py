@@ -43,12 +43,12 @@ class Serving(RuleBasedStateMachine):
         random=_RANDOM,
         num_prefill=st.integers(0, 2),
         num_decode=st.integers(1, 3),
-        guest_share=st.sampled_from([0.0, 0.5]),
+        local_decode_share=st.sampled_from([0.0, 0.5]),
     )
-    def deploy(self, random: Random, num_prefill: int, num_decode: int, guest_share: float) -> None:
+    def deploy(self, random: Random, num_prefill: int, num_decode: int, local_decode_share: float) -> None:
         async def make() -> None:
             self.world = World(random)
-            self.world.guest_share = guest_share
+            self.world.local_decode_share = local_decode_share
             for role, number in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
                 for _ in range(number):
                     self.world.add(role)

@@ -21,7 +21,7 @@ from core.rpc.inference_pb2_grpc import InferenceStub
 from core.spec.schema import TracingSpec
 from core.types.errors import CapacityError, SpecError
 from core.types.request import SequenceRequest
-from core.types.timeline import LifeState
+from core.types.timeline import RequestPhase
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
@@ -61,14 +61,14 @@ class _Traced:
 
 
 @pytest.fixture(params=["http", "grpc"])
-def door(request: pytest.FixtureRequest) -> Iterator[str]:
+def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-async def _ask(traced: _Traced, door: str, traceparent: str | None) -> str | None:
+async def _ask(traced: _Traced, endpoint: str, traceparent: str | None) -> str | None:
     """The `traceparent` that the client hears of."""
     headers = {"traceparent": traceparent, "tracestate": "v=1"} if traceparent else {}
-    if door == "http":
+    if endpoint == "http":
         async with traced.http() as client:
             body = {"prompt": "hello", "max_tokens": 4, "stream": True}
             answer = await client.post("/v1/completions", json=body, headers=headers)
@@ -85,9 +85,9 @@ async def _ask(traced: _Traced, door: str, traceparent: str | None) -> str | Non
     return str(told) if told else None
 
 
-async def test_the_clients_trace_goes_on(completions: MakeCompletions, door: str) -> None:
+async def test_the_clients_trace_goes_on(completions: MakeCompletions, endpoint: str) -> None:
     traced = _Traced(completions, ratio=0.0)
-    told = await _ask(traced, door, _SAMPLED)
+    told = await _ask(traced, endpoint, _SAMPLED)
     own, states = traced.spans[-1], traced.spans[:-1]
     assert told == f"00-{_TRACE}-{own.context.span_id:016x}-01", "its own span, in the client's trace"
     assert own.parent and f"{own.parent.span_id:016x}" == "b7ad6b7169203331"
@@ -102,26 +102,26 @@ async def test_the_clients_trace_goes_on(completions: MakeCompletions, door: str
     assert "hello" not in json.dumps([json.loads(span.to_json()) for span in traced.spans]), "no text of any request"
 
 
-async def test_a_client_that_samples_nothing_is_not_traced(completions: MakeCompletions, door: str) -> None:
+async def test_a_client_that_samples_nothing_is_not_traced(completions: MakeCompletions, endpoint: str) -> None:
     traced = _Traced(completions, ratio=1.0)
-    told = await _ask(traced, door, _NOT_SAMPLED)
+    told = await _ask(traced, endpoint, _NOT_SAMPLED)
     assert told and told.startswith(f"00-{_TRACE}-") and told.endswith("-00") and not traced.spans
     assert traced.fake.started[0].traceparent == told
 
 
-async def test_without_one_the_ratio_decides(completions: MakeCompletions, door: str) -> None:
+async def test_without_one_the_ratio_decides(completions: MakeCompletions, endpoint: str) -> None:
     always, never = _Traced(completions, ratio=1.0), _Traced(completions, ratio=0.0)
-    told = await _ask(always, door, None)
+    told = await _ask(always, endpoint, None)
     assert told and _is_sampled(told) and _TRACE not in told and len(always.spans) == 2
-    assert await _ask(never, door, None) is None and not never.spans
+    assert await _ask(never, endpoint, None) is None and not never.spans
 
 
 @pytest.mark.parametrize("sent", ["nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
 async def test_one_that_makes_no_sense_begins_a_trace_of_its_own(
-    completions: MakeCompletions, door: str, sent: str
+    completions: MakeCompletions, endpoint: str, sent: str
 ) -> None:
     traced = _Traced(completions, ratio=0.0)
-    told = await _ask(traced, door, sent)
+    told = await _ask(traced, endpoint, sent)
     assert told and _TRACE not in told and traced.spans[-1].parent is None
 
 
@@ -135,15 +135,15 @@ def test_no_word_of_a_tracestate_comes_into_the_log(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
-async def test_where_nobody_collects_there_is_nothing_of_it(completions: MakeCompletions, door: str) -> None:
+async def test_where_nobody_collects_there_is_nothing_of_it(completions: MakeCompletions, endpoint: str) -> None:
     traced = _Traced(completions, ratio=1.0)
     traced.completions.tracing = None
-    assert await _ask(traced, door, _SAMPLED) is None
+    assert await _ask(traced, endpoint, _SAMPLED) is None
     assert traced.fake.started[0].traceparent == "" and not traced.spans
 
 
 async def test_a_request_that_fails_says_so(completions: MakeCompletions) -> None:
-    traced = _Traced(completions, ratio=1.0, refuse=CapacityError("full", retry_after_s=1.0))
+    traced = _Traced(completions, ratio=1.0, reject=CapacityError("full", retry_after_s=1.0))
     async with traced.http() as client:
         answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
         bad = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": -4})
@@ -155,14 +155,14 @@ async def test_a_request_that_fails_says_so(completions: MakeCompletions) -> Non
 
 
 def test_what_passed_on_a_replica_is_told_under_its_name(completions: MakeCompletions) -> None:
-    from core.types.timeline import Life
+    from core.types.timeline import Timeline
 
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), ratio=1.0, deployment="d", router="router-1")
-    trace, life = tracing.begin("POST /", {}), Life()
+    trace, life = tracing.begin("POST /", {}), Timeline()
     assert trace
-    life.add(LifeState.COMPUTE, "prefill-0", life.began + 1.0, life.began + 3.0)
-    life.add(LifeState.DECODE, "decode-12", life.began + 3.0, life.began + 4.0)
+    life.add(RequestPhase.COMPUTE, "prefill-0", life.began + 1.0, life.began + 3.0)
+    life.add(RequestPhase.DECODE, "decode-12", life.began + 3.0, life.began + 4.0)
     life.troubles.append("decode-3 is lost")
     trace.tell({"xpyd.request": "r"}, life)
     trace.end()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from core.process.supervisor import Supervisor
-from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficNews
+from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.errors import DeployError
 from router.routing.chooser import Chooser
 from router.routing.cost_policy import CostPolicy
@@ -15,7 +15,7 @@ from router.serving.replicas import Replicas
 from router.serving.worker import Worker
 from router.telemetry.metrics import Metrics
 from router.telemetry.traffic import TrafficRecord
-from router.telemetry.traffic_reporter import TrafficTeller
+from router.telemetry.traffic_reporter import TrafficReporter
 from tests.router.serving.virtual_time import VirtualTimeLoop
 
 _LIVES = ["a", "a", "", "a", "b", "b"]  # of the controller that is told; empty: nobody answers
@@ -29,7 +29,7 @@ def test_a_controller_of_another_life_is_told_everything_once() -> None:
         record = TrafficRecord(b"k" * 32, router="r")
         over = asyncio.Event()
 
-        async def tell(news: TrafficNews) -> TrafficAnswer:
+        async def tell(news: TrafficReport) -> TrafficAnswer:
             told.append(len(news.arrived))
             life = _LIVES[len(told) - 1]
             if len(told) == len(_LIVES):
@@ -41,8 +41,8 @@ def test_a_controller_of_another_life_is_told_everything_once() -> None:
 
         for _ in range(3):
             record.arrived([1, 2, 3], salt="", num_choices=1, ttft_s=lambda: 0.0)
-        teller = TrafficTeller(record, _dispatch(), answered=shown.append)
-        task = asyncio.create_task(teller.tell_forever(tell))
+        reporter = TrafficReporter(record, _dispatch(), answered=shown.append)
+        task = asyncio.create_task(reporter.report_forever(tell))
         await over.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -60,7 +60,7 @@ def _dispatch() -> Dispatch:
 
     return Dispatch(
         Replicas(connect, tasks=Supervisor()),
-        Chooser(CostPolicy(pulls=True), max_local_tokens=0),
+        Chooser(CostPolicy(prefix_fetches=True), max_local_tokens=0),
         model="model",
         block_size=16,
         vocab_size=100,

@@ -86,8 +86,8 @@ def test_what_passes_between_two_replicas_is_added_up() -> None:
     for num_bytes in (1000, 4000):
         flows.add("handoff", "prefill-0", "decode-1", num_bytes)
     flows.add("pull", "decode-1", "prefill-0", 10_000)
-    pull, handoff = _view([], flows).now()["flows"]
-    assert (pull["kind"], pull["source"], handoff["bytes_per_s"]) == ("pull", "decode-1", 1000.0)
+    fetch, handoff = _view([], flows).now()["flows"]
+    assert (fetch["kind"], fetch["source"], handoff["bytes_per_s"]) == ("pull", "decode-1", 1000.0)
 
 
 def test_of_many_replicas_the_page_has_some() -> None:

@@ -76,14 +76,14 @@ def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path,
 
 
 @pytest.mark.parametrize(
-    ("config", "num_blocks", "runs_ahead"), [(AMPLE, 512, False), (_SMALL, 48, True)], ids=["ample", "small, ahead"]
+    ("config", "num_blocks", "is_async"), [(AMPLE, 512, False), (_SMALL, 48, True)], ids=["ample", "small, ahead"]
 )
 def test_they_change_nothing(
-    config: SchedulerConfig, num_blocks: int, runs_ahead: bool, runner: ModelRunner, asked: list[Asked], drafts: Drafts
+    config: SchedulerConfig, num_blocks: int, is_async: bool, runner: ModelRunner, asked: list[Asked], drafts: Drafts
 ) -> None:
     """Also in small steps, and in a pool where some are preempted."""
     expected = answers(runner, asked)
-    found = answers(runner, asked, config, num_blocks, runs_ahead=runs_ahead, speculation=drafts)
+    found = answers(runner, asked, config, num_blocks, is_async=is_async, speculation=drafts)
     compare(found, expected)
     assert found.num_accepted > 5
     assert bool(found.num_preemptions) == (num_blocks == 48)

@@ -121,4 +121,4 @@ class _Step:
         self.batch = Batch.of([row], block_size=8)
         self.changes = RowChanges.of([row], block_size=8)
         self.scored: list[object] = []
-        self.fed = None
+        self.device_tokens = None

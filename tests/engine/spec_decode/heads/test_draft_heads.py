@@ -345,9 +345,9 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     model_dir = tmp_path if kind == "mtp" else tiny_model("llama")[0]
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as rejected:
         make_runner(model_dir, heads=HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path))
-    assert complaint in str(refused.value) and "\n" not in str(refused.value)
+    assert complaint in str(rejected.value) and "\n" not in str(rejected.value)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,6 @@ def test_a_model_without_a_layer_of_its_own_is_refused_in_one_line(
         (tiny_model("llama")[0], "LlamaForCausalLM has none"),
         (tmp_path, "missing: model.layers.3.enorm.weight"),
     ):
-        with pytest.raises(SpecError) as refused:
+        with pytest.raises(SpecError) as rejected:
             make_runner(directory, heads=HeadsPlace("mtp", directory))
-        assert complaint in str(refused.value) and "\n" not in str(refused.value)
+        assert complaint in str(rejected.value) and "\n" not in str(rejected.value)

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.model.draft_heads import HeadsPlace
 from core.types.request import Sampling
 from engine.config import EngineConfig
-from engine.model.aux_hidden_states import StaticTaps
+from engine.model.aux_hidden_states import StaticAuxHiddenStates
 from engine.runner.decode_graphs import graph_sizes
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
@@ -23,7 +23,7 @@ from engine.scheduler.step_commands import Orders
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.draft_models.sampled_drafts import DrawnTokens
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import AMPLE, Asked, Branching, Said, answers, num_in_branches
+from tests.engine.asked import AMPLE, AnswerText, Asked, Branching, answers, num_in_branches
 from tests.engine.counted_replays import FakeReplays
 from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
 from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
@@ -104,7 +104,7 @@ class _Models:
         self.plain = ModelRunner(self._config)
         self.expected = answers(self.plain, _ASKED, num_blocks=_NUM_BLOCKS)
 
-    def answer(self, recorded_rows: int) -> tuple[Said, _Overheard, list[_Step], Speculation]:
+    def answer(self, recorded_rows: int) -> tuple[AnswerText, _Overheard, list[_Step], Speculation]:
         """With drafts that branch; 0: every step is launched."""
         replays = FakeReplays()
         runner = self.plain
@@ -149,15 +149,15 @@ def test_branches_within_a_graph_and_beyond_the_largest(models: _Models, recorde
 def test_hidden_states_of_an_earlier_step_would_be_seen(models: _Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replayed step has left is not what the step before it has."""
     _, launched, *_ = models.answer(0)
-    keep, num_kept = StaticTaps.keep, 0
+    keep, num_kept = StaticAuxHiddenStates.keep, 0
 
-    def keep_every_second(self: StaticTaps, taps: Any) -> None:
+    def keep_every_second(self: StaticAuxHiddenStates, aux_hidden_states: Any) -> None:
         nonlocal num_kept
         num_kept += 1
         if num_kept % 2:
-            keep(self, taps)
+            keep(self, aux_hidden_states)
 
-    monkeypatch.setattr(StaticTaps, "keep", keep_every_second)
+    monkeypatch.setattr(StaticAuxHiddenStates, "keep", keep_every_second)
     said, overheard, *_ = models.answer(_MANY)
     assert said.ids == models.expected.ids, "heads change no answer"
     assert overheard.said != launched.said

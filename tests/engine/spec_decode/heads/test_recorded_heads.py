@@ -17,7 +17,7 @@ from engine.scheduler.sequence import Sequence
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.draft_models.sampled_drafts import DrawnTokens
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import Asked, Said, answers
+from tests.engine.asked import AnswerText, Asked, answers
 from tests.engine.counted_replays import FakeReplays
 from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
 from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
@@ -74,7 +74,7 @@ def test_what_is_guessed_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Pa
 
 def _said(
     kind: str, tiny_model: MakeModel, directory: Path, *, capture: Capture | None = None, **config: Any
-) -> tuple[Said, list[list[int]]]:
+) -> tuple[AnswerText, list[list[int]]]:
     """Answers, and what was guessed on their way. directory: for the files of the heads."""
     _WRITERS[kind](directory)
     heads = HeadsPlace("eagle" if kind == "eagle1" else kind, directory)

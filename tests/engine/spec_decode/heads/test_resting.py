@@ -14,7 +14,7 @@ import engine.runner.runner
 from core.model.draft_heads import HeadsPlace
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.model.aux_hidden_states import Taps
+from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner.runner import ModelRunner
 from engine.spec_decode.heads.eagle3_layer import Eagle3Layer
 from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
@@ -94,11 +94,11 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted("keep", 1)
     counted("__call__", 2)
 
-    def taps(layers: Seq[int]) -> Taps:
+    def aux_hidden_states(layers: Seq[int]) -> AuxHiddenStates:
         counts["taps"] += 1
-        return Taps(layers)
+        return AuxHiddenStates(layers)
 
-    monkeypatch.setattr(engine.runner.runner, "Taps", taps)
+    monkeypatch.setattr(engine.runner.runner, "AuxHiddenStates", aux_hidden_states)
     return counts
 
 
