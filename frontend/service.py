@@ -31,15 +31,12 @@ from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
 from frontend.served_model import ServedModel
 from frontend.text.models import Models
-from router.batches.batches import Batches
-from router.batches.bounds import BatchBounds
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
-_MAX_LINES = 64  # of batches, that a router answers at a time; and no more than half of what one replica runs
 
 
 class RouterService:
@@ -52,7 +49,6 @@ class RouterService:
         models: Models,
         access: Access,
         stored: StoredResponses,
-        batches: Batches | None,
         *,
         tracing: Tracing | None,
         tasks: Supervisor,
@@ -63,7 +59,6 @@ class RouterService:
         self._models = models
         self._access = access
         self._stored = stored
-        self._batches = batches
         self._tracing = tracing
         self._grpc: GrpcApi | None = None
         self._http: HttpListener | None = None
@@ -132,18 +127,8 @@ class RouterService:
                 max_bytes=spec.router.stored_responses_mib * 2**20, ttl_s=spec.router.stored_responses_s
             ),
         )
-        batches = Batches.in_redis(
-            credentials.index_url,
-            name=spec.name,
-            key=credentials.key(Purpose.BATCHES),
-            bounds=BatchBounds(max_bytes=spec.router.batch_mib * 2**20),
-            client_of=access.client_of,
-            at_a_time=min(_MAX_LINES, max(1, spec.decode.max_running // 2)),
-        )
         drain_s = spec.timeouts.drain_s
-        service = cls(
-            own, attached_deployments, models, access, stored, batches, tracing=tracing, tasks=tasks, drain_s=drain_s
-        )
+        service = cls(own, attached_deployments, models, access, stored, tracing=tracing, tasks=tasks, drain_s=drain_s)
         await service._open_endpoints(spec, host=host)
         service._start()
         logger.info(
@@ -198,14 +183,10 @@ class RouterService:
     async def close(self) -> None:
         """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
         self._is_closing = True
-        if self._batches:
-            await self._batches.leave()
         endpoints = [endpoint for endpoint in (self._grpc, self._http) if endpoint]
         await asyncio.gather(*(endpoint.close(grace_s=self._drain_s) for endpoint in endpoints))
         await self._access.close()
         await self._stored.close()
-        if self._batches:
-            await self._batches.close()
         await self._attached_deployments.close()
         await self._own.close()  # and with it all tasks of the router
         if self._tracing:
@@ -229,8 +210,6 @@ class RouterService:
             probes=self.probes,
             rejects_unknown_fields=router.unknown_fields == "refuse",
             stored=self._stored,
-            batches=self._batches,
-            max_resume_s=spec.timeouts.resume_s,
             cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
         )
         self._http = await HttpListener.open(
@@ -248,8 +227,6 @@ class RouterService:
         self._tasks.start("health", self._watch)
         if self._attached_deployments.may_come:
             self._tasks.start("borrowers", self._attached_deployments.follow_forever)
-        if self._batches:
-            self._batches.start(self._tasks)
 
     def _is_healthy(self) -> bool:
         return self._own.is_ready() or self._attached_deployments.is_any_ready()

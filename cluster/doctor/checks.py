@@ -124,7 +124,7 @@ def _redis(spec: Spec, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
                 "redis", host, found, "place it nearer: routers read it in the background, keys' limits do not"
             )
     if any(host.redis_policy.startswith("allkeys") for host in hosts):
-        found = "Redis throws away any key when it is full, batches and keys' budgets too"
+        found = "Redis evicts any key when it is full, also the budgets of API keys"
         yield _warning("redis", None, found, "CONFIG SET maxmemory-policy volatile-lru")
 
 

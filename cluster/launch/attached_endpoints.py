@@ -13,7 +13,7 @@ from core.types.errors import DeployError, SpecError
 # What is of doors, and not of a model behind them.
 _OF_ENDPOINTS = (
     "replicas", "host", "grpc_port", "http_port", "keys", "tls_cert", "tls_key", "unknown_fields", "cors_origins",
-    "stored_responses_mib", "stored_responses_s", "batch_mib",
+    "stored_responses_mib", "stored_responses_s",
 )  # fmt: skip
 
 

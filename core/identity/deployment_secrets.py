@@ -19,7 +19,6 @@ class Purpose(StrEnum):
     API_KEYS = "api keys"  # seals the book of clients' keys
     SALTS = "cache salts"  # keys the salts of prefix hashes
     RESPONSES = "responses"  # names stored responses, and seals them
-    BATCHES = "batches"  # the same of batches and their files
     TRAFFIC = "traffic"  # keys the hashes by which prompts are remembered
     REVISIONS = "revisions"  # seals which revisions serve, and what becomes of requests there
     ANSWERS = "answers"  # encrypts what replicas tell each other of finished answers

@@ -331,9 +331,6 @@ class RouterSpec(_Section):
     has half of it at most, and the oldest go first. 0: none is stored, and answers say `"store": false`."""
     stored_responses_s: Annotated[float, Field(gt=0, le=2_592_000, json_schema_extra={"unit": "s"})] = 86_400.0
     """For so long at most."""
-    batch_mib: Annotated[int, Field(ge=0, json_schema_extra={"unit": "MiB"})] = 64
-    """Of the index's Redis, for files of `/v1/files` and the answers of `/v1/batches`. A tenant has half of it at most;
-    what is full refuses, and files go after a week. 0: there are no batches."""
     max_waiting: Count = 1024
     """Requests queued in one router. One is refused where all that wait and those of its own user, added up, are so
     many, so that one who is alone has half of it; a tenant that is alone, with all its users, has three quarters."""
@@ -447,8 +444,6 @@ class TimeoutSpec(_Section):
     """A request, whatever deadline its client names."""
     unread_s: Seconds = 60.0
     """What a client may leave a token unread; then its request ends."""
-    resume_s: Annotated[float, Field(ge=0, le=3600, json_schema_extra={"unit": "s"})] = 60.0
-    """The longest that a client may have a streamed answer wait for it when its connection is lost; 0: none waits."""
 
 
 class PoolBounds(_Section):

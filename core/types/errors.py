@@ -9,13 +9,11 @@ ClusterError
 ├── ReplicaFailed           a replica's process ended, or cannot go on; the controller starts another
 │   └── RankUnreachable     for the moment, perhaps
 ├── RequestFailed           what a client was told by a deployment       (CLI: exit code 1, or 2 where it is the user's)
-│   └── DoorAway            no door answers, or none can at present
 ├── Unauthenticated         no API key, or one that is not known (any more)
 ├── KeysUnknown             a router has not heard yet which keys there are
 ├── RequestError            the client sent something wrong; retrying will not help
 │   ├── UnknownModel
 │   ├── UnknownResponse     none is stored under that id, for whoever asks
-│   ├── UnknownObject       no such file or batch, for whoever asks
 │   ├── UnsupportedField    known, and not served here
 │   ├── ContextLengthExceeded
 │   └── RequestTooLarge
@@ -27,7 +25,7 @@ ClusterError
 ├── GrammarNotFollowed      no next token keeps to the request's grammar, or it costs too much to find one
 ├── NoTokenAllowed          what a request asks of its tokens leaves none
 ├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
-├── StoreUnavailable        where responses and batches are kept cannot be reached at present
+├── StoreUnavailable        the store of responses cannot be reached at present
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
 └── TransferError           KV blocks did not arrive; the handoff may be tried again
     ├── LayoutMismatch      the two sides disagree about blocks; never retried
@@ -93,10 +91,6 @@ class RequestFailed(ClusterError):
         self.exit_code = exit_code
 
 
-class EndpointUnavailable(RequestFailed):
-    """No door of a deployment answers, or none can at present: it may be asked again."""
-
-
 class Unauthenticated(ClusterError):
     """The request came without an API key, or with one that is not known here (any more)."""
 
@@ -119,10 +113,6 @@ class UnknownModel(RequestError):
 
 class UnknownResponse(RequestError):
     """No response of that id is stored here for whoever asks: it was not, it is too long ago, or it was deleted."""
-
-
-class UnknownObject(RequestError):
-    """No file, batch or stream of that id is here for whoever asks: it was not, is too long ago, or was deleted."""
 
 
 class UnsupportedField(RequestError):
@@ -203,7 +193,7 @@ class LogitsNotFinite(ClusterError):
 
 
 class StoreUnavailable(ClusterError):
-    """Where responses and batches are stored cannot be reached at present."""
+    """The store of responses cannot be reached at present."""
 
 
 class ReplicaLost(ClusterError):
@@ -246,7 +236,6 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (KeysUnknown, Outcome("UNAVAILABLE", 503, "server_error", "keys_unknown")),
     (UnknownModel, Outcome("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
     (UnknownResponse, Outcome("NOT_FOUND", 404, "invalid_request_error", "response_not_found")),
-    (UnknownObject, Outcome("NOT_FOUND", 404, "invalid_request_error", "not_found")),
     (UnsupportedField, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "unsupported_parameter")),
     (ContextLengthExceeded, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded")),
     (RequestTooLarge, Outcome("RESOURCE_EXHAUSTED", 413, "invalid_request_error", "request_too_large")),

@@ -26,7 +26,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fields": clients.fields,
     "messages": clients.messages,
     "responses": clients.responses,
-    "batches": clients.batches,
     "items": clients.items,
     "anthropic-fields": clients.anthropic_fields,
     "limits": clients.limits,

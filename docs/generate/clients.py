@@ -14,7 +14,6 @@ from core.types import token_rules
 from core.types.errors import ClusterError, outcome_of
 from docs.generate.table import table
 from frontend.anthropic.types import MessagesBody
-from frontend.http.batch_types import BatchBody
 from frontend.openai.fields import EMPTY, Only
 from frontend.openai.messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
 from frontend.openai.types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
@@ -30,7 +29,6 @@ _NOT_FOR_CLIENTS = (
     tree.NotDeployed,
     tree.ReplicaFailed,
     tree.RequestFailed,
-    tree.EndpointUnavailable,
 )
 _LIMITS = {
     "stop": f"{rules.MAX_STOPS} strings of 1 to {rules.MAX_STOP_CHARS:,} characters",
@@ -112,12 +110,6 @@ def responses() -> str:
     rows = [(f"`{name}`", *_support(name, field)) for name, field in ResponsesBody.model_fields.items()]
     rows.sort(key=lambda row: _ORDER.index(row[1].split()[0]))
     return table(("field of `/v1/responses`", "taken", "bounds", "notes"), rows)
-
-
-def batches() -> str:
-    """What the body of /v1/batches takes."""
-    rows = [(f"`{name}`", *_support(name, field)) for name, field in BatchBody.model_fields.items()]
-    return table(("field of `/v1/batches`", "taken", "bounds", "notes"), rows)
 
 
 def items() -> str:

@@ -84,10 +84,6 @@ class Access:
             self._count(outcome_of(error).code)
             raise
 
-    def client_of(self, key_id: str) -> Client:
-        """Whose key it is, for what was begun with it. Raises Unauthenticated or KeysUnknown."""
-        return self._keyring.client_of(key_id)
-
     @property
     def has_many_tenants(self) -> bool:
         """Whether there are others from whom one could take what they need."""

@@ -18,7 +18,6 @@ class Client:
     key: ApiKey | None  # None: it showed none
     # Of the deployment: without it nobody can tell beforehand a hash that a tenant or salt keys.
     salt_key: bytes = field(repr=False)
-    is_offline: bool = False  # nobody waits for its answers
     is_cache_told: bool = True  # False among strangers, who share prefixes: it would tell what another one has sent
 
     @property
@@ -46,20 +45,19 @@ class Client:
             salt=salt_of(self.salt_key, tenant=self.tenant, cache_salt=request.cache_salt),
             is_cache_told=self.is_cache_told or bool(request.cache_salt),
         )
-        within = self._within_key(bound, self.key) if self.key else bound
-        return replace(within, priority=OFFLINE) if self.is_offline else within
-
-    def offline(self) -> Client:
-        """The same client, whose requests now come after everybody who waits."""
-        return replace(self, is_offline=True)
+        return self._within_key(bound, self.key) if self.key else bound
 
     def _within_key(self, request: CompletionRequest, key: ApiKey) -> CompletionRequest:
         asked, most = request.max_tokens, key.max_tokens
         if asked is not None and most is not None and asked > most:
             param = request.max_tokens_field
             raise RequestError(f"{param}: this API key may ask for {most}, not {asked}", param=param)
-        low, high = key.priorities or (request.priority, request.priority)
-        return replace(request, key_id=key.id, max_answer=most, priority=min(max(request.priority, low), high))
+        priority = request.priority
+        # Every key may send offline requests: they run after all others, so a bound would only move them forward.
+        if key.priorities and priority < OFFLINE:
+            low, high = key.priorities
+            priority = min(max(priority, low), high)
+        return replace(request, key_id=key.id, max_answer=most, priority=priority)
 
 
 def salt_of(key: bytes, *, tenant: str, cache_salt: str) -> str:

@@ -58,17 +58,6 @@ class Keyring:
             raise Unauthenticated("an API key is sent as Authorization: Bearer sk-…, and this came without Bearer")
         raise Unauthenticated("this API key is not known here, or was revoked")
 
-    def client_of(self, key_id: str) -> Client:
-        """Whose key it is; empty: of nobody's. Raises Unauthenticated or KeysUnknown."""
-        if not key_id:
-            return self.identify(None)
-        if self._clients is None:
-            raise KeysUnknown("this router has not heard yet which API keys there are; try again")
-        for client in self._clients.values():
-            if client.key and client.key.id == key_id:
-                return client
-        raise Unauthenticated("this API key is not known here, or was revoked")
-
     @property
     def has_many_tenants(self) -> bool:
         """Whether several may ask; the operator's own machine, and who may ask without a key where nobody has one, are

@@ -1,6 +1,6 @@
 """The application behind the HTTP door: every API that it speaks, and what each request passes before its endpoint.
 
-_RequestIds   its id, the form in which it hears of errors, and where streams are held
+_RequestIds   its id, and the form of its errors
 _Gate         its API key: who may not ask is told so before anything of the request is read
 _Straight     what brings answers goes to its endpoint at once; all else through the application's routes
 """
@@ -21,17 +21,12 @@ from frontend.access.access import Access
 from frontend.admin.health_api import HealthProbes, add_health
 from frontend.anthropic.api import AnthropicApi
 from frontend.anthropic.errors import AnthropicErrors
-from frontend.http.batches_api import BatchesApi
 from frontend.http.body import BodyReader
 from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.error_format import ErrorForm
 from frontend.http.errors import answer_to, error_response, handle_errors
-from frontend.http.files_api import FilesApi
-from frontend.http.held_streams import HeldStreams
-from frontend.http.inner_calls import InnerCalls
 from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
-from frontend.http.streams_api import StreamsApi
 from frontend.http.tracing import HttpTraces, tell_trace
 from frontend.openai.api import OpenAIApi
 from frontend.openai.errors import OpenAIErrors
@@ -43,7 +38,6 @@ from frontend.responses.stored import StoredResponses
 from frontend.text.completion import Completions
 from frontend.text.completion_request import REQUEST_ID
 from frontend.text.models import Models
-from router.batches.batches import Batches
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
 _IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
@@ -59,15 +53,12 @@ def create_app(
     rejects_unknown_fields: bool = False,
     cors_origins: Sequence[str] = (),
     stored: StoredResponses | None = None,
-    batches: Batches | None = None,
-    max_resume_s: float = 60.0,
 ) -> FastAPI:
     """The ASGI application. served: one model, or several. is_healthy: whether requests can be served.
 
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
-    stored: responses; None: they are stored in this process alone. batches: None: there are none. max_resume_s: how
-    long a streamed answer may be held for a client that has lost it.
+    stored: responses; None: they are stored in this process alone.
     """
     models = Models.of(served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -80,15 +71,10 @@ def create_app(
     request_contexts = HttpRequestContexts(models, access.limits, bodies)
     openai, anthropic = OpenAIApi(models, request_contexts), AnthropicApi(models, request_contexts)
     responses = ResponsesApi(models, request_contexts, stored or StoredResponses.in_memory(_IN_MEMORY))
-    batched = {**openai.endpoints, **responses.endpoints}
-    answering = {**batched, **anthropic.endpoints}
-    if batches:
-        straight = _Straight(app, batched)
-        batches.answered_by(InnerCalls(straight, models=lambda: models.expected, endpoints=batched.keys()))
+    answering = {**openai.endpoints, **responses.endpoints, **anthropic.endpoints}
     app.add_middleware(_Straight, endpoints=answering)
     app.add_middleware(_Gate, access=access)
-    streams = HeldStreams(max_resume_s)
-    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints), streams=streams)  # the last comes first
+    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the last comes first
     if tracing := models.default.tracing:
         app.add_middleware(HttpTraces, tracing=tracing, paths=frozenset(answering))
     if cors_origins:  # a browser asks beforehand, without a key
@@ -100,9 +86,6 @@ def create_app(
     OpenapiApi(models).add_to(app)
     openai.add_to(app)
     responses.add_to(app)
-    StreamsApi(streams).add_to(app)
-    FilesApi(request_contexts, batches).add_to(app)
-    BatchesApi(request_contexts, batches).add_to(app)
     # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
     for path, endpoint in answering.items():
         app.add_api_route(path, endpoint, methods=["POST"])
@@ -161,13 +144,11 @@ class _Straight:
 
 
 class _RequestIds:
-    """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer. And the form in which
-    it hears of errors, and the streams that are held, on the request."""
+    """ASGI middleware that sets the request id (the client's X-Request-Id, or a new one) and the form of its errors."""
 
-    def __init__(self, app: ASGIApp, *, anthropic: frozenset[str], streams: HeldStreams) -> None:
+    def __init__(self, app: ASGIApp, *, anthropic: frozenset[str]) -> None:
         """anthropic: paths whose clients have Anthropic's form, and its name of that header."""
         self._app = app
-        self._streams = streams
         self._anthropic = anthropic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,15 +159,15 @@ class _RequestIds:
         request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         is_anthropic = scope["path"] in self._anthropic
         errors: ErrorForm = AnthropicErrors(request_id) if is_anthropic else OpenAIErrors()
-        scope.setdefault("state", {}).update(request_id=request_id, errors=errors, streams=self._streams)
+        scope.setdefault("state", {}).update(request_id=request_id, errors=errors)
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                headers, told = MutableHeaders(scope=message), scope["state"]["request_id"]
-                headers["x-request-id"] = told
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
                 tell_trace(scope["state"], headers, message["status"])
                 if is_anthropic:
-                    headers["request-id"] = told
+                    headers["request-id"] = request_id
             return send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -17,7 +17,7 @@ from core.types.errors import CapacityError, ClusterError, RateLimited, RequestT
 from frontend.http.error_format import ErrorForm
 
 CLIENT_GONE = 499  # nobody reads it; nginx's number, for access logs
-_BEHIND_V1 = ("batches", "chat", "completions", "files", "models", "responses")
+_BEHIND_V1 = ("chat", "completions", "models", "responses")
 _DRAIN_BYTES = 64 * 1024 * 1024
 _DRAIN_S = 5.0
 

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from frontend.http.error_format import ErrorForm
 from frontend.http.errors import CLIENT_GONE, error_response
-from frontend.http.held_streams import WITHIN, HeldStreams
 from frontend.http.json_response import json_answer, to_json
 
 T = TypeVar("T")
@@ -57,8 +56,7 @@ class EventStream(Response):
     """Sends `events` as they come.
 
     The first event is awaited before the status is sent, so that a request which fails at once gets its real status;
-    a later failure is sent as an event, and nothing follows. The generator is run and closed in one task. Where the
-    client asks for it, the answer is held for it when its connection is lost (frontend/http/held_streams.py).
+    a later failure is sent as an event, and nothing follows. The generator is run and closed in one task.
     """
 
     media_type = "text/event-stream"
@@ -75,13 +73,7 @@ class EventStream(Response):
         self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams: HeldStreams | None = scope["state"].get("streams")
-        if held := streams and streams.asked(scope):
-            self.headers[WITHIN] = f"{held.within_s:g}"
-            making = self._send_all(scope, receive, held.send)
-            await held.outlive(making, while_connected(receive, held.play(send)))
-        else:
-            await while_connected(receive, self._send_all(scope, receive, send))
+        await while_connected(receive, self._send_all(scope, receive, send))
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started = False

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from frontend.anthropic.types import CountTokensBody, MessagesBody
-from frontend.http.batch_types import BatchBody
 from frontend.http.docs_page import PAGE_HEADERS, page_of
 from frontend.http.json_response import JSON, to_json
 from frontend.http.openapi_schemas import PLACE, schemas_of
@@ -45,19 +44,6 @@ ENDPOINTS = (
     Described("GET", "/v1/responses/{id}", "A stored response."),
     Described("DELETE", "/v1/responses/{id}", "Forgets a stored response."),
     Described("GET", "/v1/responses/{id}/input_items", "What it was asked.", query=("limit", "order", "after")),
-    Described("GET", "/v1/streams/{request_id}", "Goes on with a streamed answer that was asked with X-Resume-Within."),
-    Described("DELETE", "/v1/streams/{request_id}", "Ends it."),
-    Described(
-        "POST", "/v1/files", "Keeps a JSONL file of requests: multipart/form-data with `file` and `purpose=batch`."
-    ),
-    Described("GET", "/v1/files", "Those of the tenant.", query=("purpose", "limit", "order", "after")),
-    Described("GET", "/v1/files/{id}", "A file, without its content."),
-    Described("GET", "/v1/files/{id}/content", "Its content."),
-    Described("DELETE", "/v1/files/{id}", "Forgets a file."),
-    Described("POST", "/v1/batches", "Answers every request of a file, offline.", BatchBody),
-    Described("GET", "/v1/batches", "Those of the tenant.", query=("limit", "after")),
-    Described("GET", "/v1/batches/{id}", "How far a batch has come."),
-    Described("POST", "/v1/batches/{id}/cancel", "Ends a batch with what has been answered."),
     Described("POST", "/v1/messages", "Anthropic's Messages API.", MessagesBody, streams=True),
     Described("POST", "/v1/messages/count_tokens", "How many tokens its prompt would be.", CountTokensBody),
     Described("POST", "/tokenize", "A prompt, or messages, to tokens.", TokenizeBody),

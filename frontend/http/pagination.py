@@ -1,11 +1,10 @@
-"""Lists that are told page by page: what a client says of the page that it wants, and the page."""
+"""Query parameters of paged lists."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from core.types.errors import RequestError
-from frontend.http.json_response import JSON
 
 
 def page_size(query: Mapping[str, str], *, default: int, most: int) -> int:
@@ -22,8 +21,3 @@ def is_newest_first(query: Mapping[str, str]) -> bool:
     if order not in ("asc", "desc"):
         raise RequestError("order: must be asc or desc", param="order")
     return order == "desc"
-
-
-def page(published: list[JSON], *, has_more: bool) -> JSON:
-    ids = [one["id"] for one in published] or [None]
-    return {"object": "list", "data": published, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}

@@ -75,11 +75,6 @@ class Models:
         return [card.id for card in self.cards]
 
     @property
-    def expected(self) -> Sequence[str]:
-        """The same, then those that should be here."""
-        return [*self.names, *sorted(self._unavailable)]
-
-    @property
     def max_context(self) -> int:
         """Tokens, of the model that takes most."""
         return max(card.max_context for card in self.cards)

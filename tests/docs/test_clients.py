@@ -23,7 +23,6 @@ from frontend.text.tokenizer import Tokenizer
 from tests.docs.test_extending import FILES
 from tests.frontend.access.keys import access_with, issue
 from tests.frontend.http.certificate_files import write_certificate
-from tests.router.batches.batch_doors import batch_router
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.identities import router
@@ -35,7 +34,7 @@ from tests.support.waiting import becomes
 _HERMES = (ROOT / "tests" / "frontend" / "chat" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
 _EXAMPLES = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
-_SECURE, _OPENAI, _TOOLS, _RESPONSES, _BATCHES, _PARSED, _ANTHROPIC, _GRPC = _EXAMPLES
+_SECURE, _OPENAI, _TOOLS, _RESPONSES, _PARSED, _ANTHROPIC, _GRPC = _EXAMPLES
 
 
 @pytest.mark.timeout(300)
@@ -101,15 +100,6 @@ async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path, ex
     prompt = tokenizer.decode(fake.started[-1].token_ids, skip_special_tokens=False)
     assert "It is sunny in Rome." in prompt
     service.close()
-
-
-async def test_a_batch_is_answered_as_the_page_says(redis_url: str, tmp_path: Path) -> None:
-    make_byte_level(tmp_path)
-    make = MakeCompletions(tmp_path, Tokenizer(tmp_path))
-    program = f"import os; os.chdir({str(tmp_path)!r})\n{_BATCHES}"
-    async with batch_router(make, redis_url) as served:
-        told = await _run(program.replace("http://127.0.0.1:8000", served.address))
-    assert told.splitlines() == ["completed 3 of 3", "sum-0 8", "sum-1 8", "sum-2 8"]
 
 
 def _service(directory: Path, *, chat_template: str | None = None) -> Completions:

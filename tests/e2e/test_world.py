@@ -41,9 +41,6 @@ _SHOWN = {
     ("cluster/cli/autoscale.py", "time.localtime"),
     ("cluster/control/operator_registry.py", "time.time"),
     ("frontend/http/http_connection.py", "time.time"),
-    ("router/batches/batches.py", "time.time"),
-    ("router/batches/new_file.py", "time.time"),
-    ("router/batches/job.py", "time.time"),  # also when a batch's day is over: any router may be the one to see it
 }
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)

@@ -1,25 +1,50 @@
-"""`cluster batch` over a router's door: a file of requests and its answers, coming back to it, and what is wrong."""
+"""`cluster batch` against a real HTTP listener over a fake token service."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from cluster.cli.app import run
+from core.process.ports import free_port
+from core.types.errors import CapacityError, ReplicaLost
+from core.types.request import OFFLINE, SequenceRequest
+from frontend.access.access import Access
+from frontend.http.app import create_app
 from frontend.text.tokenizer import Tokenizer
 from tests.cluster.cli.command import ClusterCommand
 from tests.frontend.access.keys import access_with, issue
-from tests.router.batches.batch_doors import BatchRouter, batch_router, chat_line, jsonl
-from tests.support.fake_token_service import FakeTokenService
+from tests.support.fake_token_service import FakeGeneration, FakeTokenService
+from tests.support.http_server import serve_http
 from tests.support.tiny_service import MakeCompletions
 from tests.support.tiny_tokenizers import make_byte_level
+
+_CHAT, _MESSAGES = "/v1/chat/completions", "/v1/messages"
+
+
+@dataclass(kw_only=True)
+class FakeRefusals(FakeTokenService):
+    """Refuses as many requests as there are refusals, and serves those after."""
+
+    refusals: Iterator[Exception] = field(default_factory=lambda: iter(()))
+
+    def start(self, request: SequenceRequest) -> FakeGeneration:
+        self.reject = next(self.refusals, None)
+        return super().start(request)
+
+
+@dataclass
+class Server:
+    fake: FakeTokenService
+    url: str
 
 
 @pytest.fixture(scope="module")
@@ -28,144 +53,176 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MakeCompletions:
     return MakeCompletions(directory, Tokenizer(directory))
 
 
-@pytest.fixture
-async def router(
-    made: MakeCompletions, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[BatchRouter]:
+@pytest.fixture(autouse=True)
+def no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "state"))
-    with redis.Redis.from_url(redis_url) as client:
-        client.flushall()
-    async with batch_router(made, redis_url) as one:
+
+
+@pytest.fixture
+async def server(made: MakeCompletions) -> AsyncIterator[Server]:
+    async with serving(made) as one:
         yield one
 
 
-async def asked(router: BatchRouter, *arguments: str | Path) -> int:
-    """The exit code of `cluster batch`, in a thread of this process."""
-    return await asyncio.to_thread(run, ["batch", *map(str, arguments), "--endpoint", router.address])
+@asynccontextmanager
+async def serving(
+    made: MakeCompletions, fake: FakeTokenService | None = None, *, access: Access | None = None
+) -> AsyncIterator[Server]:
+    fake = fake or FakeTokenService()
+    service = made(fake)
+    app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port):
+        yield Server(fake, f"http://{host}:{port}")
+    service.close()
 
 
-def lines_in(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def line(custom_id: str, *, url: str = _CHAT, **body: Any) -> dict[str, Any]:
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": custom_id}], "max_tokens": 3} | body
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": asked}
 
 
-async def test_a_file_becomes_answers_and_errors(
-    router: BatchRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(one) for one in path.read_bytes().splitlines()]
+
+
+async def run_batch(*arguments: str | Path) -> int:
+    """Run the command in a thread, and return its exit code."""
+    return await asyncio.to_thread(run, ["batch", *map(str, arguments)])
+
+
+async def test_answers_and_failures_and_malformed_lines(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "asked.jsonl"
-    file.write_bytes(jsonl([chat_line("a"), chat_line("b", temperature=1000), chat_line("c")]))
-    assert await asked(router, file) == 1
-    said = capsys.readouterr()
-    answers, errors = tmp_path / "asked.out.jsonl", tmp_path / "asked.out.errors.jsonl"
-    assert said.out == f"2 answers in {answers}\n1 error in {errors}\n"
-    assert [one["custom_id"] for one in lines_in(answers)] == ["a", "c"]
-    assert [one["custom_id"] for one in lines_in(errors)] == ["b"]
-    assert "completed 3/3" in said.err
-    file.write_bytes(jsonl([chat_line("a")]))
-    assert await asked(router, file, "-o", tmp_path / "here") == 0
-    assert capsys.readouterr().out == f"1 answer in {tmp_path / 'here'}\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "asked.jsonl",
-        "asked.out.errors.jsonl",
-        "asked.out.jsonl",
-        "here",
-    ]
+    other = line("c", url=_MESSAGES)
+    file = write_lines(tmp_path / "in.jsonl", line("a"), "hello", line("b", temperature=1000), other, line("a"))
+    out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    assert await run_batch(file, "-o", out, "--url", f"{server.url}/v1") == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"2 answers in {out} (0 of them from an earlier run)\n3 lines failed; see {errors}\n"
+    said = printed.err.splitlines()
+    assert len(said) == 3
+    assert said[0].startswith(f"{file}:2: not JSON: ")
+    assert said[1] == f"{file}:5: custom_id: 'a' is a duplicate of line 1"
+    assert said[2].startswith(f"{file}:3: custom_id 'b': 400 temperature: ")
+    answers = {one["custom_id"]: one for one in read_lines(out)}
+    assert answers.keys() == {"a", "c"} and answers["a"]["error"] is None
+    assert answers["a"]["response"]["status_code"] == 200
+    assert answers["a"]["response"]["body"]["object"] == "chat.completion"
+    assert answers["c"]["response"]["body"]["type"] == "message"
+    failed = read_lines(errors)
+    assert [one["custom_id"] for one in failed] == [None, None, "b"]
+    assert failed[2]["response"]["status_code"] == 400
+    assert failed[2]["response"]["body"]["error"]["param"] == "temperature"
+
+    write_lines(file, line("a"), line("b"))
+    assert await run_batch(file, "-o", out, "--url", server.url) == 0
+    assert [one["custom_id"] for one in read_lines(out)][2:] == ["b"] and not errors.exists()
+    assert "2 answers in" in capsys.readouterr().out
 
 
-async def test_ctrl_c_leaves_it_running_and_resume_comes_back(
-    router: BatchRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    router.fake.hang_after = 1
-    file = tmp_path / "asked.jsonl"
-    file.write_bytes(jsonl([chat_line("a"), chat_line("b")]))
-    cluster = ClusterCommand(tmp_path)
-    with cluster.start("batch", str(file), "--endpoint", router.address) as process:
-        await router.fake.is_hanging.wait()
-        assert process.stderr
-        line = await asyncio.to_thread(process.stderr.readline)  # it waits from now on
-        while "in_progress" not in line:
-            line = await asyncio.to_thread(process.stderr.readline)
-        process.send_signal(signal.SIGINT)
+async def test_requests_are_offline_unless_they_say_otherwise(server: Server, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "in.jsonl", line("a"), line("b", priority=-3))
+    assert await run_batch(file, "-o", tmp_path / "1", "--url", server.url, "--concurrency", "1") == 0
+    assert await run_batch(file, "-o", tmp_path / "2", "--url", server.url, "--concurrency", "1", "--online") == 0
+    assert [request.priority for request in server.fake.started] == [OFFLINE, -3, 0, -3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+async def test_resume_sends_only_what_has_no_answer(server: Server, tmp_path: Path, number: signal.Signals) -> None:
+    server.fake.hang_after = 3
+    file = write_lines(tmp_path / "in.jsonl", line("a"), line("b"), line("c", max_tokens=4), line("d"))
+    out = tmp_path / "out.jsonl"
+    command = ["batch", str(file), "-o", str(out), "--url", server.url, "--concurrency", "1"]
+    with ClusterCommand(tmp_path).start(*command) as process:
+        await server.fake.is_hanging.wait()
+        process.send_signal(number)
         _, err = await asyncio.to_thread(process.communicate)
-    [batch] = (await router.client.batches.list()).data
-    assert process.returncode == 130 and err.count("\n") == 1
-    assert f"`cluster batch --resume {batch.id}`" in err and f"`cluster batch --cancel {batch.id}`" in err
-    assert batch.status == "in_progress"
-    router.fake.hang_after = None
-    router.fake.go_on.set()
-    assert await asked(router, "--resume", batch.id, "-o", tmp_path / "out.jsonl") == 0
-    assert [one["custom_id"] for one in lines_in(tmp_path / "out.jsonl")] == ["a", "b"]
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert err == f"cluster: 2 answers in {out}; run it again to resume\n"
+    whole = out.read_bytes()
+    assert [one["custom_id"] for one in read_lines(out)] == ["a", "b"]
+    out.write_bytes(whole + whole[:40])  # the process was killed while it wrote
+    server.fake.go_on.set()
+    assert await run_batch(*command[1:]) == 0
+    assert out.read_bytes().startswith(whole)
+    assert [one["custom_id"] for one in read_lines(out)] == ["a", "b", "c", "d"]
+    assert len(server.fake.started) == 5, "c was sent twice, all others once"
 
 
-async def test_cancel(router: BatchRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    router.fake.hang_after = 1
-    file = await router.client.files.create(file=("a", jsonl([chat_line("a")])), purpose="batch")
-    batch = await router.client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
-    assert await asked(router, "--cancel", batch.id) == 0
-    assert f"{batch.id} is cancel" in capsys.readouterr().err
-    assert await asked(router, "--resume", batch.id, "-o", tmp_path / "out") == 1
-    assert "cancelled before anything was answered" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        (b"", "has no line; write one for each request"),
-        (b"hello\n", "its first line is no JSON object"),
-        (b"[]\n", "its first line is no JSON object"),
-        (jsonl([chat_line("a"), chat_line("a"), chat_line("b", model="x")]), "line 2: custom_id: 'a' is that of line"),
-        (jsonl([{**chat_line("a"), "url": "/v1/embeddings"}]), "endpoint: must be one of /v1/chat/completions"),
-    ],
-)
-async def test_what_is_wrong_with_a_file_is_one_line(
-    router: BatchRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, error: str
+async def test_a_full_or_failing_server_is_tried_again(
+    made: MakeCompletions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "asked.jsonl"
-    file.write_bytes(content)
-    assert await asked(router, file) == 2
-    said = capsys.readouterr()
-    [line] = [line for line in said.err.splitlines() if line.startswith("cluster:")]
-    assert error in line and said.out == "" and not router.fake.started
+    fake = FakeRefusals(refusals=iter([CapacityError("no room"), ReplicaLost("it left"), CapacityError("no room")]))
+    file = write_lines(tmp_path / "in.jsonl", line("a"))
+    async with serving(made, fake) as server:
+        assert await run_batch(file, "-o", tmp_path / "out", "--url", server.url) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["retrying until the deadline: 429 no room", "retrying until the deadline: 503 it left"]
+    assert len(read_lines(tmp_path / "out")) == 1
+
+
+async def test_of_several_urls_one_that_is_away_costs_nothing(server: Server, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "in.jsonl", *(line(str(number)) for number in range(8)))
+    urls = f"http://127.0.0.1:{free_port()},{server.url}"
+    assert await run_batch(file, "-o", tmp_path / "out", "--url", urls, "--concurrency", "8") == 0
+    assert len(read_lines(tmp_path / "out")) == 8
+
+
+async def test_the_deadline_fails_what_has_no_answer(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.fake.hang_after = 3
+    file = write_lines(tmp_path / "in.jsonl", line("a", max_tokens=4))
+    assert await run_batch(file, "-o", tmp_path / "out", "--url", server.url, "--deadline", "1") == 1
+    assert "custom_id 'a': no answer before the deadline" in capsys.readouterr().err
+    await server.fake.has_ended.wait()
+
+
+async def test_a_refused_key_ends_the_run(
+    made: MakeCompletions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = issue("one", priorities=(0, 10))
+    file = write_lines(tmp_path / "in.jsonl", line("a"), line("b"))
+    async with serving(made, access=access_with(key)) as server:
+        assert await run_batch(file, "-o", tmp_path / "out", "--url", server.url) == 2
+        assert "an API key is needed" in capsys.readouterr().err
+        monkeypatch.setenv("XPYD_API_KEY", key.secret)
+        assert await run_batch(file, "-o", tmp_path / "out", "--url", server.url) == 0
+        assert {request.priority for request in server.fake.started} == {OFFLINE}
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "give one of them"),
-        (["a.jsonl", "--resume", "batch_1"], "give one of them"),
-        (["nowhere.jsonl"], "nowhere.jsonl: No such file"),
-        (["--resume", "batch_1"], "batch: there is no batch 'batch_1'"),
-        (["--cancel", "batch_1"], "batch: there is no batch 'batch_1'"),
-        (["--resume", "batch_1", "-o", "/"], "is a directory"),
-        (["--resume", "batch_1", "-o", "/nowhere/x"], "there is no directory /nowhere"),
+        (["nowhere.jsonl", "-o", "out"], "nowhere.jsonl: No such file"),
+        (["in.jsonl", "-o", "."], "--output .: Is a directory"),
+        (["in.jsonl", "-o", "nowhere/out"], "--output nowhere/out: No such file"),
+        (["in.jsonl", "-o", "in.jsonl"], "would overwrite in.jsonl"),
+        (["x.errors.jsonl", "-o", "x.jsonl"], "would overwrite x.errors.jsonl"),
+        (["in.jsonl", "-o", "x.errors.jsonl"], "x.errors.jsonl:1: not an answer of `cluster batch`"),
+        (["in.jsonl", "-o", "out", "--url", "127.0.0.1:9"], "--url 127.0.0.1:9: write http://HOST:PORT"),
+        (["in.jsonl", "-o", "out"], "no server answers at http://127.0.0.1:9; see `cluster status`"),
     ],
 )
-async def test_what_is_wrong_is_one_line(
-    router: BatchRouter, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+def test_what_is_wrong_is_said_before_anything_is_sent(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    error: str,
 ) -> None:
-    assert await asked(router, *arguments) == 2
-    said = capsys.readouterr()
-    assert error in said.err and said.err.count("\n") == 1 and said.out == ""
-
-
-def test_a_door_that_is_away_or_is_none_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
-    assert run(["batch", "--cancel", "batch_1", "--endpoint", "http://127.0.0.1:9"]) == 1
-    assert capsys.readouterr().err == "cluster: no router answers at http://127.0.0.1:9; see `cluster status`\n"
-    assert run(["batch", "--cancel", "batch_1", "--endpoint", "127.0.0.1:9"]) == 2
-    assert "write http://HOST:PORT" in capsys.readouterr().err
-
-
-async def test_a_key_is_shown_at_the_door(
-    made: MakeCompletions, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "state"))
-    file, key = tmp_path / "asked.jsonl", issue("one")
-    file.write_bytes(jsonl([chat_line("a")]))
-    async with batch_router(made, redis_url, access=access_with(key), fake=FakeTokenService()) as router:
-        assert await asked(router, file) == 2
-        monkeypatch.setenv("XPYD_API_KEY", key.secret)
-        assert await asked(router, file) == 0
+    monkeypatch.chdir(tmp_path)
+    for path in ("in.jsonl", "x.errors.jsonl"):
+        write_lines(tmp_path / path, line("a"))
+    before = (tmp_path / "x.errors.jsonl").read_bytes()
+    url = [] if "--url" in arguments else ["--url", "http://127.0.0.1:9"]
+    assert run(["batch", *arguments, *url]) in (1, 2)
+    printed = capsys.readouterr()
+    assert error in printed.err.splitlines()[-1] and printed.out == ""
+    assert (tmp_path / "x.errors.jsonl").read_bytes() == before

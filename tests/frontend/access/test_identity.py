@@ -87,9 +87,7 @@ def test_strangers_do_not_hear_what_was_cached_unless_they_share_a_word() -> Non
     assert client().bound(request()).is_cache_told
 
 
-def test_an_offline_client_comes_after_everybody_whatever_it_or_its_key_says() -> None:
+def test_every_key_may_send_offline_requests() -> None:
     for asked in (client(priorities=(-5, 5)), client(), ANYBODY):
-        assert asked.offline().bound(request(priority=-7)).priority == OFFLINE
-        assert asked.bound(request(priority=3)).priority == 3
-    with pytest.raises(RequestError):
-        client(max_tokens=5).offline().bound(request(max_tokens=6))
+        assert asked.bound(request(priority=OFFLINE)).priority == OFFLINE
+    assert client(priorities=(-5, 5)).bound(request(priority=OFFLINE - 1)).priority == 5

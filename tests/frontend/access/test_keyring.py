@@ -114,21 +114,6 @@ def test_before_it_has_heard_of_any_it_says_so(ring: Keyring) -> None:
         ring.identify(issue("a").header)
 
 
-def test_whose_a_key_is_counts_for_what_was_begun_with_it(ring: Keyring) -> None:
-    kept, revoked = issue("a"), issue("b")
-    with pytest.raises(KeysUnknown):
-        ring.client_of(kept.key.id)
-    ring.take(book_of(kept, revoked))
-    assert ring.client_of(revoked.key.id).key == revoked.key
-    ring.take(book_of(kept, version=2))
-    assert ring.client_of(kept.key.id).key == kept.key
-    for gone in (revoked.key.id, "", "key-none"):
-        with pytest.raises(Unauthenticated):
-            ring.client_of(gone)
-    nobody = Keyring(None, salt_key=SALT_KEY, is_required=False)
-    assert nobody.client_of("").key is None, "where none is needed, nobody's counts"
-
-
 async def test_what_is_made_and_revoked_counts_without_a_restart(wiped: str, publisher: KeyPublisher) -> None:
     first, second = issue("a"), issue("b")
     await publisher.publish(book_of(first))

@@ -1,0 +1,74 @@
+"""Lines of `cluster batch`: malformed ones are named, and a cut answer is removed."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.cli.batch_files import open_output, parse_line, record, scan
+from core.types.errors import SpecError
+
+LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"hello", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "must be a JSON object"),
+        (LINE | {"custom_id": ""}, "custom_id: must be a string"),
+        (LINE | {"custom_id": 7}, "custom_id: must be a string"),
+        (LINE | {"method": "GET"}, "method: must be POST, not 'GET'"),
+        (LINE | {"url": "/v1/embeddings"}, "url: must be one of /v1/chat/completions, .*, not '/v1/embeddings'"),
+        (LINE | {"url": ["x"]}, "url: must be one of"),
+        (LINE | {"body": "x"}, "body: must be a JSON object"),
+        (LINE | {"body": {"stream": True}}, "body.stream: must be false"),
+    ],
+)
+def test_malformed_line_is_refused(line: bytes | dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        parse_line(line if isinstance(line, bytes) else json.dumps(line).encode())
+
+
+def test_scan_skips_blank_lines_and_refuses_duplicates() -> None:
+    first, second = json.dumps(LINE), json.dumps(LINE | {"custom_id": "b"})
+    content = f"{first}\n\n{second}\n{first}\nhello\n{second}".encode()
+    found = list(scan(io.BytesIO(content)))
+    assert [number for number, _ in found] == [1, 3, 4, 5, 6]
+    assert [str(what) for _, what in found[:3]] == ["a", "b", "custom_id: 'a' is a duplicate of line 1"]
+    assert "not JSON" in str(found[3][1]) and "duplicate of line 3" in str(found[4][1])
+
+
+def test_output_cut_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    whole = b"".join(record(id, request_id=id, response={"body": "\u2028é"}, error=None) for id in "abc")
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        output, answered = open_output(path)
+        with output:
+            num_lines = whole[:end].count(b"\n")
+            assert sorted(answered) == list("abc")[:num_lines]
+            output.write(b"next")
+        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:num_lines]) + b"next"
+
+
+@pytest.mark.parametrize("content", [b"hello", b"hello\n", b'{"id": "batch_req_1"}\n', b'{"id": "batch_req_\n{}\n'])
+def test_a_file_with_something_else_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=r"out\.jsonl:1: not an answer of `cluster batch`"):
+        open_output(path)
+    assert path.read_bytes() == content
+
+
+def test_only_one_process_at_a_time_writes(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with open_output(path)[0], pytest.raises(SpecError, match="another `cluster batch` is writing to it"):
+        open_output(path)
+    open_output(path)[0].close()
