@@ -40,7 +40,6 @@ _SHOWN = {
     ("cluster/control/autoscaling.py", "time.time"),
     ("cluster/cli/autoscale.py", "time.localtime"),
     ("cluster/control/operator_registry.py", "time.time"),
-    ("frontend/http/http_connection.py", "time.time"),
     ("router/batches/batches.py", "time.time"),
     ("router/batches/new_file.py", "time.time"),
     ("router/batches/job.py", "time.time"),  # also when a batch's day is over: any router may be the one to see it
