@@ -18,6 +18,7 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.view import RouterView
 
 _ANY = ("0.0.0.0", "::")
+_CLOSE_S = 1.0  # for answers that are being sent
 
 
 class AdminServer:
@@ -90,5 +91,5 @@ class AdminServer:
         self._scaling[:] = decisions
 
     async def close(self) -> None:
-        await self._listener.close(grace_s=0)
+        await self._listener.close(grace_s=_CLOSE_S)
         await self._addresses.close()

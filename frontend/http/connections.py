@@ -1,4 +1,4 @@
-"""What one client, or a stranger, may hold of a door: the limits of both, side by side."""
+"""Limits of connections to the public endpoints; docs/SECURITY.md, section 3, shows them to operators."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """The limits of connections to one door. docs/SECURITY.md §3 shows them to operators."""
+    """Limits of the gRPC endpoint."""
 
     header_bytes: int = 16 << 10  # names and values of one request, with its path
-    headers: int = 100  # gRPC counts bytes alone
-    open_s: float = 10.0  # for TLS, HTTP/2's first words, a request's header
-    message_s: float = 60.0  # for what follows the header
-    idle_s: float  # between two requests
-    age_s: float = 3600.0  # then it ends with what is under way
-    pipelined: int = 8  # requests that wait behind another; HTTP/1.1
-    streams: int = 4096  # of one connection; HTTP/2
-    connections: int = 16_384  # of one listener; of more, those end that have been idle longest. gRPC has no limit
+    open_s: float = 10.0  # for the TLS handshake and the HTTP/2 preface
+    message_s: float = 60.0  # for the request message
+    idle_s: float = 600.0  # without a call
+    age_s: float = 3600.0  # the client must connect again after that time
+    streams: int = 4096  # per connection
 
 
-GRPC_ENDPOINT = ConnectionLimits(idle_s=600.0)
-HTTP_ENDPOINT = ConnectionLimits(idle_s=60.0)
-ADMIN = ConnectionLimits(idle_s=30.0, connections=64)
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """Limits of an HTTP endpoint."""
+
+    header_bytes: int = 16 << 10  # path, query, names and values of one request
+    headers: int = 100
+    message_s: float = 60.0  # for the request body
+    idle_s: int = 60  # between two requests on a connection
+    connections: int = 16_384  # beyond this number, each new request is refused with 503
+
+
+GRPC_ENDPOINT = ConnectionLimits()
+HTTP_ENDPOINT = HttpLimits()
+ADMIN = HttpLimits(idle_s=30, connections=64)

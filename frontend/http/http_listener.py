@@ -1,35 +1,38 @@
-"""An ASGI application on a port of this process, in its event loop: the HTTP door, and what operators ask."""
+"""An ASGI application served by uvicorn on a port of this process, in the caller's event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from starlette.types import ASGIApp
-from uvicorn.config import Config
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from core.types.errors import DeployError
 from frontend.http.certificates import Certificates
-from frontend.http.connections import ConnectionLimits
-from frontend.http.http_connection import Connections, HttpConnection
+from frontend.http.connections import HttpLimits
+from frontend.http.json_response import json_answer
+from frontend.openai.errors import http_error
 
-_LAST_WORDS_S = 1.0  # for what has ended to be heard
+_LAST_WORDS_S = 1.0  # for requests that were cancelled to release what they hold
 _BACKLOG = 4096
-_PROBE_S = 10  # a client from whom nothing has been heard for so long is asked whether it is there, and again
-_UNSENT_BYTES = 64 << 10  # that the kernel holds of an answer, beside what is on its way
+_PROBE_S = 10  # between TCP keepalive probes of a silent client
+_UNSENT_BYTES = 64 << 10  # of an answer in the kernel's buffer, beyond the bytes in flight
 
 
 class HttpListener:
-    """Serves until `close`."""
+    """Serves from `open` until `close`."""
 
-    def __init__(self, server: asyncio.Server, connections: Connections, address: tuple[str, int]) -> None:
-        self.address = address
+    def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         self._server = server
-        self._connections = connections
+        self._serving = asyncio.create_task(server.serve(sockets=[listener]))
 
     @classmethod
     async def open(
@@ -38,58 +41,84 @@ class HttpListener:
         *,
         host: str,
         port: int,
-        limits: ConnectionLimits,
+        limits: HttpLimits,
         is_port_shared: bool = False,
         certificates: Certificates | None = None,
         max_unread_s: float = 60.0,
     ) -> HttpListener:
-        """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
+        """Serve `app` on host:port (0: any free port), with TLS if there are certificates.
 
-        is_port_shared: several processes of one node listen on the same port, and the kernel deals out connections.
-        max_unread_s: how long a client may leave an answer unread; twice that, for a request has the same limit, and
-        says more. Raises DeployError.
+        is_port_shared: several processes of one node listen on the same port, and the kernel distributes connections.
+        max_unread_s: the kernel resets a connection whose client acknowledges nothing for twice that time. Twice, since
+        requests apply the same limit to unread tokens, and end with a reason. Raises DeployError.
         """
         try:
             listener = _listen(host, port, is_port_shared=is_port_shared, vanished_s=2 * max_unread_s)
         except OSError as error:
             raise DeployError(f"HTTP port {host}:{port} cannot be opened; is it in use?") from error
-        connections = Connections(_with_files(limits), max_unread_s=2 * max_unread_s)
-        config = Config(
-            app,
+        limits = _with_files(limits)
+        config = uvicorn.Config(
+            _HeaderBounds(app, limits),
+            http="h11",  # bounds a header before it is complete, and reads the body of a request that offers h2c
+            h11_max_incomplete_event_size=4 * limits.header_bytes,  # up to that size, the refusal is JSON
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=limits.idle_s,
+            backlog=_BACKLOG,
+            ssl_context_factory=(lambda config, default: certificates.for_http()) if certificates else None,
             log_config=None,
-            log_level=logging.ERROR,  # what is no HTTP is no news
+            log_level=logging.ERROR,  # a client's invalid request is not logged
             access_log=False,
             lifespan="off",
             ws="none",
             proxy_headers=False,
-            timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]  # a time for call_later
+            server_header=False,
         )
         config.load()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: HttpConnection(connections, config),
-            sock=listener,
-            backlog=_BACKLOG,
-            ssl=certificates.for_http() if certificates else None,
-            ssl_handshake_timeout=limits.open_s if certificates else None,
-        )
-        return cls(server, connections, listener.getsockname()[:2])
+        return cls(_Server(config), listener)
 
     async def close(self, *, grace_s: float) -> None:
-        """Take no more, let what is under way finish for grace_s, then end all."""
-        self._server.close()
-        self._connections.finish()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._connections.all_gone.wait()
-        self._connections.abort()
-        if tasks := set(self._connections.state.tasks):  # they hear that their client has gone
-            _, late = await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
-            for task in late:
-                task.cancel()
+        """Accept no more connections, let running requests finish for grace_s, then cancel them."""
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._server.should_exit = True
+        await self._serving
+        if cancelled := set(self._server.server_state.tasks):
+            await asyncio.wait(cancelled, timeout=_LAST_WORDS_S)
 
 
-def _with_files(limits: ConnectionLimits) -> ConnectionLimits:
-    """Connections may have half of the files that this process may open."""
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process: the server is one part of it."""
+        yield
+
+
+class _HeaderBounds:
+    """ASGI middleware that refuses a request whose header is too large."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self._app = app
+        self._limits = limits
+        problem = f"the header of the request is larger than {limits.header_bytes} bytes or {limits.headers} fields"
+        self._rejection = json_answer(http_error("Request Header Fields Too Large", problem), {"connection": "close"})
+        self._rejection.status_code = 431
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._rejection if scope["type"] == "http" and self._is_too_large(scope) else self._app
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            # uvicorn cancels a request that outlives the grace time. It would log a traceback for each of them.
+            return
+
+    def _is_too_large(self, scope: Scope) -> bool:
+        headers = scope["headers"]
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(name) + len(value) for name, value in headers)
+        return num_bytes > self._limits.header_bytes or len(headers) > self._limits.headers
+
+
+def _with_files(limits: HttpLimits) -> HttpLimits:
+    """Connections may use half of the files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limits if soft == resource.RLIM_INFINITY else replace(limits, connections=min(limits.connections, soft // 2))
 
@@ -102,14 +131,14 @@ def _listen(host: str, port: int, *, is_port_shared: bool, vanished_s: float) ->
     options = {
         "TCP_KEEPIDLE": _PROBE_S,
         "TCP_KEEPINTVL": _PROBE_S,
-        "TCP_USER_TIMEOUT": round(1e3 * vanished_s),  # until it is taken for gone, also where it lets nothing through
+        "TCP_USER_TIMEOUT": round(1e3 * vanished_s),  # also for a client whose receive window stays closed
         "TCP_NOTSENT_LOWAT": _UNSENT_BYTES,
-        # Else the first token waits until the client has told that it has the header: 40 ms, where it takes its time.
-        # asyncio sets it on sockets alone that were made with TCP's number, which create_server()'s are not.
+        # Without it, the first token waits until the client acknowledges the header: 40 ms with delayed
+        # acknowledgements. asyncio sets it only on sockets made with TCP's number, which create_server()'s are not.
         "TCP_NODELAY": 1,
     }
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in options.items():  # connections inherit them
-        if hasattr(socket, name):  # some are Linux's alone
+    for name, value in options.items():  # accepted connections inherit them
+        if hasattr(socket, name):  # some exist only on Linux
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return listener

@@ -40,7 +40,6 @@ _SHOWN = {
     ("cluster/control/autoscaling.py", "time.time"),
     ("cluster/cli/autoscale.py", "time.localtime"),
     ("cluster/control/operator_registry.py", "time.time"),
-    ("frontend/http/http_connection.py", "time.time"),
 }
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)

@@ -8,13 +8,13 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from frontend.http.connections import HTTP_ENDPOINT, ConnectionLimits
+from frontend.http.connections import HTTP_ENDPOINT, HttpLimits
 from frontend.http.http_listener import HttpListener
 
 
 @asynccontextmanager
 async def serve_http(
-    app: ASGIApp, *, host: str = "127.0.0.1", limits: ConnectionLimits = HTTP_ENDPOINT, **options: Any
+    app: ASGIApp, *, host: str = "127.0.0.1", limits: HttpLimits = HTTP_ENDPOINT, **options: Any
 ) -> AsyncIterator[tuple[str, int]]:
     """Gives (host, port). options: of HttpListener.open."""
     listener = await HttpListener.open(app, host=host, port=0, limits=limits, **options)

@@ -1,4 +1,4 @@
-"""Connections that say nothing, and such as stop in the middle: a request is served beside two thousand of them."""
+"""A request is served beside two thousand connections that are silent or stop in the middle of a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.rpc.inference_pb2_grpc import InferenceStub
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.http.connections import GRPC_ENDPOINT, HTTP_ENDPOINT
+from frontend.http.connections import GRPC_ENDPOINT
 from tests.support.event_loops import on_both_loops
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
@@ -63,44 +63,11 @@ async def test_a_request_is_served_beside_them_over_http(completions: MakeComple
         assert await _ask(address) == "abca"
 
 
-@on_both_loops
-async def test_those_who_say_nothing_are_gone_after_a_while_over_http(completions: MakeCompletions) -> None:
-    fake = FakeTokenService(hang_after=0)
-    app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
-    limits = replace(HTTP_ENDPOINT, open_s=1.0)
-    async with serve_http(app, limits=limits) as address:
-        asking = asyncio.ensure_future(_ask(address))
-        await fake.is_hanging.wait()
-        async with silent_connections(address, half=_HALF_A_REQUEST) as ends:
-            await becomes(lambda: all(map(_has_ended, ends)))
-        fake.go_on.set()
-        assert await asking == "abca", "who waits for an answer does not go with them"
-
-
-@on_both_loops
-async def test_no_number_of_them_keeps_a_client_out_over_http(completions: MakeCompletions) -> None:
-    app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True)
-    limits = replace(HTTP_ENDPOINT, connections=500)
-    async with serve_http(app, limits=limits) as address, silent_connections(address, half=_HALF_A_REQUEST) as ends:
-        assert await _ask(address) == "abca"
-        await becomes(lambda: sum(map(_has_ended, ends)) > _IDLE + _HALF_OPEN - 500)
-
-
 async def _ask(address: tuple[str, int]) -> str:
     url = "http://{}:{}/v1".format(*address)
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
     return answer.choices[0].text
-
-
-def _has_ended(end: socket.socket) -> bool:
-    """The other side has closed it."""
-    try:
-        return end.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        return True
 
 
 async def test_a_request_is_served_beside_them_over_grpc(completions: MakeCompletions) -> None:

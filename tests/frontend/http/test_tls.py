@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -24,14 +22,12 @@ from frontend.access.access import Access
 from frontend.grpc.api import GrpcApi, open_grpc_api
 from frontend.http.app import create_app
 from frontend.http.certificates import Certificates
-from frontend.http.connections import HTTP_ENDPOINT
 from tests.frontend.access.keys import access_with, issue
 from tests.frontend.http.certificate_files import CertificateFiles, write_certificate
 from tests.support.event_loops import on_both_loops
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.tiny_service import MakeCompletions
-from tests.support.waiting import WITHIN_S
 
 
 @pytest.fixture
@@ -116,17 +112,6 @@ async def test_the_http_door_takes_a_replaced_certificate_too(files: Certificate
                 await late.get(url)
         Path(files.key).write_text("half a key")
         assert await ask() == "here"
-
-
-@on_both_loops
-async def test_a_handshake_that_is_not_finished_is_not_waited_for(files: CertificateFiles) -> None:
-    certificates, limits = Certificates(files.certificate, files.key), replace(HTTP_ENDPOINT, open_s=0.1)
-    async with serve_http(PlainTextResponse("here"), certificates=certificates, limits=limits) as target:
-        for words in (b"", b"\x16\x03\x01\x02\x00\x01"):
-            reader, writer = await asyncio.open_connection(*target)
-            writer.write(words)
-            assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
-            writer.close()
 
 
 async def test_our_own_load_enters_both_doors_with_a_key(completions: MakeCompletions, files: CertificateFiles) -> None:
