@@ -78,7 +78,7 @@ _COUNTERS = (
     ("transfer_seconds", "kv_transfer_seconds_total", "Time that handoffs took, from first byte to acknowledgement."),
     ("transfers", "kv_transfers_total", "Handoffs carried out."),
     ("transfer_failures", "kv_transfer_failures_total", "Handoffs that failed."),
-    ("pulls", "prefix_pulls_total", "Prefixes fetched from another replica instead of computed."),
+    ("prefix_fetches", "prefix_pulls_total", "Prefixes fetched from another replica instead of computed."),
     ("fetched_tokens", "pulled_tokens_total", "Prompt tokens whose KV came from another replica."),
     ("pull_failures", "prefix_pull_failures_total", "Pulls of which nothing came: what was wanted was computed."),
     ("pull_seconds", "prefix_pull_seconds_total", "Time that pulls took, from asking to the last byte."),
@@ -94,28 +94,19 @@ class Declared:
     name: str  # with its `_total`
     kind: str  # "counter", "gauge" or "histogram"
     meaning: str
-    is_replicas: bool  # labelled with replica and role, and exported by every router
-    is_draft: bool  # and with method and place
 
 
 def declared() -> list[Declared]:
     """Every metric, in the order in which they are exported."""
     metrics = Metrics()
     metrics.watch(list)
-    of_replicas = {name for _, name, _ in (*_GAUGES, *_RATES, *_COUNTERS, *_DRAFTS)}
-    drafts = {name for _, name, _ in _DRAFTS}
-    names = [
-        (family.name + ("_total" if family.type == "counter" else ""), family) for family in metrics.registry.collect()
-    ]
     return [
         Declared(
-            name=name,
+            name=family.name + ("_total" if family.type == "counter" else ""),
             kind=family.type,
             meaning=family.documentation,
-            is_replicas=name in of_replicas,
-            is_draft=name in drafts,
         )
-        for name, family in names
+        for family in metrics.registry.collect()
     ]
 
 
