@@ -202,7 +202,6 @@ class ServedModel:
         if self._admin:
             await self._admin.close()
         await self._discovery.close()
-        await self._core.close()
         await self._tasks.close()
         await self._revisions.close()
         await self._replicas.close()

@@ -9,7 +9,6 @@ What a command needs is imported inside it: `cluster generate` should not wait f
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 from typing import Annotated
@@ -23,13 +22,10 @@ from cluster.cli import (
     capture,
     chaos,
     deploy,
-    doctor,
     explain,
     generate,
     keys,
-    monitoring,
     operate,
-    operators,
     plan,
     profile,
     quality,
@@ -41,8 +37,8 @@ from cluster.cli import (
     update,
 )
 from cluster.cli.connection import ADDRESS
-from cluster.launch.person_file import CERTIFICATE
-from core.types.errors import ClusterError, Interrupted, SpecError
+from cluster.cli.over_ssh import run_over_ssh
+from core.types.errors import ClusterError, Interrupted
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,7 +46,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    doctor.doctor,
     deploy.deploy,
     status.status,
     operate.scale,
@@ -65,7 +60,6 @@ for command in (
     explain.explain,
     trace.trace,
     top.top,
-    monitoring.monitoring,
     chaos.chaos,
     simulate.simulate,
     plan.plan,
@@ -78,7 +72,6 @@ app.add_typer(bench.bench, name="bench")
 app.add_typer(autoscale.autoscale, name="autoscale")
 app.add_typer(capture.capture, name="capture")
 app.add_typer(keys.keys, name="keys")
-app.add_typer(operators.operators, name="operators")
 app.add_typer(quality.evaluate, name="eval")
 
 
@@ -97,17 +90,8 @@ def main_options(
         str | None,
         typer.Option(
             envvar=ADDRESS,
-            help="HOST[:PORT] of a Ray of which this is a node, or USER@HOST, where ssh runs it. Default: what was "
-            "deployed from here.",
-        ),
-    ] = None,
-    certificate: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            metavar="FILE",
-            envvar=CERTIFICATE,
-            help="A file of `cluster operators create`: by it status, logs, scale, switch, drain and keys, no Ray.",
+            help="USER@HEAD: run the command there over SSH; HOST[:PORT]: the Ray that this host is a node of. "
+            "Default: the deployments made from here.",
         ),
     ] = None,
     version: Annotated[
@@ -115,39 +99,11 @@ def main_options(
     ] = False,
 ) -> None:
     """Serve one model by prefill and decode replicas: deploy, watch, rescale, ask."""
-    if address and certificate:
-        raise SpecError(
-            f"--as and --address (or {CERTIFICATE} and {ADDRESS}): a certificate does without Ray; give one"
-        )
     if address and "@" in address:
-        _run_at(address, sys.argv[sys.argv.index(str(context.invoked_subcommand), 1) :])
+        arguments: list[str] = context.obj
+        run_over_ssh(address, arguments[arguments.index(str(context.invoked_subcommand)) :])
     if address:
         os.environ[ADDRESS] = address
-    if certificate:
-        os.environ[CERTIFICATE] = certificate
-
-
-def _run_at(address: str, command: list[str]) -> None:
-    """By ssh, in place of this process. `deploy` goes to the Ray that runs there, and has a spec of that machine."""
-    host, _, port = address.rpartition(":")
-    if ":" not in host and port.isdigit():
-        raise SpecError(
-            f"--address {address}: ssh takes USER@HOST, without Ray's port; write {host} "
-            f"(or ssh://{address}, where {port} is a port of its sshd)"
-        )
-    if command[0] == "deploy":
-        here = [word for word in command[1:] if word.endswith((".yaml", ".yml")) and os.path.isfile(word)]
-        if here:
-            raise SpecError(
-                f"{here[0]} is a file of this machine, and the command runs at {address}: `scp {here[0]} {address}:`, "
-                f"then `ssh -t {address} cluster deploy {os.path.basename(here[0])} --address auto`"
-            )
-        if not any(word.partition("=")[0] == "--address" for word in command):
-            command = [*command, "--address", "auto"]
-    terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-    # What is set over there names another address, or this very one again, for ever.
-    there = ["env", "-u", ADDRESS, "-u", CERTIFICATE, "cluster", *command]
-    os.execvp("ssh", ["ssh", *terminal, "--", address, shlex.join(there)])
 
 
 _UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both
@@ -172,7 +128,7 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> tuple[int, str]:
     """The exit code, and what was said of an error. An edge: here every error of ours ends."""
     try:
-        code = app(args=arguments, prog_name="cluster", standalone_mode=False)
+        code = app(args=arguments, prog_name="cluster", standalone_mode=False, obj=list(arguments))
         if code == Interrupted.exit_code:  # some versions of typer make this of Ctrl-C
             raise KeyboardInterrupt
     except ClusterError as error:

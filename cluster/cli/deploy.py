@@ -41,8 +41,13 @@ def deploy(
     wait_for_nodes: Annotated[
         bool, typer.Option(help="Wait for nodes that an autoscaler has yet to add, instead of refusing.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Check the spec, the model (fetched if need be) and every host; start nothing.")
+    ] = False,
 ) -> None:
     """Start a deployment, and return when it is ready.
+
+    Before that it checks every host: GPUs, driver and NCCL, memory, disks, ports, limits, clocks, versions.
 
     If anything goes wrong, or on Ctrl-C, everything that was started is removed again.
     """
@@ -60,6 +65,11 @@ def deploy(
     }
     set_by_flags = [f"{path}={value}" for path, value in flags.items() if value is not None]
     spec = load_spec(topology, overrides=[*(overrides or []), *set_by_flags])
+    if dry_run:
+        with reporter(is_new=True) as report:
+            deployment.check(spec, address=address or None, wait_for_nodes=wait_for_nodes, reporter=report)
+        print(f"{spec.name}: every check passed, nothing was started")
+        return
     for number in deployment.ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that it cleans up as on Ctrl-C

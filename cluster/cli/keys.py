@@ -48,7 +48,7 @@ def create(
         max_tokens=max_tokens,
         priorities=parse_priorities(priority) if priority else None,
     )
-    change: KeyChange = ask_deployed(name, "add_key", made, by_certificate=True)
+    change: KeyChange = ask_deployed(name, "add_key", made)
     typer.echo(f"{made.id} for {made.name}, of tenant {made.tenant}; it is shown only now:", err=True)
     print(secret)
     if not change.is_told:
@@ -60,7 +60,7 @@ def list_keys(
     name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False
 ) -> None:
     """Show every key, without its secret, which nobody has but its client."""
-    registry: KeyRegistry = ask_deployed(name, "keys", by_certificate=True)
+    registry: KeyRegistry = ask_deployed(name, "keys")
     if as_json:
         print(json.dumps([_public(one) for one in registry.keys], indent=1))
         return
@@ -80,9 +80,9 @@ def revoke(
     name: Name = None,
 ) -> None:
     """Let nobody in by this key any more: every router refuses it within a second. What runs goes on to its end."""
-    registry: KeyRegistry = ask_deployed(name, "keys", by_certificate=True)
+    registry: KeyRegistry = ask_deployed(name, "keys")
     revoked = registry.find(key)
-    change: KeyChange = ask_deployed(name, "revoke_key", revoked, by_certificate=True)
+    change: KeyChange = ask_deployed(name, "revoke_key", revoked)
     unavailable = (
         "" if change.is_told else "Redis is away: routers that run let it in until it is back; one that starts does not"
     )

@@ -83,7 +83,7 @@ def logs(
     name: Name = None,
 ) -> None:
     """Show the last lines that a replica has written, or the router or the controller."""
-    state = find_state(name, by_certificate=True)
+    state = find_state(name)
     if state.endpoints and replica == "router":
         raise SpecError(f"its routers are those of {state.endpoints}: `cluster logs router --name {state.endpoints}`")
     controller = join_controller(state)
@@ -124,7 +124,7 @@ def _change(
 ) -> _Change:
     """Ask the controller for a change, and return when those pools are settled and the router has heard of it."""
     begin = time.monotonic()
-    state = find_state(name, by_certificate=True)
+    state = find_state(name)
     controller = join_controller(state)
     from cluster.cli.console import reporter
     from cluster.launch.driver import ask

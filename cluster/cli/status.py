@@ -24,7 +24,7 @@ def status(
 ) -> None:
     """Show every replica. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
     try:
-        state = find_state(name, by_certificate=True)
+        state = find_state(name)
         if state.joined_ray is not None and not state.joined_ray.is_running:
             raise NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
         controller = join_controller(state)
@@ -80,5 +80,4 @@ def as_text(report: DeploymentReport) -> str:
     endpoints = (
         f" · gRPC {ends['grpc']} · OpenAI {openai_urls(ends['http'])} · admin {', '.join(ends['admin']) or 'none'}"
     )
-    shown = endpoints if ends["grpc"] else ", as the controller sees it"
-    return "\n".join([f"{report['name']} is {ready}: {wanted}{shown}", columns(rows), *notes])
+    return "\n".join([f"{report['name']} is {ready}: {wanted}{endpoints}", columns(rows), *notes])

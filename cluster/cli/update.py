@@ -39,10 +39,13 @@ def update(
         float | None, typer.Option(help="The share of requests that the new revision has first, e.g. 0.1.")
     ] = None,
     canary_s: Annotated[float, typer.Option(min=0, help="For so long, before it takes the old one's place.")] = 60.0,
-    slo_ttft_ms: Annotated[
-        float | None, typer.Option(help="Return where it misses this, and the old one less.")
+    max_error_increase: Annotated[
+        float, typer.Option(min=0, help="Return to the old revision if the error rate grows by more than this.")
+    ] = 0.1,
+    max_latency_factor: Annotated[
+        float | None,
+        typer.Option(help="Return if mean TTFT or ITL is more than this times the old one's. Default: not compared."),
     ] = None,
-    slo_itl_ms: Annotated[float | None, typer.Option(help="Likewise, from token to token.")] = None,
     restart: Annotated[bool, typer.Option(help="Also what the spec leaves as it is: its code is new.")] = False,
     abort: Annotated[bool, typer.Option(help="Take the update back that is under way.")] = False,
     wait_for_nodes: Annotated[
@@ -53,8 +56,8 @@ def update(
 ) -> None:
     """Take a running deployment to another spec, replica by replica, while requests run; return when that is over.
 
-    It goes on without this command, and returns to the old spec by itself where the new one fails more requests, misses
-    the SLO, or answers otherwise. Exit code 2: it did not come about.
+    It goes on without this command. It returns to the old spec by itself if the new replicas do not start, fail more
+    requests than the old ones, or are slower. Exit code 2: the update was taken back.
     """
     if not (topology or overrides or restart or abort):
         raise SpecError("cluster update: name a spec, or say --set PATH=VALUE, --restart or --abort")
@@ -76,7 +79,6 @@ def update(
     from cluster.rollout.update import UpdateOptions
     from core.spec.loader import parse_spec
     from core.spec.schema import is_fetched
-    from core.types.revisions import Slo
 
     now: ControllerReport = ask(controller, "status")
     old = parse_spec(now["spec"], origin="the spec of now")
@@ -85,7 +87,8 @@ def update(
     options = UpdateOptions(
         canary=canary,
         canary_s=canary_s,
-        slo=Slo(ttft_ms=slo_ttft_ms, itl_ms=slo_itl_ms),
+        max_error_increase=max_error_increase,
+        max_latency_factor=max_latency_factor,
         restarts_all=restart,
         waits_for_nodes=wait_for_nodes,
     )

@@ -22,8 +22,6 @@ from cluster.control.capacity import check_room
 from cluster.control.current_capture import CurrentCapture
 from cluster.control.desired_state import CONTROLLER, Desired, Parts
 from cluster.control.key_registry import KeyKeeper
-from cluster.control.operator_endpoint import PeopleDoor
-from cluster.control.operator_registry import PersonBook
 from cluster.control.replica import replica_id, role_of
 from cluster.control.report import ControllerReport
 from cluster.control.role_switches import RoleSwitches
@@ -38,7 +36,6 @@ from cluster.rollout.role_pools import RolePools, pool_of
 from cluster.rollout.update import UpdateOptions
 from cluster.rollout.updater import Updater
 from core.identity.credentials import Certificate
-from core.identity.operator_account import People, PersonRole
 from core.identity.process_name import ProcessName
 from core.process.log import LogPart, read_log, redirect_output
 from core.spec.loader import parse_spec
@@ -76,8 +73,6 @@ class Controller:
         self._switches = RoleSwitches(self._pools)
         self._has_adopted = asyncio.Event()
         self._router_logs = RouterLogs()
-        self._people = PersonBook(name)
-        self._people_door = PeopleDoor(self, self._people)
         self._traffic = TrafficLog()
         self._capture = CurrentCapture(self._traffic)
         self._autoscaling = Autoscaling(
@@ -95,7 +90,6 @@ class Controller:
         if self._desired is None:
             redirect_output(_own_log(launch.log_dir), who=ACTOR_NAME)
             authority_store.prepare(launch.spec)
-            await self._people_door.open(launch)
             self._desired = Desired(launch=launch, parts=parts)
             self._keys = KeyKeeper(launch)
             self._updater = self._make_updater(self._desired)
@@ -230,18 +224,6 @@ class Controller:
         )  # fmt: skip
         return change
 
-    async def people(self) -> People:
-        """Who may operate by a certificate."""
-        return self._people.people
-
-    async def add_person(self, name: str, role: PersonRole, request: bytes, *, days: float) -> tuple[str, Certificate]:
-        """Where this person may operate, and the certificate of the key of `request`. Raises SpecError."""
-        return self._people.issue(self._known.spec, name, role, request, days=days)
-
-    async def remove_person(self, name: str) -> None:
-        """Nobody operates by this person's certificate any more. Raises SpecError."""
-        self._people.remove(name)
-
     async def note_traffic(self, traffic_report: TrafficReport) -> TrafficAnswer:
         """What a router has seen."""
         return TrafficAnswer(life=self._traffic.note(traffic_report), scaling=self._autoscaling.shown())
@@ -276,7 +258,6 @@ class Controller:
         self._reconciling.cancel()
         self._deciding.cancel()
         self._capture.stop()
-        await self._people_door.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:
             await self._keys.close()
@@ -291,8 +272,6 @@ class Controller:
                 if not self._has_adopted.is_set():  # nothing may be started beside what lives
                     await self._adopt()
                 self._reconcile()
-                if self._desired:
-                    await self._people_door.keep_open(self._desired.launch)
             except Exception:  # an edge: Ray may be away, and without this loop nothing is ever replaced again
                 logger.exception("the replicas are not looked after; trying again")
             with contextlib.suppress(TimeoutError):

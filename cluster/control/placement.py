@@ -69,6 +69,11 @@ def check_fit(demands: Iterable[ResourceDemand], nodes: Sequence[Node]) -> None:
             _take(need, left[best.id])
 
 
+def fits_when_empty(pool: PoolSpec, node: Node) -> bool:
+    """Return whether `node` could run a replica of `pool` if nothing else ran there."""
+    return not _never_fits(pool, [node], _candidates(pool, [node]))
+
+
 def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
     """Why one more replica of `pool` waits for a place; empty when nothing stands in its way."""
     candidates = _candidates(pool, nodes)

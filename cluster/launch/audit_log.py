@@ -11,10 +11,9 @@ import time
 from collections.abc import Sequence
 
 from cluster.launch import state as states
-from cluster.launch.person_file import CERTIFICATE
 from core.process.json_lines import append_line
 
-_CHANGES = {"deploy", "down", "scale", "drain", "chaos", "keys", "operators"}
+_CHANGES = {"deploy", "down", "scale", "drain", "chaos", "keys"}
 _SECRET_OPTION = "--api-key"
 # Of a URL: what is before its last @, for a password may have one, and what is called a password behind it.
 _BEFORE_HOST = re.compile(r"(?<=://)\S*@")
@@ -30,7 +29,6 @@ def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, er
         "time": round(time.time(), 3),
         "user": user_name(),
         "host": socket.gethostname(),
-        "certificate": os.environ.get(CERTIFICATE, ""),  # the file by which somebody operates, in place of Ray
         "from": os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
         "command": _without_secrets(arguments),
         "exit_code": exit_code,

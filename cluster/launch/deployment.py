@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from cluster.control.desired_state import Parts
 from cluster.control.placement import Node
-from cluster.launch import attached_endpoints, local_ray, operator_key, preflight
+from cluster.launch import attached_endpoints, host_checks, local_ray, operator_key, preflight
 from cluster.launch import state as states
 from cluster.launch.audit_log import user_name
 from cluster.launch.endpoints import LOOPBACK, Endpoints, admin_addresses, keys_of, plan_endpoints
@@ -87,6 +87,12 @@ def deploy(
         raise
     reporter.say(f"it took: {watch}")
     return up
+
+
+def check(spec: Spec, *, address: str | None, wait_for_nodes: bool, reporter: Reporter) -> None:
+    """Run every check of deploy(), and start nothing. Raises ClusterError."""
+    with states.reserve(spec.name):
+        _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
 
 
 def take_down(state: State, *, force: bool = False) -> NameLock | None:
@@ -161,13 +167,14 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
         return _check_attached(spec, address, wait_for_nodes=wait_for_nodes, say=say)
     if address is not None:
         preflight.check_model(spec, say)
-        return _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
+        return _join_ray(spec, address, wait_for_nodes=wait_for_nodes, say=say)
     here = preflight.this_node()
     endpoints = plan_endpoints(spec.router, [here], is_one_machine=True)
     preflight.check_authority(spec.security)
     preflight.check_ports(spec.router, endpoints.host or LOOPBACK)
     preflight.check_certificate(spec.router)
     preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
+    host_checks.check_hosts(spec, [here], say, is_local=True)
     router = _router(spec, endpoints)
     preflight.check_model(spec, say)
     local = local_ray.prepare()
@@ -185,10 +192,10 @@ def _check_attached(spec: Spec, address: str | None, *, wait_for_nodes: bool, sa
     if lent_ray:
         local_ray.join(lent_ray)
     preflight.check_model(spec, say)
-    return replace(_join_ray(spec, address, wait_for_nodes=wait_for_nodes), lent_ray=lent_ray)
+    return replace(_join_ray(spec, address, wait_for_nodes=wait_for_nodes, say=say), lent_ray=lent_ray)
 
 
-def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
+def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
     """Connect to a Ray that is not ours, and check that the deployment may start there."""
     import ray
 
@@ -220,6 +227,7 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
             lambda port: driver.run_on_each(homes, driver.is_endpoint_free, spec.router.host, port),
         )
     preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
+    host_checks.check_hosts(spec, nodes, say)
     gcs: str = ray.get_runtime_context().gcs_address
     return _Place(
         gcs,

@@ -17,7 +17,6 @@ from cluster.control import controller
 from cluster.control.controller import Controller
 from cluster.control.desired_state import namespace
 from cluster.control.placement import Node, on_the_head
-from cluster.launch.certified_controller import CertifiedController
 from cluster.ray import internals
 from cluster.ray.cleanup import remove_remains
 from cluster.ray.node_task import run_on
@@ -41,6 +40,8 @@ def connect(address: str, name: str) -> None:
         return
     if address.startswith("ray://"):
         raise DeployError(f"{address}: give the address of Ray's control store, HOST:6379, from one of Ray's own nodes")
+    if "@" in address:
+        raise DeployError(f"{address}: write `cluster --address {address} ...`: before the command, it runs over SSH")
     if address != "auto":
         address = address if ":" in address else f"{address}:{_PORT}"
         _probe(address)
@@ -146,8 +147,6 @@ def stop_index(name: str) -> None:
 
 def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:
     """Call a method of an actor and wait. Raises the actor's own ClusterError, or DeployError for anything else."""
-    if isinstance(actor, CertifiedController):
-        return actor.ask(method, *args, within_s=within_s, **kwargs)
     try:
         return ray.get(getattr(actor, method).remote(*args, **kwargs), timeout=within_s)
     except RayTaskError as error:

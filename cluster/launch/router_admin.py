@@ -101,8 +101,10 @@ def seen_by(routers: Sequence[AdminAnswer]) -> dict[str, int] | None:
 
 
 def await_seen(state: State, wanted: Mapping[str, int], *, num_routers: int = 1, within_s: float = _SEE_ALL_S) -> None:
-    """Until every router sees at least `wanted` replicas per role, as far as routers can be asked: by a certificate
-    they cannot. num_routers: that there are at least. Raises DeployError."""
+    """Wait until every router sees at least `wanted` replicas per role.
+
+    num_routers: the least number of routers that must answer. Raises DeployError.
+    """
     if not state.admin:
         return
     deadline = time.monotonic() + within_s

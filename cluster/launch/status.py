@@ -33,8 +33,7 @@ class DeploymentReport(TypedDict):
 
 
 def read_status(state: State, controller: Any) -> DeploymentReport:
-    """Ask the controller and the router; by a certificate, the controller alone. Raises DeployError when the controller
-    does not answer."""
+    """Ask the controller and the routers. Raises DeployError when the controller does not answer."""
     report: ControllerReport = driver.ask(controller, "status", within_s=_ASK_S)
     pools = report["pools"]
     routers = ask_routers(state, "/health") if state.admin else []

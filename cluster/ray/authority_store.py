@@ -10,10 +10,6 @@ from __future__ import annotations
 from cluster.control.desired_state import namespace
 from cluster.ray.store import StoreEntry
 from core.identity.authority import Authority
-from core.identity.credentials import Identity, TlsCredentials
-from core.identity.key_pair import KeyPair
-from core.identity.process_name import ProcessName
-from core.identity.renewal import Renewal
 from core.spec.schema import SecuritySpec, Spec
 from core.types.errors import DeployError
 
@@ -33,18 +29,6 @@ def find(spec: Spec) -> Authority:
     if stored := _entry(spec.name).get():
         return Authority.from_json(stored)
     raise DeployError(f"{spec.name} has no authority for certificates (security.tls: {spec.security.tls})")
-
-
-def issue_identity(spec: Spec, name: ProcessName) -> Identity:
-    """Of this very process, which issues to itself, renewed for as long as it lives. Raises SpecError, DeployError."""
-
-    def obtain() -> TlsCredentials:
-        keys = KeyPair()
-        return keys.tls_credentials(find(spec).issue(name, keys.request))
-
-    identity = Identity(name, obtain())
-    Renewal(identity, obtain).start()
-    return identity
 
 
 def open_files(security: SecuritySpec) -> Authority:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.control import desired_state, key_registry, operator_registry, scaling_history
+from cluster.control import desired_state, key_registry, scaling_history
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.ray import authority_store
 
@@ -11,5 +11,5 @@ def remove_remains(name: str) -> None:
     """Every replica that lives, and all that is kept in Ray's store. Raises RayError."""
     for replica in find_replicas(name):
         remove_leftovers(replica, name)
-    for store in (operator_registry, key_registry, scaling_history, desired_state, authority_store):
+    for store in (key_registry, scaling_history, desired_state, authority_store):
         store.forget(name)

@@ -1,55 +1,39 @@
-"""Whether what routers have seen of a new revision speaks against it. Pure.
-
-A few bad requests prove nothing: a share counts as greater than another when even its lower bound (Wilson's interval,
-95 %) is above the other's upper one. Source: Wilson 1927, doi:10.1080/01621459.1927.10502953.
-"""
+"""Bounds on the error rate and the latency of a new revision, relative to the old one. Pure."""
 
 from __future__ import annotations
 
-import math
+from core.types.revisions import RevisionCounts
 
-from core.types.revisions import RevisionCounts, Slo
-
-ATTAINMENT = 0.95  # of the requests are to keep the SLO
-_Z = 1.96
-_FEW = 3  # so many bad ones at least
+MIN_REQUESTS = 20  # fewer prove nothing
 
 
-def problem_of(old: RevisionCounts | None, new: RevisionCounts | None, *, slo: Slo) -> str:
-    """Why the new revision must not stay, in a line; "" where nothing speaks against it."""
+def problem_of(
+    old: RevisionCounts | None,
+    new: RevisionCounts | None,
+    *,
+    max_error_increase: float,
+    max_latency_factor: float | None,
+) -> str:
+    """Return in one line why the new revision must not stay, or "" if it may.
+
+    Its error rate may exceed the old one's by `max_error_increase` (0.1: by ten percentage points); an old revision
+    without requests counts as free of errors. Its mean TTFT and its mean ITL may be `max_latency_factor` times the old
+    one's; None: latency is not compared. Each bound applies from MIN_REQUESTS requests on.
+    """
     old, new = old or RevisionCounts(), new or RevisionCounts()
-    if _is_worse(new.failed, new.attempts, old.failed, old.attempts):
+    if new.attempts >= MIN_REQUESTS and _rate(new) > _rate(old) + max_error_increase:
         return f"{new.failed} of {new.attempts} attempts failed on it, {old.failed} of {old.attempts} on the old one"
-    if _is_worse(new.other_tokens, new.replayed, old.other_tokens, old.replayed):
-        return (
-            f"{new.other_tokens} of {new.replayed} answers were others when they were asked again there, "
-            f"{old.other_tokens} of {old.replayed} on the old one"
-        )
-    misses, _ = share_between(new.slow, new.answered)
-    if new.slow >= _FEW and misses > 1 - ATTAINMENT and _share(new.slow, new.answered) > _share(old.slow, old.answered):
-        limits = (("ttft", slo.ttft_ms), ("itl", slo.itl_ms))
-        said = ", ".join(f"{name} {limit:g} ms" for name, limit in limits if limit is not None)
-        others = f"{old.slow} of {old.answered} on the old one"
-        return f"{new.slow} of {new.answered} requests missed the SLO ({said}), {others}"
+    if max_latency_factor is None or min(old.answered, new.answered) < MIN_REQUESTS:
+        return ""
+    for name, old_sum_s, new_sum_s in (("TTFT", old.ttft_s, new.ttft_s), ("ITL", old.itl_s, new.itl_s)):
+        old_s, new_s = old_sum_s / old.answered, new_sum_s / new.answered
+        if new_s > old_s * max_latency_factor:
+            return (
+                f"mean {name} is {new_s * 1e3:.1f} ms on it and {old_s * 1e3:.1f} ms on the old one, "
+                f"more than {max_latency_factor:g} times as much"
+            )
     return ""
 
 
-def share_between(bad: int, total: int) -> tuple[float, float]:
-    """The bounds between which the share is that these are a sample of; (0, 1) where there is none."""
-    if not total:
-        return 0.0, 1.0
-    share = min(1.0, bad / total)
-    middle = share + _Z**2 / (2 * total)
-    spread = _Z * math.sqrt(share * (1 - share) / total + _Z**2 / (4 * total**2))
-    scale = 1 + _Z**2 / total
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
-
-
-def _is_worse(bad: int, total: int, other_bad: int, other_total: int) -> bool:
-    """Of a revision without any request there is nothing to compare with: then what most would call bad is."""
-    most = share_between(other_bad, other_total)[1] if other_total else 0.5
-    return bad >= _FEW and share_between(bad, total)[0] > most
-
-
-def _share(bad: int, total: int) -> float:
-    return bad / total if total else 0.0
+def _rate(counts: RevisionCounts) -> float:
+    return counts.failed / counts.attempts if counts.attempts else 0.0

@@ -11,7 +11,7 @@ on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -20,7 +20,6 @@ from core.spec.schema import Spec
 from core.types.errors import SpecError
 from core.types.json_records import known_fields
 from core.types.request import Role
-from core.types.revisions import Slo
 
 
 class Phase(StrEnum):
@@ -35,7 +34,8 @@ class UpdateOptions:
 
     canary: float | None = None  # the share of requests that the new revision has at first; None: what it has room for
     canary_s: float = 60.0  # for so long
-    slo: Slo = field(default_factory=Slo)
+    max_error_increase: float = 0.1  # of the new revision's error rate over the old one's
+    max_latency_factor: float | None = None  # of its mean TTFT and ITL to the old one's; None: not compared
     restarts_all: bool = False  # also replicas whose part of the spec is as it was: their code is another
     waits_for_nodes: bool = False
 
@@ -43,10 +43,14 @@ class UpdateOptions:
         """Raises SpecError."""
         if self.canary is not None and not 0 < self.canary < 1:
             raise SpecError(f"--canary {self.canary:g}: a share of the requests, between 0 and 1")
-        limits = {"--canary-s": self.canary_s, "--slo-ttft-ms": self.slo.ttft_ms, "--slo-itl-ms": self.slo.itl_ms}
+        limits = {
+            "--canary-s": self.canary_s,
+            "--max-error-increase": self.max_error_increase,
+            "--max-latency-factor": self.max_latency_factor,
+        }
         for option, limit in limits.items():
-            if limit is not None and not limit >= 0:  # not a number, too: that would never be over, or never be kept
-                raise SpecError(f"{option} {limit:g}: a time, from 0 on")
+            if limit is not None and not limit >= 0:  # NaN would compare as false forever
+                raise SpecError(f"{option} {limit:g}: must be a number from 0 on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +79,11 @@ class Update:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Update:
-        options = dict(known_fields(UpdateOptions, tree["options"]))
-        options["slo"] = Slo(**known_fields(Slo, options.get("slo", {})))
         return cls(
             revision=tree["revision"],
             spec=parse_spec(tree["spec"], origin="the stored update"),
             roles=frozenset(Role(role) for role in tree["roles"]),
-            options=UpdateOptions(**options),
+            options=UpdateOptions(**known_fields(UpdateOptions, tree["options"])),
             phase=Phase(tree["phase"]),
             reason=tree["reason"],
         )

@@ -127,8 +127,7 @@ class Updater:
             desired.table_version += 1
             self._save()
         self._told = revisions
-        slo = desired.update.options.slo if desired.update else RevisionTable().slo
-        table = RevisionTable(version=desired.table_version, revisions=revisions, slo=slo)
+        table = RevisionTable(version=desired.table_version, revisions=revisions)
         self._reporter.tell(table)
         return table
 
@@ -193,7 +192,13 @@ class Updater:
                 return (final or report["failures"])[-1]["text"]
         counts = self._reporter.counts
         old, new = counts.get(desired.revision), counts.get(update.revision)
-        return problem_of(old, new, slo=update.options.slo)
+        options = update.options
+        return problem_of(
+            old,
+            new,
+            max_error_increase=options.max_error_increase,
+            max_latency_factor=options.max_latency_factor,
+        )
 
     def _views(self, desired: Desired, update: Update) -> dict[Role, RoleView]:
         """Of the roles that are replaced, from the revision that leaves to the one that comes."""

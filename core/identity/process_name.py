@@ -1,23 +1,20 @@
-"""The names that certificates carry: which process of which deployment, or which person."""
+"""Names of processes, as their certificates carry them."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from core.types.errors import SpecError
-
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _URI = re.compile(rf"xpyd://(?P<deployment>{_LABEL})/(?P<group>{_LABEL})/(?P<member>{_LABEL})")
 _REPLICA = re.compile(r"(?:prefill|decode)-[0-9]+")
 _RANK = re.compile(r"0|[1-9][0-9]*")  # one way to write each
-_ROUTER, _CONTROLLER = "router", "controller"
+_ROUTER = "router"
 
 
 @dataclass(frozen=True)
 class ProcessName:
-    """One process: a router ("router", its own name), a rank (its replica, its rank) or the controller. Or a person:
-    their role (core.identity.operator_account) and name."""
+    """One process: a router ("router", its own name) or a rank (its replica, its rank)."""
 
     deployment: str
     group: str
@@ -30,17 +27,6 @@ class ProcessName:
     @classmethod
     def of_rank(cls, deployment: str, replica: str, rank: int) -> ProcessName:
         return cls(deployment, replica, str(rank))
-
-    @classmethod
-    def of_controller(cls, deployment: str) -> ProcessName:
-        return cls(deployment, _CONTROLLER, "0")
-
-    @classmethod
-    def of_person(cls, deployment: str, role: str, person: str) -> ProcessName:
-        """Raises SpecError where a certificate could not carry the name."""
-        if not re.fullmatch(_LABEL, person):
-            raise SpecError(f"{person!r}: write 1 to 63 small letters, digits and dashes")
-        return cls(deployment, role, person)
 
     @classmethod
     def parse(cls, uri: str) -> ProcessName | None:

@@ -1,5 +1,4 @@
-"""Who may call what: one row for every RPC between the processes of a deployment, and for those of the people who
-operate it; nothing without a row."""
+"""Table of callers per RPC between the processes of a deployment. An RPC without a row is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from core.identity.operator_account import PersonRole
 from core.identity.process_name import ProcessName
 from core.identity.rendezvous_key import is_of_gang, is_of_link
 
@@ -19,8 +17,6 @@ class CallerKind(StrEnum):
     ROUTER = "a router"
     SAME_REPLICA = "a rank of the same replica"
     OTHER_REPLICA = "a rank of another replica"
-    VIEWER = "a viewer"
-    OPERATOR = "an operator"
 
 
 @dataclass(frozen=True)
@@ -38,17 +34,12 @@ class RpcRule:
         return f"only {allowed} may call this; {_describe(caller, found)}"
 
 
-_PEOPLE = {PersonRole.VIEWER.value: CallerKind.VIEWER, PersonRole.OPERATOR.value: CallerKind.OPERATOR}
-
-
 def relation(caller: ProcessName | None, callee: ProcessName) -> CallerKind | None:
     """None: a stranger, be it of another deployment."""
     if caller is None or caller.deployment != callee.deployment:
         return None
     if caller.is_router:
         return CallerKind.ROUTER
-    if caller.group in _PEOPLE:
-        return _PEOPLE[caller.group]
     if not caller.is_rank:
         return None
     return CallerKind.SAME_REPLICA if caller.replica == callee.replica else CallerKind.OTHER_REPLICA
@@ -93,8 +84,6 @@ def _as_party(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
 _ROUTER = frozenset({CallerKind.ROUTER})
 _SAME = frozenset({CallerKind.SAME_REPLICA})
 _OTHER = frozenset({CallerKind.OTHER_REPLICA})
-_CHANGES = frozenset({CallerKind.OPERATOR})
-_LOOKS = _CHANGES | {CallerKind.VIEWER}
 
 RULES: Mapping[str, RpcRule] = {
     "/cluster.worker.v1.Worker/Frames": RpcRule(_ROUTER, _as_router),
@@ -109,12 +98,4 @@ RULES: Mapping[str, RpcRule] = {
     "/cluster.transfer.v1.Rank/Report": RpcRule(_SAME, _as_rank),
     "/cluster.transfer.v1.Rank/Tell": RpcRule(_SAME | _OTHER, _as_party),
     "/cluster.transfer.v1.Rank/Ask": RpcRule(_SAME | _OTHER, _as_party),
-    "/cluster.operate.v1.Operations/Status": RpcRule(_LOOKS),
-    "/cluster.operate.v1.Operations/Logs": RpcRule(_LOOKS),
-    "/cluster.operate.v1.Operations/Scale": RpcRule(_CHANGES),
-    "/cluster.operate.v1.Operations/Drain": RpcRule(_CHANGES),
-    "/cluster.operate.v1.Operations/Switch": RpcRule(_CHANGES),
-    "/cluster.operate.v1.Operations/ListKeys": RpcRule(_CHANGES),
-    "/cluster.operate.v1.Operations/CreateKey": RpcRule(_CHANGES),
-    "/cluster.operate.v1.Operations/RevokeKey": RpcRule(_CHANGES),
 }

@@ -394,28 +394,11 @@ class SecuritySpec(_Section):
     `ca`. All three are read on Ray's head, anew for each certificate, so that they may be replaced at any time."""
     key: str | None = None
     """With `files`: the private key of `certificate`, in PEM without a password, readable by its owner alone."""
-    operators: str | None = None
-    """HOST:PORT of Ray's head, at which people operate by certificates of `cluster operators create`, without Ray and
-    its token; null: nobody can."""
-
-    @field_validator("operators")
-    @classmethod
-    def _operators_is_a_place(cls, value: str | None) -> str | None:
-        host, _, port = (value or "localhost:1").rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
-            raise ValueError("must be HOST:PORT")
-        return value
 
     @field_validator("tls", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads a bare off as false
-
-    @model_validator(mode="after")
-    def _operators_need_certificates(self) -> SecuritySpec:
-        if self.operators and self.tls == "off":
-            raise ValueError("operators: not with tls: off, for they are known by certificates alone")
-        return self
 
     @model_validator(mode="after")
     def _files_are_for_files(self) -> SecuritySpec:

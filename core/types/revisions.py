@@ -8,23 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from core.types.json_records import known_fields
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slo:
-    """What a request is to keep; None: nothing is said of it."""
-
-    ttft_ms: float | None = None  # until the first token
-    itl_ms: float | None = None  # from token to token, on the average of an answer
-
-    def is_met(self, *, ttft_s: float, itl_s: float) -> bool:
-        return (self.ttft_ms is None or ttft_s * 1e3 <= self.ttft_ms) and (
-            self.itl_ms is None or itl_s * 1e3 <= self.itl_ms
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +32,6 @@ class RevisionTable:
 
     version: int = 0
     revisions: tuple[Revision, ...] = ()
-    slo: Slo = field(default_factory=Slo)
 
     def to_json(self) -> str:
         tree = asdict(self)
@@ -60,7 +46,6 @@ class RevisionTable:
         return cls(
             version=tree["version"],
             revisions=tuple(Revision(**{**one, "replicas": frozenset(one["replicas"])}) for one in revisions),
-            slo=Slo(**known_fields(Slo, tree["slo"])),
         )
 
 
@@ -71,9 +56,8 @@ class RevisionCounts:
     attempts: int = 0
     failed: int = 0  # attempts that the revision has failed, also where another one went on
     answered: int = 0  # requests that came to their end here
-    slow: int = 0  # of these, those that missed the SLO
-    replayed: int = 0  # requests that were asked here once more, after they had been answered
-    other_tokens: int = 0  # of these, those whose answer was another
+    ttft_s: float = 0.0  # their sum over the answered requests
+    itl_s: float = 0.0  # likewise, of each answer's mean
 
     def plus(self, other: RevisionCounts) -> RevisionCounts:
         mine, others = asdict(self), asdict(other)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from docs.generate import clients, metrics, modules, source, spec
+from docs.generate import clients, metrics, source, spec
 from docs.generate.prose import wrap
 from tests.support.import_graph import picture
 
@@ -32,7 +32,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "metrics": metrics.table_text,
     "packages": _packages,
     "loop": source.loop,
-    "modules": modules.index,
 }
 
 _BLOCK = re.compile(r"(<!-- (?P<name>[a-z-]+): [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)

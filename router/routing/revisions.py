@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from core.types.request import SequenceRequest
-from core.types.revisions import Revision, RevisionCounts, RevisionTable, Slo
+from core.types.revisions import Revision, RevisionCounts, RevisionTable
 
 T = TypeVar("T")
 
@@ -45,20 +45,12 @@ class Revisions:
     def all(self) -> Sequence[Revision]:
         return self._table.revisions
 
-    @property
-    def slo(self) -> Slo:
-        return self._table.slo
-
-    def first_to_last(
-        self, request: SequenceRequest, *, usable: Iterable[str], only: int | None = None
-    ) -> Sequence[Revision | None]:
+    def first_to_last(self, request: SequenceRequest, *, usable: Iterable[str]) -> Sequence[Revision | None]:
         """Which may serve a request that nobody has served yet: that whose turn it is, then those that take more. None:
         all replicas are of one.
 
-        usable: decode replicas; a revision without any has no turn. only: this revision or none.
+        usable: decode replicas; a revision without any has no turn.
         """
-        if only is not None:
-            return [one for one in self.all if one.number == only]
         if not self.is_split:
             return [None]
         there = set(usable)

@@ -9,7 +9,6 @@ from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
 from router.serving.rebalance import Rebalancer
 from router.serving.relay import Relay
-from router.serving.replays import Replays
 from router.serving.request_state import RequestState
 
 
@@ -19,13 +18,9 @@ class RouterCore:
     def __init__(self, dispatch: Dispatch) -> None:
         self.dispatch = dispatch
         self._running: set[DecodeStreams] = set()
-        self._replays = Replays(dispatch)
 
     def start(self, request: SequenceRequest) -> Generation:
         return Relay(request, self.dispatch, self._running, answered=self._answered)
-
-    async def close(self) -> None:
-        await self._replays.close()
 
     @property
     def num_running(self) -> int:
@@ -43,12 +38,12 @@ class RouterCore:
         await Backup(dispatch.replicas, dispatch.revisions, running=self._running, every=every).run_forever()
 
     def _answered(self, state: RequestState, revision: int | None) -> None:
-        """While a deployment is updated, its controller hears how each revision does."""
+        """Count latencies per revision while the deployment is updated; the controller reads the counts."""
         revisions = self.dispatch.revisions
         if not revisions.is_split:
             return
         ttft_s, itl_s = state.spread_s()
         counts = revisions.count(revision)
         counts.answered += 1
-        counts.slow += not revisions.slo.is_met(ttft_s=ttft_s, itl_s=itl_s)
-        self._replays.offer(state)
+        counts.ttft_s += ttft_s
+        counts.itl_s += itl_s

@@ -44,7 +44,6 @@ class _Asked:
     request: SequenceRequest
     need: Need
     hashes: list[bytes]
-    only: int | None = None  # a revision
 
 
 class Dispatch:
@@ -101,9 +100,9 @@ class Dispatch:
         return self._shares.held
 
     @asynccontextmanager
-    async def admit(self, request: SequenceRequest, *, only: int | None = None) -> AsyncIterator[Pair]:
+    async def admit(self, request: SequenceRequest) -> AsyncIterator[Pair]:
         """The cheapest pair with room, at the request's turn; its tenant has so much less until the block ends. What is
-        booked for it, `give_back` takes back. only: of this revision.
+        booked for it, `give_back` takes back.
 
         Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
         could ever hold the request. ModelAway where nobody who answers has come in time; at once where there has been
@@ -111,7 +110,7 @@ class Dispatch:
         """
         self.availability.check(within_s=self._queue_s)
         began_at, is_in = self._now(), False
-        asked = self._asked(request, only=only)
+        asked = self._asked(request)
         self._check_fit(request, share=self._tenant_share())
         limit_s = self._queue_s if request.deadline_s is None else min(request.deadline_s, self._queue_s)
         places = Places(asked.need.num_streams, asked.need.num_blocks)
@@ -122,8 +121,7 @@ class Dispatch:
         try:
             async with enter as pair:
                 is_in = True
-                if only is None:  # else nobody waits for it
-                    self._metrics.queue_time.observe(self._now() - began_at)
+                self._metrics.queue_time.observe(self._now() - began_at)
                 yield pair
         except CapacityError as error:
             if not is_in and self.availability.look() is not None:
@@ -281,7 +279,7 @@ class Dispatch:
         decodes = self._loads(Role.DECODE, asked)
         some = with_room(decodes, asked.need) or self._owed(asked, decodes)
         usable = [load.replica for load in decodes] or [replica.id for replica in self._answerers()]
-        for revision in self.revisions.first_to_last(asked.request, usable=usable, only=asked.only):
+        for revision in self.revisions.first_to_last(asked.request, usable=usable):
             if pair := self._choose(asked, some, revision, prefill_needs_room=True):
                 return pair
             if pair := self._choose_local_decode(asked, decodes, revision, prefill_needs_room=True):
@@ -330,7 +328,7 @@ class Dispatch:
         """The same with a prefill replica that answers all by itself, if none of these decode replicas has room and
         waiting for it is dearer. What nobody waits for does not take such a place, but where there is no other."""
         decodes = _of_revision(revision, decodes)
-        is_urgent = asked.only is None and asked.request.priority < OFFLINE
+        is_urgent = asked.request.priority < OFFLINE
         if (decodes and not is_urgent) or with_room(decodes, asked.need):
             return None
         prefills = _of_revision(revision, self._loads(Role.PREFILL, asked))
@@ -357,8 +355,7 @@ class Dispatch:
 
     def _taken(self, asked: _Asked, decision: Decision, revision: Revision | None) -> Pair:
         """The pair of a decision, booked."""
-        if asked.only is None:  # else it is no request of a client's, and would push one out
-            self.decisions.add(asked.request.id, decision.options, decision.candidates)
+        self.decisions.add(asked.request.id, decision.options, decision.candidates)
         logger.debug("route request=%s %s", asked.request.id, decision.options[0])
         decode = self._replica(decision.decode)
         if (decision.decode and not decode) or (decision.prefill and not self._replica(decision.prefill)):
@@ -385,10 +382,10 @@ class Dispatch:
             revision=revision,
         )
 
-    def _asked(self, request: SequenceRequest, *, only: int | None = None) -> _Asked:
+    def _asked(self, request: SequenceRequest) -> _Asked:
         root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
         hashes = block_hashes(root, request.token_ids, block_size=self._block_size)
-        return _Asked(request, self._need(request), hashes, only)
+        return _Asked(request, self._need(request), hashes)
 
     def _need(self, request: SequenceRequest) -> Need:
         num_tokens, num_streams = len(request.token_ids), len(request.choices)

@@ -94,28 +94,19 @@ class Declared:
     name: str  # with its `_total`
     kind: str  # "counter", "gauge" or "histogram"
     meaning: str
-    is_replicas: bool  # labelled with replica and role, and exported by every router
-    is_draft: bool  # and with method and place
 
 
 def declared() -> list[Declared]:
     """Every metric, in the order in which they are exported."""
     metrics = Metrics()
     metrics.watch(list)
-    of_replicas = {name for _, name, _ in (*_GAUGES, *_RATES, *_COUNTERS, *_DRAFTS)}
-    drafts = {name for _, name, _ in _DRAFTS}
-    names = [
-        (family.name + ("_total" if family.type == "counter" else ""), family) for family in metrics.registry.collect()
-    ]
     return [
         Declared(
-            name=name,
+            name=family.name + ("_total" if family.type == "counter" else ""),
             kind=family.type,
             meaning=family.documentation,
-            is_replicas=name in of_replicas,
-            is_draft=name in drafts,
         )
-        for name, family in names
+        for family in metrics.registry.collect()
     ]
 
 

@@ -299,7 +299,7 @@ def test_the_same_from_another_clone_is_no_change(stored: Host) -> None:
         "xpyd/cluster/.ruff_cache/a.json",
         "xpyd/on-prem.yaml",
         "xpyd/ann.json",
-        "xpyd/tests/test_names.py",
+        "xpyd/tests/test_floors.py",
     ],
 )
 def test_what_a_host_or_its_operator_writes_beside_the_code_is_no_change(stored: Host, file: str) -> None:

@@ -11,11 +11,10 @@ from cluster.rollout.canary import problem_of
 from cluster.rollout.spec_diff import kind_of, tokens_of, updated
 from core.spec.schema import Spec
 from core.types.request import Role, Sampling
-from core.types.revisions import Revision, RevisionTable, Slo
+from core.types.revisions import Revision, RevisionTable
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.steps import prompts
 from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
-from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _DETERMINISTIC: dict[str, Any] = {
@@ -125,7 +124,7 @@ async def test_running_answers_move_to_a_new_revision_that_gives_the_same_tokens
 
 
 async def test_a_canary_that_fails_costs_no_request_and_is_counted(checkpoint: Checkpoint, redis_url: str) -> None:
-    asked = prompts(*range(40, 48))
+    asked = prompts(*range(40, 64))
     async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
         both = _Revisions(cluster)
         expected = [answer.ids for answer in await both.ask(asked, turn="before")]
@@ -138,30 +137,5 @@ async def test_a_canary_that_fails_costs_no_request_and_is_counted(checkpoint: C
         assert [answer.ids for answer in await running] == expected
         counts = cluster.core.dispatch.revisions.counts
         assert counts[2].failed >= 4 and not counts[1].failed
-        assert problem_of(counts[1], counts[2], slo=Slo()).endswith("on the old one")
-
-
-async def test_answers_that_are_asked_again_show_a_revision_that_gives_others(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
-    """A new revision is said to give the same tokens, and has other weights."""
-    asked = prompts(*range(40, 60))
-    async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
-        both = _Revisions(cluster)
-        other = checkpoint("llama", initializer_range=0.5)
-        await both.add(updated(cluster.spec, {"model": {"source": str(other)}}, is_whole=False))
-        both.specs[1] = both.specs[0]
-        both.share(0.0)
-        counts = cluster.core.dispatch.revisions.counts
-
-        async def is_seen() -> bool:
-            await both.ask(asked[:4], turn=str(counts[1].replayed))
-            return bool(problem_of(counts[1], counts[2], slo=Slo()))
-
-        while not await is_seen():
-            assert counts[2].replayed < 50
-        assert counts[2].other_tokens >= 3 and not counts[1].other_tokens
-        shown = cluster.core.dispatch.decisions.last(100)
-        assert shown and not any("replay" in one["request"] for one in shown), "what no client has asked"
-        await cluster.core.close()
-        await becomes(lambda: not cluster.core.num_running)
+        problem = problem_of(counts[1], counts[2], max_error_increase=0.1, max_latency_factor=None)
+        assert problem.endswith("on the old one")

@@ -1,94 +1,218 @@
-"""`cluster --address USER@HOST …`: what is asked of ssh."""
+"""`cluster --address USER@HEAD ...`: the command that ssh gets, and a real sshd on loopback that runs it."""
 
 from __future__ import annotations
 
+import getpass
+import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from cluster.cli.app import run
+from core.process.ports import free_port
 
+_ROOT = Path(__file__).parents[3]
 _HEAD = "ubuntu@head"
-_NOT_OVER_THERE = ["env", "-u", "CLUSTER_ADDRESS", "-u", "CLUSTER_CERTIFICATE"]
+_SSHD = shutil.which("sshd", path=f"{os.defpath}:/usr/sbin")
+_WITHIN_S = 60
+_FAKE_SSH = f"""#!{sys.executable}
+import json, os, subprocess, sys
+json.dump(sys.argv[1:], open(os.environ["SEEN"], "w"))
+sys.exit(int(os.environ["FAILS"]) if "FAILS" in os.environ else subprocess.call(["sh", "-c", sys.argv[-1]]))
+"""
+_FAKE_CLUSTER = f"""#!{sys.executable}
+import os, sys
+print(sys.argv[1:], os.environ.get("CLUSTER_ADDRESS"), sys.stdin.read())
+print("on stderr", file=sys.stderr)
+sys.exit(3)
+"""
 
 
-class ReplacedBySsh(Exception):
-    """This process would be another one now."""
+def _script(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@dataclass(frozen=True)
+class _Client:
+    """Runs the real `cluster` with `directory` as its PATH."""
+
+    directory: Path
+
+    def run(self, *arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(self.directory), os.defpath])
+        state = {"CLUSTER_STATE_DIR": str(self.directory / "state"), "SEEN": str(self.directory / "seen")}
+        base = {"PYTHONPATH": str(_ROOT), "PATH": path, "HOME": str(self.directory)}
+        return subprocess.run(
+            [sys.executable, "-m", "cluster.cli", *arguments],
+            env={**base, **state, **environment},
+            cwd=self.directory,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_WITHIN_S,
+        )
+
+    def remote_words(self, *arguments: str) -> list[str]:
+        """Arguments of the `cluster` on the head."""
+        done = self.run("--address", _HEAD, *arguments, FAILS="0")
+        assert done.returncode == 0, done.stderr
+        seen = (self.directory / "seen").read_text()
+        *_, end, address, command = json.loads(seen)
+        assert (end, address) == ("--", _HEAD), "an address that begins with - is not taken for an option"
+        words = shlex.split(command)
+        assert words[:4] == ["env", "-u", "CLUSTER_ADDRESS", "cluster"]
+        return words[4:]
 
 
 @pytest.fixture
-def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The exit code of `cluster --address …`, if it is not replaced."""
-
-    def execvp(program: str, arguments: list[str]) -> None:
-        raise ReplacedBySsh(program, arguments)
-
-    def execute(address: str, *command: str) -> int:
-        arguments = ["--address", address, *command]
-        monkeypatch.setattr(sys, "argv", ["cluster", *arguments])
-        return run(arguments)
-
-    monkeypatch.setattr("os.execvp", execvp)
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
-    return execute
+def client(tmp_path: Path) -> _Client:
+    directory = tmp_path / "client"
+    _script(directory / "ssh", _FAKE_SSH)
+    return _Client(directory)
 
 
-@pytest.fixture
-def asked(execute: Callable[..., int]) -> Callable[..., str]:
-    """What a shell over there runs."""
-
-    def ask(*command: str, address: str = _HEAD) -> str:
-        with pytest.raises(ReplacedBySsh) as replaced:
-            execute(address, *command)
-        program, [name, *options, end, where, there] = replaced.value.args
-        assert program == name == "ssh" and not set(options) - {"-t"}
-        assert (end, where) == ("--", address), "whatever it begins with, it is no option"
-        return str(there)
-
-    return ask
+@pytest.mark.parametrize("prompt", ["Once upon a time", 'it\'s $HOME; `id` "x" \\ *', "--", ""])
+def test_arguments_reach_the_head_unchanged(client: _Client, prompt: str) -> None:
+    assert client.remote_words("generate", prompt) == ["generate", prompt]
 
 
-def test_a_command_runs_there_as_it_was_written(asked: Callable[..., str]) -> None:
-    words = shlex.split(asked("generate", "Once upon a time"))
-    assert words == [*_NOT_OVER_THERE, "cluster", "generate", "Once upon a time"]
+def test_deploy_uses_the_ray_of_the_head(client: _Client) -> None:
+    assert client.remote_words("deploy", "2P4D") == ["deploy", "2P4D", "--address", "auto"]
+    assert client.remote_words("deploy", "there.yaml", "--address=x")[1:] == ["there.yaml", "--address=x"]
 
 
-def test_deploy_goes_to_the_ray_that_runs_there(asked: Callable[..., str]) -> None:
-    assert asked("deploy", "2P4D").endswith(" cluster deploy 2P4D --address auto")
-    assert asked("deploy", "there.yaml", "--address=x").endswith(" cluster deploy there.yaml --address=x")
+def test_streams_and_exit_code_pass_through(client: _Client) -> None:
+    _script(client.directory / "cluster", _FAKE_CLUSTER)
+    done = client.run("status", "--json", stdin="input", CLUSTER_ADDRESS=_HEAD)
+    assert done.stdout == "['status', '--json'] None input\n", "CLUSTER_ADDRESS is unset there"
+    assert (done.stderr, done.returncode) == ("on stderr\n", 3)
 
 
-def test_what_the_environment_says_over_there_is_not_obeyed(asked: Callable[..., str], tmp_path: Path) -> None:
-    """Where it named that host itself, the command would call itself for ever."""
-    program = tmp_path / "cluster"
-    program.write_text('#!/bin/sh\necho "$* ${CLUSTER_ADDRESS-unset} ${CLUSTER_CERTIFICATE-unset}"\n')
-    program.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.defpath}", "CLUSTER_ADDRESS": _HEAD, "CLUSTER_CERTIFICATE": "ann.json"}
-    there = ["sh", "-c", asked("status", "--json")]
-    done = subprocess.run(there, env=environment, check=True, capture_output=True, text=True, timeout=30)
-    assert done.stdout == "status --json unset unset\n"
+def test_remote_command_is_configurable(client: _Client) -> None:
+    program = _script(client.directory / "bin" / "other cluster", _FAKE_CLUSTER)
+    done = client.run("--address", _HEAD, "status", CLUSTER_REMOTE_COMMAND=shlex.join([str(program), "--first"]))
+    assert done.stdout == "['--first', 'status'] None \n"
 
 
-def test_rays_port_is_none_of_sshs(execute: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(f"{_HEAD}:6379", "status") == 2
-    assert "without Ray's port; write ubuntu@head (or ssh://ubuntu@head:6379," in capsys.readouterr().err
+def test_scripts_are_never_asked_for_a_password(client: _Client) -> None:
+    client.remote_words("status")
+    assert "BatchMode=yes" in (client.directory / "seen").read_text()
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "message"),
+    [
+        ("255", f"ssh failed; try `ssh {_HEAD} true`"),
+        ("127", "cluster was not found there; set CLUSTER_REMOTE_COMMAND to its path on that host"),
+    ],
+    ids=["unreachable", "no cluster"],
+)
+def test_failures_of_ssh_are_one_line(client: _Client, exit_code: str, message: str) -> None:
+    done = client.run("--address", _HEAD, "status", FAILS=exit_code)
+    assert (done.stderr, done.returncode) == (f"cluster: --address {_HEAD}: {message}\n", 2)
+
+
+def test_missing_ssh_is_one_line(tmp_path: Path) -> None:
+    done = _Client(tmp_path).run("--address", _HEAD, "status", PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == f"cluster: --address {_HEAD}: ssh is not installed; install it (Debian: openssh-client)\n"
+
+
+def test_the_port_of_ray_is_refused(client: _Client) -> None:
+    done = client.run("--address", f"{_HEAD}:6379", "status")
+    assert done.returncode == 2 and "write ubuntu@head (or ssh://ubuntu@head:6379," in done.stderr
 
 
 @pytest.mark.parametrize("address", ["ubuntu@fe80::1", "ssh://ubuntu@head:2222"])
-def test_an_address_that_ssh_can_read_is_left_to_it(asked: Callable[..., str], address: str) -> None:
-    assert asked("status", address=address).endswith(" cluster status")
+def test_other_addresses_are_left_to_ssh(client: _Client, address: str) -> None:
+    assert client.run("--address", address, "status", FAILS="0").returncode == 0
+    assert f'"--", "{address}"' in (client.directory / "seen").read_text()
 
 
-def test_a_spec_that_is_here_is_not_there(
-    execute: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "here.yaml").write_text("{}")
-    assert execute(_HEAD, "deploy", "here.yaml") == 2
-    said = capsys.readouterr().err
-    assert "here.yaml is a file of this machine" in said and "`scp here.yaml ubuntu@head:`" in said
+def test_deploy_refuses_a_local_spec_file(client: _Client) -> None:
+    (client.directory / "here.yaml").write_text("{}")
+    done = client.run("--address", _HEAD, "deploy", "here.yaml")
+    assert done.returncode == 2 and "here.yaml is a file of this machine" in done.stderr
+    assert f"`scp here.yaml {_HEAD}:`" in done.stderr
+
+
+@dataclass(frozen=True)
+class _Sshd:
+    """A real sshd on loopback, for this user, with keys of its own."""
+
+    directory: Path
+    port: int
+
+    def client(self) -> _Client:
+        """Client whose ssh is the real one, and reads no configuration but this."""
+        options = f"-F {self.directory / 'config'}"
+        directory = self.directory / "client"
+        _script(directory / "ssh", f'#!/bin/sh\nexec {shutil.which("ssh")} {options} "$@"\n')
+        return _Client(directory)
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[_Sshd]:
+    if not (_SSHD and shutil.which("ssh") and shutil.which("ssh-keygen")):
+        pytest.skip("needs sshd, ssh and ssh-keygen (Debian: openssh-server)")
+    for key in ("host", "user"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / key)]
+        subprocess.run(command, check=True, timeout=_WITHIN_S)
+    shutil.copy(tmp_path / "user.pub", tmp_path / "authorized")
+    port = free_port()
+    public = (tmp_path / "host.pub").read_text()
+    (tmp_path / "known").write_text(f"[127.0.0.1]:{port} {public}")
+    (tmp_path / "config").write_text(
+        f"IdentityFile {tmp_path}/user\nUserKnownHostsFile {tmp_path}/known\nPort {port}\nIdentitiesOnly yes\n"
+    )
+    options = {
+        "ListenAddress": f"127.0.0.1:{port}",
+        "HostKey": tmp_path / "host",
+        "AuthorizedKeysFile": tmp_path / "authorized",
+        "PidFile": "none",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PasswordAuthentication": "no",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # root's sshd refuses to start without it
+    assert _SSHD
+    process = subprocess.Popen([_SSHD, "-D", "-e", "-f", "/dev/null", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr
+        line = process.stderr.readline()
+        if "Server listening" not in line:
+            pytest.skip(f"sshd does not run here: {line.strip()}")
+        yield _Sshd(tmp_path, port)
+    finally:
+        process.terminate()
+        process.communicate(timeout=_WITHIN_S)
+
+
+def test_a_real_sshd_runs_the_command(sshd: _Sshd) -> None:
+    program = _script(sshd.directory / "head" / "cluster", _FAKE_CLUSTER)
+    address = f"{getpass.getuser()}@127.0.0.1"
+    prompt = "it's $HOME; `id`"
+    done = sshd.client().run(
+        "--address", address, "generate", prompt, stdin="input", CLUSTER_REMOTE_COMMAND=str(program)
+    )
+    assert done.stdout == f"{['generate', prompt]} None input\n", done.stderr
+    assert (done.stderr, done.returncode) == ("on stderr\n", 3)
+    missing = sshd.client().run("--address", address, "status", CLUSTER_REMOTE_COMMAND="/no/such/cluster")
+    assert missing.returncode == 2 and "/no/such/cluster was not found there" in missing.stderr
+
+
+def test_a_real_sshd_that_has_ended(sshd: _Sshd) -> None:
+    (sshd.directory / "config").write_text(f"Port {free_port()}\n")
+    done = sshd.client().run("--address", f"{getpass.getuser()}@127.0.0.1", "status")
+    assert done.returncode == 2 and "ssh failed; try `ssh " in done.stderr

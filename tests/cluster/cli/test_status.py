@@ -30,7 +30,7 @@ def test_it_says_when_the_processes_speak_in_clear(tls: str) -> None:
 def test_its_exit_code_is_what_scripts_go_by(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def find_state(name: str | None, *, by_certificate: bool) -> None:
+    def find_state(name: str | None) -> None:
         raise error
 
     monkeypatch.setattr("cluster.cli.status.find_state", find_state)

@@ -14,10 +14,7 @@ import ray
 from cluster.control.gang import find_replicas
 from cluster.control.replica import Failure
 from cluster.launch import driver
-from cluster.ray.authority_store import issue_identity
 from core.identity.key_pair import KeyPair
-from core.identity.process_name import ProcessName
-from core.spec.loader import parse_spec
 from core.types.errors import DeployError, SpecError
 from tests.cluster.control.conftest import Deployment, ids, is_alive
 from tests.core.identity.authorities import issue_authority
@@ -273,15 +270,6 @@ def test_each_rank_has_papers_of_its_own_if_any(deploy: Deploy, tls: str, tmp_pa
     for replica, text in logs.items():
         assert (f"by xpyd://{deployment.name}/{replica}/0" in text) is (tls != "off")
         assert "PRIVATE KEY" not in text
-
-
-def test_whoever_is_in_ray_needs_no_certificate_of_anybodys(deploy: Deploy) -> None:
-    """Why roles begin where Ray ends (docs/SECURITY.md §2, "People"): not hoped for, and not to be relied upon."""
-    deployment = deploy(SMALL)
-    spec = parse_spec(deployment.call("status")["spec"])
-    own = issue_identity(spec, ProcessName.of_person(deployment.name, "operator", "nobody-knows"))
-    asked = deployment.call("certify", rank("decode-0", deployment=deployment.name), KeyPair().request)
-    assert own.tls_credentials and own.tls_credentials.certificate.authorities == asked.authorities
 
 
 def test_stop_leaves_nothing(deploy: Deploy) -> None:

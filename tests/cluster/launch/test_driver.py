@@ -15,6 +15,7 @@ from cluster.control.placement import on_the_head
 from cluster.launch import driver
 from cluster.launch.driver import start_controller
 from cluster.ray import internals
+from core.types.errors import DeployError
 from tests.support.waiting import until
 
 
@@ -91,3 +92,9 @@ def test_what_rays_nodes_say_is_no_part_of_an_answer(
     driver_of_ray: Any = SimpleNamespace(gcs_error_subscriber=Subscriber(), current_job_id=ray.JobID.nil())
     worker.listen_error_messages(driver_of_ray, threading.Event())
     assert not said and not capsys.readouterr().out
+
+
+def test_address_for_ssh_names_the_option_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(DeployError, match=r"write `cluster --address ubuntu@head \.\.\.`"):
+        driver.connect("ubuntu@head", "kept")

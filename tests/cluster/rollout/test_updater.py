@@ -18,7 +18,7 @@ from core.spec.schema import Spec
 from core.types.errors import SpecError
 from core.types.launch import Launch
 from core.types.request import Role
-from core.types.revisions import RevisionCounts, RevisionTable, Slo
+from core.types.revisions import RevisionCounts, RevisionTable
 
 OPTIONS = UpdateOptions(waits_for_nodes=True)
 
@@ -75,9 +75,11 @@ def test_what_was_scaled_since_the_operator_looked_is_not_undone_unseen() -> Non
     assert here.begin(desired, live, OPTIONS, seen=wanted()) == [], "Ray asks again"
 
 
-@pytest.mark.parametrize("options", [{"canary_s": math.nan}, {"slo": Slo(ttft_ms=math.nan)}, {"slo": Slo(itl_ms=-1.0)}])
-def test_a_time_that_is_none_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"^--[a-z-]+ (nan|-1): a time, from 0 on$"):
+@pytest.mark.parametrize(
+    "options", [{"canary_s": math.nan}, {"max_latency_factor": math.nan}, {"max_error_increase": -1.0}]
+)
+def test_a_limit_that_is_no_number_or_negative_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"^--[a-z-]+ (nan|-1): must be a number from 0 on$"):
         UpdateOptions(**options)
 
 

@@ -1,4 +1,4 @@
-"""Every RPC between the processes of a deployment and of its people, taken from proto/: a server of all, and calls."""
+"""Every RPC between the processes of a deployment, taken from proto/: a server of all, and calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
 from core.identity.process_name import ProcessName
-from core.rpc import operate_pb2 as operate
 from core.rpc import transfer_pb2 as transfer
 from core.rpc import worker_pb2 as worker
 
 METHODS: dict[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
-    for file in (worker.DESCRIPTOR, transfer.DESCRIPTOR, operate.DESCRIPTOR)
+    for file in (worker.DESCRIPTOR, transfer.DESCRIPTOR)
     for service in file.services_by_name.values()
     for method in service.methods
 }

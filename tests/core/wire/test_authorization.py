@@ -14,7 +14,6 @@ from grpc import aio
 
 from core.identity.authority import Authority
 from core.identity.credentials import Identity
-from core.identity.operator_account import PersonRole
 from core.identity.process_name import ProcessName
 from core.identity.rules import RULES
 from core.rpc import transfer_pb2 as transfer
@@ -28,9 +27,7 @@ _OURS, _THEIRS = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
 _CALLEE = rank("decode-0", 1)
 _ROUTER, _LEADER, _SIBLING = router(), rank("decode-0", 0), rank("decode-0", 2)
 _OTHER_LEADER, _OTHER = rank("prefill-0", 0), rank("prefill-0", 1)
-_VIEWER, _OPERATOR = (ProcessName.of_person(DEPLOYMENT, role, "someone") for role in PersonRole)
-_CONTROLLER = ProcessName.of_controller(DEPLOYMENT)
-_EVERYBODY = [_ROUTER, _LEADER, _SIBLING, _OTHER_LEADER, _OTHER, _VIEWER, _OPERATOR, _CONTROLLER]
+_EVERYBODY = [_ROUTER, _LEADER, _SIBLING, _OTHER_LEADER, _OTHER]
 
 # Written down once more: whoever changes the table changes this, too.
 _MAY = {
@@ -46,14 +43,6 @@ _MAY = {
     "Report": [_LEADER, _SIBLING],
     "Tell": [_LEADER, _SIBLING, _OTHER_LEADER, _OTHER],
     "Ask": [_LEADER, _SIBLING, _OTHER_LEADER, _OTHER],
-    "Status": [_VIEWER, _OPERATOR],
-    "Logs": [_VIEWER, _OPERATOR],
-    "Scale": [_OPERATOR],
-    "Drain": [_OPERATOR],
-    "Switch": [_OPERATOR],
-    "ListKeys": [_OPERATOR],
-    "CreateKey": [_OPERATOR],
-    "RevokeKey": [_OPERATOR],
 }
 
 

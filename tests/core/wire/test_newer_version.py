@@ -14,7 +14,6 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.identity.operator_account import People, Person, PersonRole
 from core.index.membership import Member
 from core.rpc import transfer_pb2, worker_pb2
 from core.types.api_key import KeyRegistry, new_key, new_secret
@@ -92,9 +91,6 @@ def test_more_fields_of_a_record_at_every_level_are_passed_over() -> None:
     key = new_key("a", new_secret(), rpm=7, priorities=(1, 2))
     book = KeyRegistry().with_key(key)
     assert KeyRegistry.from_json(_with_more(json.loads(book.to_json()))) == book
-    people = People((Person(name="ann", role=PersonRole.VIEWER, fingerprint="ab", ends_at=1.5),))
-    assert People.from_json(people.to_json()) == people
-    assert People.from_json(_with_more(json.loads(people.to_json()))) == people
 
 
 def _filled(kind: Descriptor) -> st.SearchStrategy[Message]:

@@ -66,7 +66,6 @@ def test_a_revision_without_a_decode_replica_has_no_turn() -> None:
     for i in range(50):
         assert numbers(canary.first_to_last(request(str(i)), usable=["decode-1"])) == [2]
         assert numbers(canary.first_to_last(request(str(i)), usable=["decode-0"])) == [1]
-    assert numbers(canary.first_to_last(request("r"), usable=["decode-0", "decode-1"], only=2)) == [2]
 
 
 def test_a_request_goes_on_where_it_was_unless_all_has_failed_there() -> None:
