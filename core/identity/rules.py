@@ -37,6 +37,17 @@ class RpcRule:
         allowed = " or ".join(sorted(self.callers))
         return f"only {allowed} may call this; {_describe(caller, found)}"
 
+    def verdict(self, message: Any | None, caller: ProcessName | None, callee: ProcessName) -> str | None:
+        """Return why this call, with this first message, is refused; None: it is allowed."""
+        if rejection := self.rejection(caller, callee):
+            return rejection
+        assert caller, "a stranger is refused"
+        if message is None:
+            return "nothing came by which to tell whose call this is"
+        if not self.is_true(message, caller, callee):
+            return f"this call is for another than {caller} to make"
+        return None
+
 
 _PEOPLE = {PersonRole.VIEWER.value: CallerKind.VIEWER, PersonRole.OPERATOR.value: CallerKind.OPERATOR}
 
@@ -96,8 +107,8 @@ _OTHER = frozenset({CallerKind.OTHER_REPLICA})
 _CHANGES = frozenset({CallerKind.OPERATOR})
 _LOOKS = _CHANGES | {CallerKind.VIEWER}
 
+FRAMES_RULE = RpcRule(_ROUTER, _as_router)  # of the token stream, which is not an RPC
 RULES: Mapping[str, RpcRule] = {
-    "/cluster.worker.v1.Worker/Frames": RpcRule(_ROUTER, _as_router),
     "/cluster.worker.v1.PrefillWorker/Prefill": RpcRule(_ROUTER),
     "/cluster.worker.v1.DecodeWorker/Generate": RpcRule(_ROUTER, _as_router),
     "/cluster.worker.v1.DecodeWorker/Stop": RpcRule(_ROUTER, _as_router),
