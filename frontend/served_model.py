@@ -95,7 +95,7 @@ class ServedModel:
         config = model_config.load(model_dir)
         tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
         grammars = await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size)
-        replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=identity), tasks=tasks)
+        replicas = Replicas(lambda member: GrpcWorker(member, identity=identity), tasks=tasks)
         discovery = Discovery(
             connect_redis(credentials.index_url),
             replicas,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +27,6 @@ class RequestRoute:
 
 
 Arrived = Mapping[int, Sequence[SampledToken]]  # by choice
-Taker = Callable[[int, Sequence[SampledToken]], bool]  # of a choice; whether that is all there is to do
 
 
 class Generation(Protocol):
@@ -42,11 +41,6 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[Arrived]:
         """By choice, the tokens that have come since the last ones were taken: mostly one. Until every choice has
         finished; the last token of each has a finish_reason. Raises ClusterError."""
-        ...
-
-    def hand_to(self, taker: Taker) -> None:
-        """Before the iteration: while that waits, what comes may be handed to `taker` at once. Where it says False, the
-        iteration goes on, with nothing; and where it raises, with that. What else comes, the iteration brings."""
         ...
 
     @property

@@ -24,7 +24,7 @@ from core.spec.schema import Spec
 from core.types.errors import ReplicaFailed
 from core.types.network import check_link
 from core.types.role_switch import largest_step
-from core.wire.frames import FrameHub, WorkerServicer
+from core.wire.frames import FrameHub
 from engine.config import EngineConfig, device_for
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -87,7 +87,6 @@ class RankBody(Generic[W]):
     def register(self, server: aio.Server) -> None:
         """Add the servicers, before anything is loaded."""
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
-        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._hub), server)
         worker_pb2_grpc.add_PrefixFetchServicer_to_server(self._prefixes, server)
         self.role.add_servicer(self.role.servicer, server)
 
@@ -261,7 +260,7 @@ class RankBody(Generic[W]):
             index_url=credentials.index_url,
             name=setup.spec.name,
             key=credentials.key(Purpose.MEMBERS),
-            member=_member(setup, runner, max_tokens=live.max_tokens),
+            member=_member(setup, runner, setup.host.serve_frames(self._hub), max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
             answers=_shared_answers(setup, runner) if worker.replica.drafts_from_answers else None,
         )
@@ -354,12 +353,13 @@ def _leader_parts(
     return LeaderParts(setup=setup, receiver=receiver, inbox=inbox, engine=engine)
 
 
-def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member:
+def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_tokens: int) -> Member:
     layout = runner.layout
     return Member(
         replica=setup.replica,
         role=setup.role,
         address=setup.addresses[0],
+        frames_address=frames_address,
         layout=layout.fingerprint,
         num_blocks=runner.pool.num_blocks,
         block_size=layout.block_size,

@@ -33,6 +33,17 @@ class RpcRule:
         allowed = " or ".join(sorted(self.callers))
         return f"only {allowed} may call this; {_describe(caller, found)}"
 
+    def verdict(self, message: Any | None, caller: ProcessName | None, callee: ProcessName) -> str | None:
+        """Return why this call, with this first message, is refused; None: it is allowed."""
+        if rejection := self.rejection(caller, callee):
+            return rejection
+        assert caller, "a stranger is refused"
+        if message is None:
+            return "nothing came by which to tell whose call this is"
+        if not self.is_true(message, caller, callee):
+            return f"this call is for another than {caller} to make"
+        return None
+
 
 def relation(caller: ProcessName | None, callee: ProcessName) -> CallerKind | None:
     """None: a stranger, be it of another deployment."""
@@ -85,8 +96,8 @@ _ROUTER = frozenset({CallerKind.ROUTER})
 _SAME = frozenset({CallerKind.SAME_REPLICA})
 _OTHER = frozenset({CallerKind.OTHER_REPLICA})
 
+FRAMES_RULE = RpcRule(_ROUTER, _as_router)  # of the token stream, which is not an RPC
 RULES: Mapping[str, RpcRule] = {
-    "/cluster.worker.v1.Worker/Frames": RpcRule(_ROUTER, _as_router),
     "/cluster.worker.v1.PrefillWorker/Prefill": RpcRule(_ROUTER),
     "/cluster.worker.v1.DecodeWorker/Generate": RpcRule(_ROUTER, _as_router),
     "/cluster.worker.v1.DecodeWorker/Stop": RpcRule(_ROUTER, _as_router),

@@ -63,7 +63,8 @@ class Member:
 
     replica: str
     role: Role
-    address: str  # "host:port" of rank 0
+    address: str  # "host:port" of rank 0: its gRPC server
+    frames_address: str  # "host:port" of rank 0: its token frames
     layout: str  # fingerprint of its KV layout
     num_blocks: int
     block_size: int

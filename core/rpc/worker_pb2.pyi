@@ -324,26 +324,26 @@ class MigrateReply(_message.Message):
     def __init__(self, moved: bool = ..., reason: _Optional[str] = ..., num_tokens: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., pause_s: _Optional[float] = ...) -> None: ...
 
 class FramesRequest(_message.Message):
-    __slots__ = ("router", "takes_plain")
+    __slots__ = ("router",)
     ROUTER_FIELD_NUMBER: _ClassVar[int]
-    TAKES_PLAIN_FIELD_NUMBER: _ClassVar[int]
     router: str
-    takes_plain: bool
-    def __init__(self, router: _Optional[str] = ..., takes_plain: bool = ...) -> None: ...
+    def __init__(self, router: _Optional[str] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("number", "status", "streams", "plain_streams", "plain_token_ids")
+    __slots__ = ("number", "status", "streams", "plain_streams", "plain_token_ids", "error")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_STREAMS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
     status: Status
     streams: _containers.RepeatedCompositeFieldContainer[StreamTokens]
     plain_streams: _containers.RepeatedScalarFieldContainer[int]
     plain_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, number: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ..., plain_streams: _Optional[_Iterable[int]] = ..., plain_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    error: str
+    def __init__(self, number: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ..., plain_streams: _Optional[_Iterable[int]] = ..., plain_token_ids: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class StreamTokens(_message.Message):
     __slots__ = ("stream", "tokens")

@@ -25,83 +25,6 @@ if _version_not_supported:
     )
 
 
-class WorkerStub(object):
-    """Served by both roles.
-    """
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Frames = channel.unary_stream(
-                '/cluster.worker.v1.Worker/Frames',
-                request_serializer=core_dot_rpc_dot_worker__pb2.FramesRequest.SerializeToString,
-                response_deserializer=core_dot_rpc_dot_worker__pb2.Frame.FromString,
-                _registered_method=True)
-
-
-class WorkerServicer(object):
-    """Served by both roles.
-    """
-
-    def Frames(self, request, context):
-        """The one stream that all requests of one router share: at most one frame per engine step, and one every second when
-        idle. Its end is the end of the worker for this router.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_WorkerServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Frames': grpc.unary_stream_rpc_method_handler(
-                    servicer.Frames,
-                    request_deserializer=core_dot_rpc_dot_worker__pb2.FramesRequest.FromString,
-                    response_serializer=core_dot_rpc_dot_worker__pb2.Frame.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'cluster.worker.v1.Worker', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('cluster.worker.v1.Worker', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Worker(object):
-    """Served by both roles.
-    """
-
-    @staticmethod
-    def Frames(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/cluster.worker.v1.Worker/Frames',
-            core_dot_rpc_dot_worker__pb2.FramesRequest.SerializeToString,
-            core_dot_rpc_dot_worker__pb2.Frame.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
 class PrefillWorkerStub(object):
     """Missing associated documentation comment in .proto file."""
 
@@ -209,7 +132,7 @@ class DecodeWorkerServicer(object):
 
     def Generate(self, request, context):
         """The call is the lease: while it lives the replica holds blocks for this request; when it ends, for whatever reason,
-        it frees them. Tokens arrive in Frames under the request's stream keys, not here.
+        it frees them. Tokens arrive in frames under the request's stream keys, not here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

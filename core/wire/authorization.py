@@ -71,13 +71,7 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
 
     async def _admit(self, method: str, rule: RpcRule, message: Any | None, context: _Context) -> None:
         caller = _named(_uri(context))
-        rejection = rule.rejection(caller, self._callee)
-        if caller and rejection is None:
-            if message is None:
-                rejection = "nothing came by which to tell whose call this is"
-            elif not rule.is_true(message, caller, self._callee):
-                rejection = f"this call is for another than {caller} to make"
-        if rejection:
+        if rejection := rule.verdict(message, caller, self._callee):
             await _reject(method, rejection, context)
 
     def _reject_unknown(self, method: str) -> Callable[[Any, _Context], AsyncIterator[Any]]:

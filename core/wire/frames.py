@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any
-
-from grpc import aio
+from collections.abc import AsyncGenerator, Iterable, Mapping
 
 from core.rpc import worker_pb2 as pb
-from core.rpc import worker_pb2_grpc as rpc
-from core.types.errors import CapacityError, ClusterError
+from core.types.errors import CapacityError
 from core.types.request import SampledToken
-from core.types.validation import check_name
-from core.wire.call_errors import abort_with
 from core.wire.messages import stream_token_to_proto
 
 HEARTBEAT_S = 1.0
 # How old what routers know of a replica may be while the same requests live on it. To tell it with each token takes 0.2
 # ms between two steps, and something of each router, too.
 STATUS_S = 0.05
-_MAX_ROUTERS = 1024
+MAX_ROUTERS = 1024
 
 StreamToken = tuple[int, SampledToken]  # the key of a stream, and its next token
 
@@ -59,14 +53,14 @@ class FrameHub:
         outbox = self._outboxes.get(router)
         return outbox.number + 1 if outbox else 0
 
-    async def frames(self, router: str, *, takes_plain: bool = False) -> AsyncIterator[pb.Frame]:
-        """The body of the Frames call. A second stream of the same router takes the place of the first.
+    async def frames(self, router: str) -> AsyncGenerator[pb.Frame, None]:
+        """Yield this router's frames. A second stream of the same router takes the place of the first.
 
-        Raises CapacityError where too many listen.
+        Raises CapacityError where too many routers listen.
         """
-        if len(self._outboxes) >= _MAX_ROUTERS and router not in self._outboxes:
-            raise CapacityError(f"{_MAX_ROUTERS} routers listen already")
-        outbox = self._outboxes[router] = _Outbox(takes_plain)
+        if len(self._outboxes) >= MAX_ROUTERS and router not in self._outboxes:
+            raise CapacityError(f"{MAX_ROUTERS} routers listen already")
+        outbox = self._outboxes[router] = _Outbox()
         outbox.frame.status.CopyFrom(self._status)
         outbox.wake.set()
         try:
@@ -83,38 +77,20 @@ class FrameHub:
                 del self._outboxes[router]
 
 
-class WorkerServicer(rpc.WorkerServicer):
-    """Serves a hub to routers; the same for both roles. A prefill replica's frames carry its status only."""
-
-    def __init__(self, hub: FrameHub) -> None:
-        self._hub = hub
-
-    async def Frames(
-        self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.Frame]:
-        try:
-            check_name(request.router, "router")
-            async for frame in self._hub.frames(request.router, takes_plain=request.takes_plain):
-                yield frame
-        except ClusterError as error:
-            await abort_with(context, error)
-
-
 class _Outbox:
     """The next frame of one router."""
 
-    def __init__(self, takes_plain: bool) -> None:
+    def __init__(self) -> None:
         self.frame = pb.Frame()
         self.number = 0
         self.wake = asyncio.Event()
-        self._takes_plain = takes_plain
         self._plain: list[StreamToken] = []
         self._told: list[pb.StreamTokens] = []  # behind those
 
     def add(self, tokens: Iterable[StreamToken]) -> None:
         for stream, token in tokens:
             # Behind a token that says more none is plain: it may be of the same stream.
-            if self._takes_plain and not self._told and token.is_plain:
+            if not self._told and token.is_plain:
                 self._plain.append((stream, token))
             else:
                 self._told.append(stream_token_to_proto(stream, token))

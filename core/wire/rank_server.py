@@ -1,4 +1,4 @@
-"""What every rank's process has beside its step loop: an event loop on a thread of its own, and a gRPC server on it."""
+"""The event loop of a rank's process, on its thread, and the servers on it: gRPC and token frames."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from grpc import aio
 from core.identity.credentials import Identity
 from core.types.errors import DeployError
 from core.wire.channel import listen, make_server
+from core.wire.frame_server import FrameServer
+from core.wire.frames import FrameHub
 
 T = TypeVar("T")
 
@@ -28,12 +30,17 @@ class RankHost:
         self.identity = identity
         self.loop = uvloop.new_event_loop()
         self._server: aio.Server | None = None
+        self._frame_servers: list[FrameServer] = []
         self._thread = threading.Thread(target=self._run, name="event-loop", daemon=True)
         self._thread.start()
 
     def serve(self, register: Callable[[aio.Server], None], *, timeout_s: float = 30.0) -> str:
         """Open a port of our own and serve what `register` adds. Returns "host:port"."""
         return self.call(self._serve(register), timeout_s=timeout_s)
+
+    def serve_frames(self, hub: FrameHub, *, timeout_s: float = 30.0) -> str:
+        """Open another port and serve the token frames of `hub` to routers. Returns "host:port"."""
+        return self.call(self._serve_frames(hub), timeout_s=timeout_s)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
         """Run a coroutine on the event loop and wait for it. Never from the event loop itself."""
@@ -71,7 +78,18 @@ class RankHost:
         await self._server.start()
         return f"{self.host}:{port}"
 
+    async def _serve_frames(self, hub: FrameHub) -> str:
+        server = FrameServer(hub, self.identity)
+        try:
+            port = server.start(self.host)
+        except OSError as error:
+            raise DeployError(f"cannot listen on {self.host} for token frames: {error}") from error
+        self._frame_servers.append(server)
+        return f"{self.host}:{port}"
+
     async def _stop(self) -> None:
+        for frames in self._frame_servers:
+            await frames.close()
         if self._server:
             await self._server.stop(None)
         ours = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -177,7 +177,10 @@ async def _nothing(context: _Context) -> AsyncIterator[None]:
 
 
 def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) -> Any:
-    """The same handler, for whose messages is waited here."""
+    """The same handler, for whose messages is waited here. It may write a response as bytes, serialized by itself."""
+
+    def serialize(response: Any) -> bytes:
+        return response if isinstance(response, bytes) else handler.response_serializer(response)
 
     async def answer_all(requests: Any, context: _Context) -> AsyncIterator[Any]:
         async for response in handler.stream_stream(messages.each(requests, context), context):
@@ -194,7 +197,7 @@ def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) ->
     return grpc.stream_stream_rpc_method_handler(
         answer_all if handler.request_streaming else answer,
         request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
+        response_serializer=serialize,
     )
 
 

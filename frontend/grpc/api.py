@@ -29,16 +29,12 @@ from frontend.grpc.messages import (
     detokenize_request_of,
     prompt_logprobs_of,
     request_of,
-    response_of,
     tokenize_request_of,
 )
 from frontend.http.certificates import Certificates
 from frontend.http.connections import GRPC_ENDPOINT, ConnectionLimits
-from frontend.http.polled_call import PolledCall
-from frontend.http.polled_server import open_server
 from frontend.text.completion import Completion, Completions
 from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
-from frontend.text.events import Event
 from frontend.text.models import Models
 from frontend.text.prompt_encoder import num_chars
 from router.telemetry.tracing import Trace
@@ -91,7 +87,7 @@ async def open_grpc_api(
         max_waiting=2 * limits.streams,
         entered={f"/{SERVICE}/{method}": inference.entered for method in ("Generate", "Tokenize", "Detokenize")},
     )
-    server = open_server(
+    server = grpc.aio.server(
         interceptors=[gate],
         options=(
             *_OPTIONS,
@@ -198,22 +194,13 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             if told := await request_context.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
             is_first, tokenizer = True, completion.service.tokenizer
-
-            def straight(event: Event) -> bool:
-                assert isinstance(context, PolledCall)
-                if is_first:
-                    return False
-                return context.write_now(self._bytes.of(event, request_id=asked.id, tokenizer=tokenizer))
-
-            # grpc.aio's calls write only in a task.
-            async with completion.run(straight=straight if isinstance(context, PolledCall) else None) as arrivals:
+            async with completion.run() as arrivals:
                 async for events in arrivals:
                     if is_first:
                         await self._tell_prompt(completion, context)
                         is_first = False
                     for event in events:
-                        message = response_of(event, request_id=asked.id, tokenizer=tokenizer)
-                        await context.write(message)
+                        await context.write(self._bytes.of(event, request_id=asked.id, tokenizer=tokenizer))
 
     async def _tell_prompt(self, completion: Completion, context: _Context) -> None:
         """Of its tokens, if that is asked for; each message is made on another thread, for that takes its time."""

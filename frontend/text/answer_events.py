@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.request import SampledToken
@@ -31,13 +30,8 @@ class AnswerEvents:
         unread: UnreadLimit,
         summary: Callable[[], Summary],
         request_id: str,
-        straight: Callable[[Event], bool] | None = None,
     ) -> None:
-        """straight: takes an event at once, if it can. What it takes is not given to whoever iterates, who is woken for
-        the rest alone."""
         self._generation = generation
-        if straight:
-            generation.hand_to(partial(self._send, straight))
         self._tokens = aiter(generation)
         self._choices = choices
         self._num_open = len(choices)
@@ -46,7 +40,6 @@ class AnswerEvents:
         self._summary = summary
         self._is_summed = False
         self._request_id = request_id
-        self._unsent: list[Event] = []
         self._unneeded: list[int] = []  # choices that a stop string has ended; the workers do not know yet
 
     def __aiter__(self) -> AnswerEvents:
@@ -69,18 +62,10 @@ class AnswerEvents:
                 arrived = await anext(self._tokens)
             except StopAsyncIteration:
                 raise ReplicaLost(f"request {self._request_id}: its tokens ended before it was finished") from None
-            events, self._unsent = self._unsent, []
             for number, tokens in arrived.items():
                 events += self._events_of(number, tokens)
         self._unread.given()
         return events
-
-    def _send(self, straight: Callable[[Event], bool], number: int, tokens: Sequence[SampledToken]) -> bool:
-        """While whoever iterates waits. Whether there is nothing that he has to see to."""
-        for event in self._events_of(number, tokens):
-            if self._unsent or not straight(event):
-                self._unsent.append(event)
-        return not self._unsent and not self._unneeded and self._num_open > 0
 
     def _events_of(self, number: int, tokens: Sequence[SampledToken]) -> list[Event]:
         choice = self._choices[number]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -225,12 +225,10 @@ class Completion:
     async def run(
         self,
         turn: AbstractAsyncContextManager[None] | None = None,
-        *,
-        straight: Callable[[Event], bool] | None = None,
     ) -> AsyncIterator[AsyncIterator[list[Event]]]:
         """Start it, once, and hold it for as long as the block lasts; leaving the block ends it everywhere.
 
-        turn: where it waits before it starts. straight: see AnswerEvents; ranked choices do not go to it.
+        turn: where it waits before it starts.
         Gives the events, which are to be consumed in the task that entered. The block raises ClusterError; past the
         deadline that is DeadlineExceeded, and ClientTooSlow where events are not consumed in time, whatever the block
         was waiting for.
@@ -252,7 +250,6 @@ class Completion:
                     unread=self._unread,
                     summary=self._summary,
                     request_id=self.request.id,
-                    straight=None if self.request.is_ranked else straight,
                 )
                 has_logprobs = self.request.logprobs is not None
                 yield (

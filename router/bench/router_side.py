@@ -52,9 +52,12 @@ class MeasuredRouter:
         self._model_dir = model_dir
         self._profile = cProfile.Profile()
 
-    def serve(self, workers: list[str], collector: str = "", ratio: float = 0.0) -> dict[str, int]:
-        """workers: the addresses of decode replicas. collector: to which spans of that ratio of requests go. Gives the
-        ports of both doors."""
+    def serve(self, workers: list[tuple[str, str]], collector: str = "", ratio: float = 0.0) -> dict[str, int]:
+        """Open both doors, and return their ports.
+
+        workers: the address of each decode replica, and that of its frames. collector: gets the spans of that ratio of
+        requests.
+        """
         spec = TracingSpec(otlp_endpoint=collector or None, ratio=ratio)
         self._tracing = Tracing.of(spec, deployment="bench", router=ROUTER)
         return self._host.call(self._serve(workers), timeout_s=60.0)
@@ -82,11 +85,9 @@ class MeasuredRouter:
             self._profile.disable()
             self._profile.dump_stats(path)
 
-    async def _serve(self, workers: list[str]) -> dict[str, int]:
+    async def _serve(self, workers: list[tuple[str, str]]) -> dict[str, int]:
         tokenizer, metrics = Tokenizer(self._model_dir), Metrics()
-        self._replicas = Replicas(
-            lambda member: GrpcWorker(member.replica, member.address, identity=self._host.identity)
-        )
+        self._replicas = Replicas(lambda member: GrpcWorker(member, identity=self._host.identity))
         dispatch = Dispatch(
             self._replicas,
             Chooser(make_policy("cost", prefix_fetches=True), max_local_tokens=_CONTEXT),
@@ -112,8 +113,8 @@ class MeasuredRouter:
         grpc = await open_grpc_api(completions, access=access, host="127.0.0.1", port=0)
         app = create_app(completions, access=access, is_healthy=lambda: True)
         http = await HttpListener.open(app, host="127.0.0.1", port=0, limits=HTTP_ENDPOINT)
-        for number, address in enumerate(workers):
-            self._replicas.add(_member(f"decode-{number}", address))
+        for number, addresses in enumerate(workers):
+            self._replicas.add(_member(f"decode-{number}", *addresses))
         while len(self._replicas.usable(Role.DECODE)) < len(workers):
             await self._replicas.changed(timeout_s=_READY_S)
         spare_the_old()
@@ -121,11 +122,12 @@ class MeasuredRouter:
         return {"grpc": grpc.port, "http": http.address[1]}
 
 
-def _member(replica: str, address: str) -> Member:
+def _member(replica: str, address: str, frames_address: str) -> Member:
     return Member(
         replica=replica,
         role=Role.DECODE,
         address=address,
+        frames_address=frames_address,
         layout="",
         num_blocks=NUM_BLOCKS,
         block_size=_BLOCK_SIZE,

@@ -18,7 +18,7 @@ from core.process.child_process import obey
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.types.request import FinishReason, SampledToken
-from core.wire.frames import STATUS_S, FrameHub, StreamToken, WorkerServicer
+from core.wire.frames import STATUS_S, FrameHub, StreamToken
 from core.wire.rank_server import RankHost
 
 ROUTER = "router-0"
@@ -93,11 +93,12 @@ class Workers:
     def __init__(self) -> None:
         self._host = RankHost("127.0.0.1", Identity(ProcessName.of_rank("bench", "decode-0", 0), None))
         self._workers: list[PacedWorker] = []
+        self._hubs: list[FrameHub] = []
         self._servers: list[aio.Server] = []  # one that nobody holds ends
 
-    def serve(self, number: int) -> list[str]:
-        """So many replicas; their addresses."""
-        return [self._host.serve(self._register) for _ in range(number)]
+    def serve(self, number: int) -> list[tuple[str, str]]:
+        """Serve so many replicas; returns the addresses of each, and of its frames."""
+        return [(self._host.serve(self._register), self._host.serve_frames(self._hubs[-1])) for _ in range(number)]
 
     def set_step(self, seconds: float) -> None:
         for worker in self._workers:
@@ -118,10 +119,10 @@ class Workers:
 
     def _register(self, server: aio.Server) -> None:
         hub = FrameHub()
+        self._hubs.append(hub)
         worker = PacedWorker(f"decode-{len(self._workers)}", hub)
         self._workers.append(worker)
         self._servers.append(server)
-        rpc.add_WorkerServicer_to_server(WorkerServicer(hub), server)
         rpc.add_DecodeWorkerServicer_to_server(worker, server)
 
 

@@ -1,15 +1,15 @@
-"""A worker reached over gRPC."""
+"""A worker reached over gRPC, and its token frames over a connection of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
-from weakref import WeakSet
 
 import grpc
 from grpc import aio
 
 from core.identity.credentials import Identity
+from core.index.membership import Member
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ClusterError, DeadlineExceeded
@@ -17,7 +17,7 @@ from core.types.handoff import Handoff, PrefixSource
 from core.types.request import SequenceRequest
 from core.wire.call_errors import error_of
 from core.wire.channel import open_lasting_channel
-from core.wire.frame_call import FrameCall
+from core.wire.frame_client import follow_frames
 from core.wire.messages import handoff_to_proto, prefix_source_to_proto, sequence_to_proto
 
 Event = TypeVar("Event")
@@ -26,20 +26,17 @@ Event = TypeVar("Event")
 class GrpcWorker:
     """Implements router.serving.worker.Worker. Connects on first use."""
 
-    def __init__(self, replica: str, address: str, *, identity: Identity) -> None:
+    def __init__(self, member: Member, *, identity: Identity) -> None:
         """identity: of this router; the worker keeps a token stream for each."""
-        self._replica = replica
+        self._replica = member.replica
         self._router = identity.name.router
-        self._address = address
-        self._peer = identity.rank(replica, 0)
+        self._frames_address = member.frames_address
+        self._peer = identity.rank(member.replica, 0)
         self._identity = identity
-        self._channel = open_lasting_channel(address, peer=self._peer, identity=identity)
-        self._following: WeakSet[FrameCall] = WeakSet()
+        self._channel = open_lasting_channel(member.address, peer=self._peer, identity=identity)
 
-    def frames(self, taker: Callable[[pb.Frame], None] | None = None) -> FrameCall:
-        call = FrameCall(self._address, peer=self._peer, identity=self._identity, taker=taker)
-        self._following.add(call)
-        return call
+    async def follow(self, take: Callable[[pb.Frame], None]) -> None:
+        await follow_frames(self._frames_address, peer=self._peer, identity=self._identity, take=take)
 
     def prefill(
         self,
@@ -94,8 +91,6 @@ class GrpcWorker:
             raise error_of(error, peer=self._replica) from error
 
     async def close(self) -> None:
-        for call in self._following:
-            call.cancel()
         await self._channel.close()
 
 

@@ -24,7 +24,7 @@ from core.types.errors import (
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SequenceRequest
 from core.types.timeline import RequestPhase
-from router.generation import Arrived, Generation, Taker
+from router.generation import Arrived, Generation
 from router.serving.attempt import Attempt
 from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
@@ -71,7 +71,6 @@ class Relay:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._state.outbox.taker = None  # which knows this: a circle, if it were kept
         task, self._task = self._task, None  # which knows what it was about when it ended: a circle, if it were kept
         assert task
         task.cancel()
@@ -79,9 +78,6 @@ class Relay:
 
     def __aiter__(self) -> AsyncIterator[Arrived]:
         return self._state.outbox  # itself: each coroutine between costs every token
-
-    def hand_to(self, taker: Taker) -> None:
-        self._state.outbox.taker = taker
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

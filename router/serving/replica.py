@@ -149,16 +149,14 @@ class Replica:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_frames(self) -> None:
-        """Until they end. Raises TimeoutError when none comes any more."""
-        frames, self._num_frames = self.worker.frames(self._take_next), 0
+        """Follow them until they end. Raises TimeoutError when none comes any more."""
+        self._num_frames = 0
         async with asyncio.timeout(None) as silence:
             watch = asyncio.create_task(self._watch_silence(silence))
             try:
-                async for frame in frames:
-                    self._take_next(frame)
+                await self.worker.follow(self._take_next)
             finally:
                 watch.cancel()
-                frames.cancel()
 
     async def _watch_silence(self, silence: asyncio.Timeout) -> None:
         """Looks are counted, not seconds: where this process itself stood still, what has come meanwhile is read first,

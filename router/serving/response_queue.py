@@ -7,44 +7,39 @@ from collections import deque
 from collections.abc import Sequence
 
 from core.types.request import SampledToken
-from router.generation import Taker
 
 _TOGETHER = 64  # some 1 ms of work for a door
 
 
 class Outbox:
-    """What has come while nobody took is taken together: by a client that is behind, or a busy router. Belongs to the
-    event loop; one iterates over it."""
+    """Queue of one request's tokens; one iteration takes up to 64 of those that wait.
+
+    Belongs to the event loop, and has one consumer.
+    """
 
     def __init__(self) -> None:
         self.num_waiting = 0  # tokens
-        # Who has what comes while the iteration waits: to wake that costs a token as much again as its text.
-        self.taker: Taker | None = None
         self._bundles: deque[dict[int, list[SampledToken]]] = deque()  # by choice; all but the last are full
         self._num_in_last = 0
         self._is_over = False
-        self._is_broken = False  # the taker has raised: what came then is lost, and nothing may follow it
-        self._errors: list[Exception] = []  # one at most, until it is raised: it knows by then who took
+        # One at most. It is dropped when it is raised: its traceback then refers to this outbox.
+        self._errors: list[Exception] = []
         self._loop = asyncio.get_running_loop()
         self._waking: asyncio.Future[None] | None = None  # of who waits; an Event would cost each token twice as much
 
     def put(self, choice: int, tokens: Sequence[SampledToken]) -> None:
         """At least one, which have come together."""
-        if self._is_broken:
-            return
-        if self.taker and self._waking and not self._waking.done():
-            self._hand_over(self.taker, choice, tokens)
-            return
         for token in tokens:
             if not self._bundles or self._num_in_last == _TOGETHER:
-                self._open_bundle()
+                self._bundles.append({})
+                self._num_in_last = 0
             self._bundles[-1].setdefault(choice, []).append(token)
             self._num_in_last += 1
         self.num_waiting += len(tokens)
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:
-        """No more come. The first word counts."""
+        """Close the queue. Idempotent; the first error wins."""
         if not self._is_over:
             self._is_over = True
             self._errors = [error] if error else []
@@ -54,9 +49,10 @@ class Outbox:
         return self
 
     async def __anext__(self) -> dict[int, list[SampledToken]]:
-        """By choice, at least one token; or nothing, where the taker says that there is more to do. Raises the error
-        with which it ended, once, after the last token. Where much waits, other requests have their turn before it is
-        given."""
+        """Return at least one token, by choice. Raises the error with which it ended, once, after the last token.
+
+        Between two full bundles it yields to the event loop, so that other requests have their turn.
+        """
         if len(self._bundles) > 1:
             await asyncio.sleep(0)
         if not self._bundles and not self._is_over:
@@ -72,20 +68,6 @@ class Outbox:
         bundle = self._bundles.popleft()
         self.num_waiting -= sum(map(len, bundle.values()))
         return bundle
-
-    def _hand_over(self, taker: Taker, choice: int, tokens: Sequence[SampledToken]) -> None:
-        try:
-            if taker(choice, tokens):
-                return
-        except Exception as error:  # it is whoever iterates to whom this happens, and not who brings tokens
-            self._is_broken = True
-            return self.end(error)
-        self._open_bundle()  # an empty one; what comes before it is given joins it
-        self._wake()
-
-    def _open_bundle(self) -> None:
-        self._bundles.append({})
-        self._num_in_last = 0
 
     def _wake(self) -> None:
         if self._waking and not self._waking.done():

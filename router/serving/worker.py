@@ -1,6 +1,6 @@
 """What a router asks of one replica, over proto/worker.proto or, in tests, of a fake.
 
-Both roles answer `frames` and `close`; a prefill replica `prefill`, a decode replica the rest. Requests go in as our
+Both roles answer `follow` and `close`; a prefill replica `prefill`, a decode replica the rest. Requests go in as our
 own words, and what comes back is read from the messages as they came. Whatever goes wrong is a ClusterError: the
 replica's own, ReplicaLost where it could not even answer, DeadlineExceeded where a `timeout_s` has passed.
 """
@@ -31,9 +31,9 @@ class WorkerCall(Protocol[Event_co]):
 class Worker(Protocol):
     """One replica, as far as its router can reach it."""
 
-    def frames(self, taker: Callable[[pb.Frame], None] | None = None) -> WorkerCall[pb.Frame]:
-        """Its status and the tokens of all our requests there, at least once a second. One that comes while the
-        iteration waits may be handed to `taker` at once, in its place; what that raises ends the iteration."""
+    async def follow(self, take: Callable[[pb.Frame], None]) -> None:
+        """Hand each frame to `take`: the replica's status and the tokens of all our requests there, at least once a
+        second. Returns when the replica closes the stream; raises what `take` raises."""
         ...
 
     def prefill(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core.identity.process_name import ProcessName
+from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError
 from core.types.handoff import Handoff
 from core.types.request import Sampling, SequenceRequest
@@ -135,8 +136,7 @@ class HandRouter:
     async def _worker(self, replica: LocalReplica, *, listens: bool = False) -> GrpcWorker:
         """As a router does, it takes the frames again where they were lost, before it asks for anything."""
         if replica.id not in self._workers:
-            address = self._cluster.seen(replica).member.address
-            self._workers[replica.id] = GrpcWorker(replica.id, address, identity=self._identity)
+            self._workers[replica.id] = GrpcWorker(self._cluster.seen(replica).member, identity=self._identity)
         worker, listener = self._workers[replica.id], self._listeners.get(replica.id)
         if listens and (listener is None or listener.done()):
             listening = asyncio.Event()
@@ -146,14 +146,16 @@ class HandRouter:
         return worker
 
     async def _listen(self, replica: str, worker: GrpcWorker, listening: asyncio.Event) -> None:
+        def take(frame: pb.Frame) -> None:
+            for stream, token_id in zip(frame.plain_streams, frame.plain_token_ids, strict=True):
+                self._tokens[stream].append(token_id)
+            for some in frame.streams:
+                self._tokens[some.stream] += [token.token_id for token in some.tokens]
+            self._num_frames[replica] = frame.number + 1
+            listening.set()
+
         with suppress(ClusterError):  # the case has killed it
-            async for frame in worker.frames():
-                for stream, token_id in zip(frame.plain_streams, frame.plain_token_ids, strict=True):
-                    self._tokens[stream].append(token_id)
-                for some in frame.streams:
-                    self._tokens[some.stream] += [token.token_id for token in some.tokens]
-                self._num_frames[replica] = frame.number + 1
-                listening.set()
+            await worker.follow(take)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -20,6 +20,7 @@ from core.process.child_process import ChildProcess
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.wire.channel import open_channel
+from core.wire.frame_client import follow_frames
 from tests.support.identities import rank, router
 
 WORKER, ROUTER = rank("decode-0"), router()
@@ -41,7 +42,7 @@ async def _measure(options: argparse.Namespace) -> None:
     far = ChildProcess("tests.benchmarks.mtls_worker", answer_s=60.0)
     ports = far.ask("serve", streams=options.streams)
     identities = {"clear": Identity(ROUTER, None), "mTLS": Identity(ROUTER, _tls_credentials(far.ask("papers")))}
-    channels = {way: open_channel(ports[way], peer=WORKER, identity=identities[way]) for way in _WAYS}
+    channels = {way: open_channel(ports[way][0], peer=WORKER, identity=identities[way]) for way in _WAYS}
     found: dict[str, dict[str, list[float]]] = {}
 
     async def take(what: str, way: str, work: Callable[[], Awaitable[list[float]]]) -> None:
@@ -55,9 +56,11 @@ async def _measure(options: argparse.Namespace) -> None:
         if turn == 1:
             found.clear()  # the first round was to get warm
         for way in _WAYS if turn % 2 else reversed(_WAYS):
-            channel, identity, port = channels[way], identities[way], ports[way]
+            channel, identity, (port, frames_port) = channels[way], identities[way], ports[way]
             await take("unary call", way, lambda channel=channel: _calls(channel, options.calls))
-            await take("frame", way, lambda channel=channel: _frames(channel, options.frames))
+            await take(
+                "frame", way, lambda identity=identity, port=frames_port: _frames(port, identity, options.frames)
+            )
             await take(
                 "connection and first call",
                 way,
@@ -78,15 +81,21 @@ async def _calls(channel: Any, count: int) -> list[float]:
     return times
 
 
-async def _frames(channel: Any, count: int) -> list[float]:
+async def _frames(port: str, identity: Identity, count: int) -> list[float]:
     """As fast as they come: each time is the mean of all."""
-    call = rpc.WorkerStub(channel).Frames(pb.FramesRequest(router=ROUTER.router))
-    await call.read()
-    begin = time.perf_counter()
-    for _ in range(count):
-        await call.read()
+    done, begin = asyncio.Event(), 0.0
+
+    def take(frame: pb.Frame) -> None:
+        nonlocal begin
+        if not frame.number:
+            begin = time.perf_counter()
+        elif frame.number == count:
+            done.set()
+
+    following = asyncio.ensure_future(follow_frames(port, peer=WORKER, identity=identity, take=take))
+    await done.wait()
     seconds = time.perf_counter() - begin
-    call.cancel()
+    following.cancel()
     return [seconds / count] * count
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from grpc import aio
@@ -14,24 +15,29 @@ from core.identity.credentials import Identity
 from core.process.child_process import obey
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
+from core.wire.frames import FrameHub
 from core.wire.rank_server import RankHost
 from tests.benchmarks.mtls import ROUTER, WORKER
 from tests.support.identities import DEPLOYMENT, proven, tls_credentials
 
 
-class _EagerWorker(rpc.WorkerServicer, rpc.DecodeWorkerServicer):
+class _EagerHub(FrameHub):
     """Sends frames as fast as they are taken."""
 
     def __init__(self, streams: int) -> None:
+        super().__init__()
         tokens = [pb.SampledToken(token_id=1000 + i) for i in range(streams)]
         self._streams = [pb.StreamTokens(stream=i, tokens=[token]) for i, token in enumerate(tokens)]
 
-    async def Frames(self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    async def frames(self, router: str) -> AsyncGenerator[pb.Frame, None]:
         number = 0
         while True:
             yield pb.Frame(number=number, streams=self._streams)
             number += 1
+            await asyncio.sleep(0)
 
+
+class _Decode(rpc.DecodeWorkerServicer):
     async def Stop(self, request: pb.StopRequest, context: aio.ServicerContext[Any, Any]) -> pb.StopReply:
         return pb.StopReply()
 
@@ -43,19 +49,18 @@ class Worker:
         self._authority = Authority.create(DEPLOYMENT)
         self._hosts: list[RankHost] = []
 
-    def serve(self, streams: int) -> dict[str, str]:
-        """Where it listens, by the way of asking."""
-        servicer = _EagerWorker(streams)
+    def serve(self, streams: int) -> dict[str, tuple[str, str]]:
+        """Return where it listens, for gRPC and for frames, by the way of asking."""
 
         def register(server: aio.Server) -> None:
-            rpc.add_WorkerServicer_to_server(servicer, server)
-            rpc.add_DecodeWorkerServicer_to_server(servicer, server)
+            rpc.add_DecodeWorkerServicer_to_server(_Decode(), server)
 
         identities = {"clear": Identity(WORKER, None), "mTLS": proven(self._authority, WORKER)}
         addresses = {}
         for way, identity in identities.items():
             self._hosts.append(RankHost("127.0.0.1", identity))
-            addresses[way] = self._hosts[-1].serve(register)
+            host = self._hosts[-1]
+            addresses[way] = host.serve(register), host.serve_frames(_EagerHub(streams))
         return addresses
 
     def tls_credentials(self) -> dict[str, Any]:

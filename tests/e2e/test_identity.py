@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from cluster.ray.authority_store import open_files
 from core.identity.authority import Authority
 from core.identity.credentials import Identity
+from core.rpc.worker_pb2 import Frame
 from core.types.errors import ReplicaLost
 from core.types.request import Role, Sampling
 from core.wire.channel import open_channel
@@ -68,14 +69,14 @@ async def test_only_without_tls_does_a_stranger_get_an_answer(
 ) -> None:
     model_dir, [asked] = checkpoint("llama"), prompts(40)
     expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
-    frames = "/cluster.worker.v1.Worker/Frames"
+    stop = "/cluster.worker.v1.DecodeWorker/Stop"
     async with local_cluster(model_dir, redis_url, security={"tls": tls}, **_TREE) as cluster:
         assert (await cluster.generate(asked, _GREEDY)).ids == expected
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
         pending_peer = in_clear(router("stranger"))
         async with open_channel(seen.member.address, peer=rank(seen.id), identity=pending_peer) as channel:
-            message = truthful(frames, pending_peer.name, rank(seen.id))
-            status = await call(channel, frames, message)
+            message = truthful(stop, pending_peer.name, rank(seen.id))
+            status = await call(channel, stop, message)
         assert status is (grpc.StatusCode.OK if tls == "off" else grpc.StatusCode.UNAVAILABLE)
 
 
@@ -114,11 +115,15 @@ async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_i
     async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
         there = cluster.seen(cluster.pools[Role.DECODE][0])
         for name, is_meant in ((there.id, True), ("decode-99", False)):
-            worker = GrpcWorker(name, there.member.address, identity=cluster.router)
-            frames = worker.frames()
-            with contextlib.nullcontext() if is_meant else pytest.raises(ReplicaLost, match="decode-99: UNAVAILABLE"):
-                assert (await anext(frames)).status.replica == there.id
-            frames.cancel()
+            worker = GrpcWorker(replace(there.member, replica=name), identity=cluster.router)
+            frames: asyncio.Queue[Frame] = asyncio.Queue()
+            following = asyncio.ensure_future(worker.follow(frames.put_nowait))
+            if is_meant:
+                assert (await asyncio.wait_for(frames.get(), 10)).status.replica == there.id
+                following.cancel()
+            else:
+                with pytest.raises(ReplicaLost, match="decode-99: no connection"):
+                    await following
             await worker.close()
 
 
@@ -148,12 +153,12 @@ async def test_an_operators_own_authority_issues_and_is_replaced_under_running_r
         running_on.lift()
         assert ((await running).ids, (await later).ids) == tuple(expected)
         theirs = proven(Authority.create(cluster.spec.name), _ROUTER)
-        frames = "/cluster.worker.v1.Worker/Frames"
+        stop = "/cluster.worker.v1.DecodeWorker/Stop"
         for identity, status in ((cluster.router, grpc.StatusCode.OK), (theirs, grpc.StatusCode.UNAVAILABLE)):
             async with open_channel(decode.member.address, peer=rank(decode.id), identity=identity) as channel:
-                assert await call(channel, frames, truthful(frames, identity.name, rank(decode.id))) is status
+                assert await call(channel, stop, truthful(stop, identity.name, rank(decode.id))) is status
         await cluster.idle()
 
 
 def _asked_by_a_router() -> list[str]:
-    return [name for name in METHODS if name.rpartition("/")[2] in ("Frames", "Prefill", "Generate", "Stop", "Migrate")]
+    return [name for name in METHODS if name.rpartition("/")[2] in ("Prefill", "Generate", "Stop", "Migrate")]

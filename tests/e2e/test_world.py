@@ -28,7 +28,6 @@ _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", 
 _SHOWN = {
     ("frontend/openai/answer.py", "time.time"),
     ("frontend/responses/answer.py", "time.time"),
-    ("frontend/http/polled_call.py", "time.time"),  # by which gRPC's core says when a deadline is
     ("frontend/text/completion_request.py", "time.time"),
     ("frontend/chat/template_sandbox.py", "datetime.now"),
     ("frontend/text/audit_log.py", "time.time"),

@@ -300,7 +300,7 @@ async def local_cluster(
     is_lent = spec.security.tls == "files"
     authority = authority_store.open_files(spec.security) if is_lent else Authority.create(spec.name)
     router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=router))
+    replicas = Replicas(lambda member: GrpcWorker(member, identity=router))
     credentials = DeploymentSecrets.new(index_url=redis_url)
     launch = Launch(spec=spec, log_dir="unused", credentials=credentials)
     discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key(Purpose.MEMBERS))

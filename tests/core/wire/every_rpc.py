@@ -96,7 +96,6 @@ def truthful(name: str, caller: ProcessName, callee: ProcessName) -> Message:
     number = int(caller.member) if caller.member.isdecimal() else 0
     key = "gang/0" if is_own else f"{caller}>{callee.member}#1/f00/place"
     messages: dict[str, Message] = {
-        "Frames": worker.FramesRequest(router=caller.member),
         "Generate": worker.GenerateRequest(router=caller.member),
         "Stop": worker.StopRequest(router=caller.member),
         "Migrate": worker.MigrateRequest(router=caller.member),

@@ -31,7 +31,6 @@ _EVERYBODY = [_ROUTER, _LEADER, _SIBLING, _OTHER_LEADER, _OTHER]
 
 # Written down once more: whoever changes the table changes this, too.
 _MAY = {
-    "Frames": [_ROUTER],
     "Prefill": [_ROUTER],
     "Generate": [_ROUTER],
     "Stop": [_ROUTER],
@@ -78,7 +77,6 @@ async def test_each_rpc_is_open_to_those_alone_who_need_it() -> None:
 
 
 _LIES: list[tuple[ProcessName, str, Message]] = [
-    (_ROUTER, "/cluster.worker.v1.Worker/Frames", worker.FramesRequest(router="router-1")),
     (_ROUTER, "/cluster.worker.v1.DecodeWorker/Generate", worker.GenerateRequest(router="router-1")),
     (_ROUTER, "/cluster.worker.v1.DecodeWorker/Stop", worker.StopRequest(router="router-1")),
     (_ROUTER, "/cluster.worker.v1.DecodeWorker/Migrate", worker.MigrateRequest()),
@@ -154,8 +152,8 @@ async def test_a_stranger_gets_nothing_from_any_rpc() -> None:
                     assert status is grpc.StatusCode.UNAVAILABLE, (who, name)
         assert not services.served
         async with _channel(address, proven(_OURS, _ROUTER)) as channel:  # not because nobody does
-            frames = "/cluster.worker.v1.Worker/Frames"
-            assert await call(channel, frames, truthful(frames, _ROUTER, _CALLEE)) is grpc.StatusCode.OK
+            generate = "/cluster.worker.v1.DecodeWorker/Generate"
+            assert await call(channel, generate, truthful(generate, _ROUTER, _CALLEE)) is grpc.StatusCode.OK
 
 
 @pytest.mark.slow
@@ -172,11 +170,11 @@ async def test_who_begins_no_handshake_is_not_waited_for(said: bytes) -> None:
 
 async def test_another_deployment_of_the_same_authority_is_a_stranger() -> None:
     """As with an operator's own, which may serve several deployments."""
-    frames, neighbour = "/cluster.worker.v1.Worker/Frames", router(deployment="neighbour")
+    generate, neighbour = "/cluster.worker.v1.DecodeWorker/Generate", router(deployment="neighbour")
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
         async with _channel(address, proven(_OURS, neighbour)) as channel:
-            message = truthful(frames, neighbour, _CALLEE)
-            assert await call(channel, frames, message) is grpc.StatusCode.PERMISSION_DENIED
+            message = truthful(generate, neighbour, _CALLEE)
+            assert await call(channel, generate, message) is grpc.StatusCode.PERMISSION_DENIED
         assert not services.served
 
 
@@ -185,14 +183,14 @@ async def test_certificates_of_an_operators_authority_are_as_good(tmp_path: Path
     root = issue_authority("the operator's root")
     certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
     authority = Authority.from_files(ca=root.write(tmp_path, "root")[0], certificate=certificate, key=key)
-    frames = "/cluster.worker.v1.Worker/Frames"
+    generate = "/cluster.worker.v1.DecodeWorker/Generate"
     async with _serving(proven(authority, _CALLEE)) as (address, _):
         for identity, status in (
             (proven(authority, _ROUTER), grpc.StatusCode.OK),
             (proven(_OURS, _ROUTER), grpc.StatusCode.UNAVAILABLE),
         ):
             async with _channel(address, identity) as channel:
-                assert await call(channel, frames, truthful(frames, _ROUTER, _CALLEE)) is status
+                assert await call(channel, generate, truthful(generate, _ROUTER, _CALLEE)) is status
 
 
 @pytest.mark.parametrize(
@@ -209,9 +207,9 @@ async def test_certificates_of_an_operators_authority_are_as_good(tmp_path: Path
 )
 async def test_a_caller_speaks_only_to_whom_it_meant(impostor: Identity) -> None:
     """Whoever has taken over an address, or stands between, hears no request."""
-    frames = "/cluster.worker.v1.Worker/Frames"
+    generate = "/cluster.worker.v1.DecodeWorker/Generate"
     async with _serving(impostor) as (address, services):
         async with _channel(address, proven(_OURS, _ROUTER)) as channel:
-            message = truthful(frames, _ROUTER, _CALLEE)
-            assert await call(channel, frames, message) is grpc.StatusCode.UNAVAILABLE
+            message = truthful(generate, _ROUTER, _CALLEE)
+            assert await call(channel, generate, message) is grpc.StatusCode.UNAVAILABLE
         assert not services.served

@@ -21,23 +21,23 @@ from tests.support.identities import in_clear, rank, router
 _CALLER, _CALLEE = in_clear(router()), in_clear(rank("decode-0"))
 
 
-class RefusingServicer(rpc.WorkerServicer):
+class RefusingServicer(rpc.DecodeWorkerServicer):
     def __init__(self, error: ClusterError) -> None:
         self._error = error
 
-    async def Frames(self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    async def Generate(self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         await abort_with(context, self._error)
         yield  # a generator
 
 
 @asynccontextmanager
-async def refusing(error: ClusterError) -> AsyncIterator[rpc.WorkerStub]:
+async def refusing(error: ClusterError) -> AsyncIterator[rpc.DecodeWorkerStub]:
     server = make_server(_CALLEE)
-    rpc.add_WorkerServicer_to_server(RefusingServicer(error), server)
+    rpc.add_DecodeWorkerServicer_to_server(RefusingServicer(error), server)
     port = listen(server, "127.0.0.1:0", _CALLEE)
     await server.start()
     async with open_channel(f"127.0.0.1:{port}", peer=_CALLEE.name, identity=_CALLER) as channel:
-        yield rpc.WorkerStub(channel)
+        yield rpc.DecodeWorkerStub(channel)
     await server.stop(None)
 
 
@@ -55,7 +55,7 @@ async def refusing(error: ClusterError) -> AsyncIterator[rpc.WorkerStub]:
 async def test_an_error_comes_back_as_it_was(error: ClusterError) -> None:
     async with refusing(error) as worker:
         with pytest.raises(aio.AioRpcError) as failed:
-            await worker.Frames(pb.FramesRequest(router="r")).read()
+            await worker.Generate(pb.GenerateRequest(router="r")).read()
     back = error_of(failed.value, peer="decode-0")
     assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
 
@@ -63,7 +63,7 @@ async def test_an_error_comes_back_as_it_was(error: ClusterError) -> None:
 async def test_who_cannot_answer_is_lost() -> None:
     async with open_channel("127.0.0.1:1", peer=_CALLEE.name, identity=_CALLER) as channel:
         with pytest.raises(aio.AioRpcError) as failed:
-            await rpc.WorkerStub(channel).Frames(pb.FramesRequest(router="r")).read()
+            await rpc.DecodeWorkerStub(channel).Generate(pb.GenerateRequest(router="r")).read()
     back = error_of(failed.value, peer="decode-0")
     assert type(back) is errors.ReplicaLost and str(back).startswith("decode-0: UNAVAILABLE")
 

@@ -11,9 +11,9 @@ from core.wire.frames import FrameHub
 _LAST = SampledToken(8, finish_reason=FinishReason.LENGTH)
 
 
-async def _frame(hub: FrameHub, *tokens: tuple[int, SampledToken], takes_plain: bool) -> pb.Frame:
+async def _frame(hub: FrameHub, *tokens: tuple[int, SampledToken]) -> pb.Frame:
     """That has these tokens."""
-    async with aclosing(hub.frames("router-0", takes_plain=takes_plain)) as frames:
+    async with aclosing(hub.frames("router-0")) as frames:
         await anext(frames)
         for token in tokens:  # of so many steps
             hub.publish({"router-0": [token]})
@@ -21,7 +21,7 @@ async def _frame(hub: FrameHub, *tokens: tuple[int, SampledToken], takes_plain: 
 
 
 async def test_plain_tokens_are_told_in_one_piece() -> None:
-    frame = await _frame(FrameHub(), *((stream, SampledToken(10 * stream)) for stream in (3, 1, 2)), takes_plain=True)
+    frame = await _frame(FrameHub(), *((stream, SampledToken(10 * stream)) for stream in (3, 1, 2)))
     assert list(frame.plain_streams) == [3, 1, 2] and list(frame.plain_token_ids) == [30, 10, 20]
     assert not frame.streams
 
@@ -35,7 +35,7 @@ async def test_of_a_stream_nothing_is_told_before_what_came_before_it() -> None:
         (1, SampledToken(9)),
         (1, _LAST),
     ]
-    frame = await _frame(FrameHub(), *tokens, takes_plain=True)
+    frame = await _frame(FrameHub(), *tokens)
     assert list(zip(frame.plain_streams, frame.plain_token_ids, strict=True)) == [(1, 5), (2, 6), (1, 7)]
     told = [(one.stream, token.token_id, token.finish_reason) for one in frame.streams for token in one.tokens]
     assert told == [(2, 8, "length"), (1, 9, ""), (1, 8, "length")]
@@ -47,11 +47,5 @@ async def test_what_says_more_than_its_id_is_not_plain() -> None:
         SampledToken(1, logprob=TokenLogprob(logprob=-1.0)),
         SampledToken(1, drafts=DraftTally(steps=1)),
     ):
-        frame = await _frame(FrameHub(), (1, token), takes_plain=True)
+        frame = await _frame(FrameHub(), (1, token))
         assert len(frame.streams) == 1 and not frame.plain_streams
-
-
-async def test_an_older_router_gets_a_message_for_each() -> None:
-    frame = await _frame(FrameHub(), (1, SampledToken(5)), (2, SampledToken(6)), takes_plain=False)
-    assert [(one.stream, one.tokens[0].token_id) for one in frame.streams] == [(1, 5), (2, 6)]
-    assert not frame.plain_streams and not frame.plain_token_ids

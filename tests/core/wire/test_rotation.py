@@ -20,25 +20,25 @@ from tests.support.identities import DEPLOYMENT, proven, rank, router, tls_crede
 from tests.support.waiting import becomes
 
 _CALLEE, _CALLER = rank("decode-0"), router()
-_FRAMES = pb.FramesRequest(router=_CALLER.router)
+_REQUEST = pb.GenerateRequest(router=_CALLER.router)
 
 
-class CountingServicer(rpc.WorkerServicer, rpc.DecodeWorkerServicer):
-    """Sends a frame whenever it is told to, and remembers by which certificate each call came."""
+class CountingServicer(rpc.DecodeWorkerServicer):
+    """Sends an event whenever it is told to, and remembers by which certificate each call came."""
 
     def __init__(self) -> None:
         self.go = asyncio.Semaphore(0)
         self.certificates: list[bytes] = []
         self.num_open = 0
 
-    async def Frames(self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    async def Generate(self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         self._note(context)
         self.num_open += 1
         number = 0
         try:
             while True:
                 await self.go.acquire()
-                yield pb.Frame(number=number)
+                yield pb.GenerateEvent(finished=pb.Finished(frames=number))
                 number += 1
         finally:
             self.num_open -= 1
@@ -54,7 +54,6 @@ class CountingServicer(rpc.WorkerServicer, rpc.DecodeWorkerServicer):
 @asynccontextmanager
 async def _serving(identity: Identity) -> AsyncIterator[tuple[str, CountingServicer]]:
     servicer, server = CountingServicer(), make_server(identity)
-    rpc.add_WorkerServicer_to_server(servicer, server)
     rpc.add_DecodeWorkerServicer_to_server(servicer, server)
     port = listen(server, "127.0.0.1:0", identity)
     await server.start()
@@ -68,9 +67,9 @@ async def _closing(channel: LastingChannel) -> AsyncIterator[LastingChannel]:
     await channel.close()
 
 
-async def _frame(servicer: CountingServicer, frames: Any) -> int:
+async def _number(servicer: CountingServicer, events: Any) -> int:
     servicer.go.release()
-    return int((await asyncio.wait_for(frames.read(), 10)).number)
+    return int((await asyncio.wait_for(events.read(), 10)).finished.frames)
 
 
 async def test_a_stream_goes_on_while_both_ends_are_renewed() -> None:
@@ -78,15 +77,15 @@ async def test_a_stream_goes_on_while_both_ends_are_renewed() -> None:
     server, client = proven(authority, _CALLEE), proven(authority, _CALLER)
     async with _serving(server) as (address, servicer):
         async with _closing(open_lasting_channel(address, peer=_CALLEE, identity=client)) as channel:
-            worker, decode = rpc.WorkerStub(channel), rpc.DecodeWorkerStub(channel)
-            frames = worker.Frames(_FRAMES)
-            assert await _frame(servicer, frames) == 0
+            decode = rpc.DecodeWorkerStub(channel)
+            events = decode.Generate(_REQUEST)
+            assert await _number(servicer, events) == 0
             stop = pb.StopRequest(router=_CALLER.router)
             for turn in range(1, 4):
                 server.renew(tls_credentials(authority, _CALLEE))
                 client.renew(tls_credentials(authority, _CALLER))
                 await decode.Stop(stop, timeout=10)
-                assert await _frame(servicer, frames) == turn
+                assert await _number(servicer, events) == turn
                 assert client.tls_credentials
                 assert servicer.certificates[-1] == client.tls_credentials.certificate.chain.strip(), (
                     "the new one is not shown"
@@ -100,13 +99,13 @@ async def test_a_server_that_is_renewed_shows_its_new_papers_and_trusts_by_them(
     server = proven(before, _CALLEE)
     async with _serving(server) as (address, servicer):
         async with open_channel(address, peer=_CALLEE, identity=proven(before, _CALLER)) as channel:
-            frames = rpc.WorkerStub(channel).Frames(_FRAMES)
-            assert await _frame(servicer, frames) == 0
+            events = rpc.DecodeWorkerStub(channel).Generate(_REQUEST)
+            assert await _number(servicer, events) == 0
             server.renew(tls_credentials(after, _CALLEE))
             for authority, status in ((before, grpc.StatusCode.UNAVAILABLE), (after, grpc.StatusCode.OK)):
                 async with open_channel(address, peer=_CALLEE, identity=proven(authority, _CALLER)) as another:
                     assert await _status(another) is status
-            assert await _frame(servicer, frames) == 1, "who is connected stays so"
+            assert await _number(servicer, events) == 1, "who is connected stays so"
 
 
 async def test_an_old_connection_ends_with_its_last_call() -> None:
@@ -120,12 +119,12 @@ async def test_an_old_connection_ends_with_its_last_call() -> None:
             return opened[-1]
 
         async with _closing(LastingChannel(open_one, client)) as channel:
-            frames = rpc.WorkerStub(channel).Frames(_FRAMES)
-            assert await _frame(servicer, frames) == 0
+            events = rpc.DecodeWorkerStub(channel).Generate(_REQUEST)
+            assert await _number(servicer, events) == 0
             client.renew(tls_credentials(authority, _CALLER))
             assert await _status(channel) is grpc.StatusCode.OK
-            assert not frames.done()
-            frames.cancel()
+            assert not events.done()
+            events.cancel()
             await becomes(lambda: opened[0].get_state() is grpc.ChannelConnectivity.SHUTDOWN)
             client.renew(tls_credentials(authority, _CALLER))  # nothing is under way: then the old one ends at once
             assert await _status(channel) is grpc.StatusCode.OK
@@ -138,10 +137,10 @@ async def test_calls_under_way_end_with_the_channel() -> None:
     client = proven(authority, _CALLER)
     async with _serving(proven(authority, _CALLEE)) as (address, servicer):
         async with _closing(open_lasting_channel(address, peer=_CALLEE, identity=client)) as channel:
-            old = rpc.WorkerStub(channel).Frames(_FRAMES)
-            assert await _frame(servicer, old) == 0
+            old = rpc.DecodeWorkerStub(channel).Generate(_REQUEST)
+            assert await _number(servicer, old) == 0
             client.renew(tls_credentials(authority, _CALLER))
-            new = rpc.WorkerStub(channel).Frames(_FRAMES)
+            new = rpc.DecodeWorkerStub(channel).Generate(_REQUEST)
             await becomes(lambda: servicer.num_open == 2)
         assert old.done() and new.done()
 

@@ -21,7 +21,6 @@ from core.types.errors import CapacityError, DeployError, LayoutMismatch, Replic
 from core.types.token_rules import TokenRules
 from frontend.access.access import Access
 from frontend.grpc.api import GrpcApi, open_grpc_api
-from frontend.http import polled_server
 from frontend.text.completion import Completions
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
@@ -62,13 +61,10 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
     return details
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["polled", "aio"])
-async def server(completions: MakeCompletions, request: pytest.FixtureRequest) -> AsyncIterator[Endpoint]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(completions: MakeCompletions) -> AsyncIterator[Endpoint]:
     service = completions(FakeTokenService())
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "aio":  # as with a version of grpc that is not known
-            patch.setattr(polled_server, "KNOWN_VERSIONS", ())
-        endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         yield Endpoint(service, endpoint, channel, InferenceStub(channel))
     await endpoint.close(grace_s=0)

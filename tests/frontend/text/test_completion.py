@@ -35,18 +35,9 @@ def request(prompt: Any = "The capital", **fields: Any) -> CompletionRequest:
 
 
 async def run(completions: Completions, asked: CompletionRequest) -> list[Event]:
-    """Its events, of which some go straight."""
-    completion, events = await completions.open(asked), list[Event]()
-
-    def straight(event: Event) -> bool:
-        if is_taken := len(events) % 3 > 0:
-            events.append(event)
-        return is_taken
-
-    async with completion.run(straight=straight) as arrivals:
-        async for arrived in arrivals:
-            events += arrived
-    return events
+    completion = await completions.open(asked)
+    async with completion.run() as arrivals:
+        return [event async for arrived in arrivals for event in arrived]
 
 
 def text_of(events: Sequence[Event], choice: int = 0) -> str:
@@ -324,46 +315,6 @@ async def test_a_long_prompt_does_not_block_the_loop(
     await asyncio.to_thread(has_begun.wait, 10)
     has_turned.set()
     assert len((await opening).prompt_ids) >= 100_000
-
-
-async def test_whoever_iterates_is_woken_for_what_does_not_go_straight_alone(completions: MakeCompletions) -> None:
-    completion = await completions(FakeTokenService()).open(request("abc", max_tokens=9))
-    sent, given = list[Event](), list[Event]()
-
-    def straight(event: Event) -> bool:
-        if is_taken := len(sent) != 4 or bool(given):
-            sent.append(event)
-        return is_taken
-
-    async with completion.run(straight=straight) as arrivals:
-        async for arrived in arrivals:
-            given += arrived
-    assert text_of(sent) == "abcabcabc"[:4] + "abcabcabc"[5:] and text_of(given) == "b"
-    assert [type(event) for event in sent[8:]] == [Finished] and [type(event) for event in given[1:]] == [Summary]
-
-
-async def test_a_stop_string_in_what_goes_straight_stops_the_workers(completions: MakeCompletions) -> None:
-    fake, sent = FakeTokenService(), list[Event]()
-    completion = await completions(fake).open(request("abc", max_tokens=9, stop=("ca",)))
-
-    def straight(event: Event) -> bool:
-        sent.append(event)
-        return True
-
-    async with completion.run(straight=straight) as arrivals:
-        given = [event async for arrived in arrivals for event in arrived]
-    assert text_of(sent) == "ab" and sent[-1] == Finished(0, FinishReason.STOP, "ca")
-    assert [type(event) for event in given] == [Summary] and len(fake.stopped) == 1
-
-
-async def test_a_bug_in_what_goes_straight_is_whose_request_it_is(completions: MakeCompletions) -> None:
-    def straight(event: Event) -> bool:
-        raise ZeroDivisionError
-
-    completion = await completions(FakeTokenService()).open(request())
-    with pytest.raises(ZeroDivisionError):
-        async with completion.run(straight=straight) as arrivals:
-            await anext(arrivals)
 
 
 async def test_leaving_early_ends_the_generation(completions: MakeCompletions) -> None:

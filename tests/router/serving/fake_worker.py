@@ -77,26 +77,15 @@ class FakeCall(Generic[Event]):
         request: SequenceRequest | None = None,
         *,
         on_cancel: Callable[[], None] = lambda: None,
-        taker: Callable[[Event], None] | None = None,
     ) -> None:
         self.request = request
         self._on_cancel = on_cancel
-        self._taker = taker
-        self._is_awaited = False
         self.is_over = False
         self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
 
     def put(self, event: Event) -> None:
-        if self.is_over:
-            return
-        if self._taker is None or not self._is_awaited or not self._events.empty():
+        if not self.is_over:
             self._events.put_nowait(event)
-            return
-        try:
-            self._taker(event)
-        except Exception as error:
-            self._on_cancel()
-            self.end(error)
 
     def end(self, error: Exception | None = None) -> None:
         if not self.is_over:
@@ -112,11 +101,7 @@ class FakeCall(Generic[Event]):
         return self
 
     async def __anext__(self) -> Event:
-        self._is_awaited = True
-        try:
-            event = await self._events.get()
-        finally:
-            self._is_awaited = False
+        event = await self._events.get()
         if event is None or isinstance(event, Exception):
             self._events.put_nowait(None)
             try:
@@ -205,15 +190,19 @@ class FakeWorker:
 
     # Frames.
 
-    def frames(self, taker: Callable[[pb.Frame], None] | None = None) -> FakeCall[pb.Frame]:
-        taker = taker if sum(self.name.encode()) % 2 else None  # of every other worker all frames are iterated over
-        self._stream, self._number, self._outgoing = FakeCall(on_cancel=self._hit_all, taker=taker), 0, []
+    async def follow(self, take: Callable[[pb.Frame], None]) -> None:
+        stream = self._stream = FakeCall[pb.Frame](on_cancel=self._hit_all)
+        self._number, self._outgoing = 0, []
         if self.is_dead:
-            self._stream.end(ReplicaLost(f"{self.name} is dead"))
+            stream.end(ReplicaLost(f"{self.name} is dead"))
         elif not self.is_silent:
-            self._send_frame(self._stream)
-            self._spawn(self._beat(self._stream))
-        return self._stream
+            self._send_frame(stream)
+            self._spawn(self._beat(stream))
+        try:
+            async for frame in stream:
+                take(frame)
+        finally:
+            stream.cancel()
 
     async def _beat(self, stream: FakeCall[pb.Frame]) -> None:
         while not stream.is_over:

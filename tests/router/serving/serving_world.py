@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from weakref import ref
 
 from core.index.membership import Member
 from core.types.errors import CapacityError, ClusterError, DeadlineExceeded
 from core.types.prefix_hash import block_hashes, root_hash
-from core.types.request import Role, SampledToken, Sampling, SequenceRequest
+from core.types.request import Role, Sampling, SequenceRequest
 from router.generation import Arrived, Generation
 from router.routing.chooser import Chooser
 from router.routing.cost_policy import CostPolicy
@@ -44,7 +42,7 @@ class Client:
     was_cancelled: bool = False
     generation: Generation | None = None
     task: asyncio.Task[None] | None = None
-    random: Random | None = None  # draws what it wants to be woken for; None: everything
+    random: Random | None = None  # draws when it reads slowly; None: never
 
     @property
     def is_over(self) -> bool:
@@ -54,8 +52,6 @@ class Client:
     async def run(self, core: RouterCore, replicas: Replicas) -> None:
         try:
             async with core.start(self.request) as self.generation:
-                if self.random:
-                    self.generation.hand_to(partial(self._take_straight, self.random))
                 async for arrived in self.generation:
                     self._take_all(arrived)
                     if self.random and self.random.random() < 0.2:  # as one who reads slowly
@@ -63,10 +59,6 @@ class Client:
         except ClusterError as error:
             self.error = error
             self.usable = frozenset(replica.id for replica in replicas.usable(Role.DECODE))
-
-    def _take_straight(self, random: Random, choice: int, tokens: Sequence[SampledToken]) -> bool:
-        self._take_all({choice: tokens})
-        return random.random() < 0.8
 
     def _take_all(self, arrived: Arrived) -> None:
         assert self.generation
@@ -136,6 +128,7 @@ class World:
             replica=name,
             role=role,
             address=name,
+            frames_address=name,
             layout="",
             num_blocks=1000,
             block_size=_BLOCK,

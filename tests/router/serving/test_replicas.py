@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -15,18 +16,18 @@ from grpc import aio
 
 from core.index.membership import Membership
 from core.index.redis_client import connect_redis
-from core.process.ports import free_port
 from core.process.supervisor import Supervisor
 from core.rpc import worker_pb2 as pb
-from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ReplicaLost
 from core.types.request import FinishReason, SampledToken, SequenceRequest
+from core.wire.frame_server import FrameServer
+from core.wire.frames import FrameHub
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 from tests.router.serving.fake_worker import FakeCall
-from tests.support.identities import in_clear, router
+from tests.support.identities import in_clear, rank, router
 from tests.support.members import make_member
 from tests.support.waiting import becomes
 
@@ -37,18 +38,13 @@ _ROUTER = in_clear(router())
 M = TypeVar("M", bound=Message)
 
 
-class _Worker(rpc.WorkerServicer):
-    async def Frames(self, request: pb.FramesRequest, context: Any) -> AsyncIterator[pb.Frame]:
-        yield pb.Frame(status=pb.Status(replica="prefill-0"))
-        await asyncio.Event().wait()
-
-
-async def _serve(port: int) -> aio.Server:
-    server = aio.server()
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    rpc.add_WorkerServicer_to_server(_Worker(), server)
-    await server.start()
-    return server
+@asynccontextmanager
+async def _serving(hub: FrameHub) -> AsyncIterator[FrameServer]:
+    server = FrameServer(hub, in_clear(rank("decode-0")))
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 async def _until_alive(replicas: Replicas, *, alive: bool) -> None:
@@ -62,22 +58,29 @@ async def _call(replica: Replica) -> None:
 
 
 async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(redis_url: str) -> None:
-    port = free_port()
-    worker = await _serve(port)
-    member = make_member("prefill-0", address=f"127.0.0.1:{port}")
     redis = connect_redis(redis_url)
     await redis.flushall()
     membership = Membership(redis, name=_NAME, key=_KEY)
-    await membership.renew(member)
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
+    replicas = Replicas(lambda member: GrpcWorker(member, identity=_ROUTER))
     discovery = Discovery(connect_redis(redis_url), replicas, name=_NAME, key=_KEY)
-    discovery.start()
-    try:
+    calls = aio.server()  # a worker of another role: it knows no method
+    address = f"127.0.0.1:{calls.add_insecure_port('127.0.0.1:0')}"
+    await calls.start()
+
+    async def enter(server: FrameServer) -> Replica:
+        frames_address = f"127.0.0.1:{server.start('127.0.0.1')}"
+        await membership.renew(make_member("prefill-0", address=address, frames_address=frames_address))
+        await becomes(lambda: replicas.get("prefill-0") is not None)
         await _until_alive(replicas, alive=True)
         replica = replicas.get("prefill-0")
         assert replica
-        await membership.leave("prefill-0")
-        await worker.stop(None)
+        return replica
+
+    discovery.start()
+    try:
+        async with _serving(FrameHub()) as server:
+            replica = await enter(server)
+            await membership.leave("prefill-0")
         await _until_alive(replicas, alive=False)
         heard: list[Any] = []
         with pytest.raises(ReplicaLost):  # what it says before it is back would be missing
@@ -86,25 +89,23 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
         with pytest.raises(ReplicaLost):
             await replica.unless_lost(_call(replica))
 
-        worker = await _serve(port)
-        await membership.renew(member)  # it may come back under its name
-        await _until_alive(replicas, alive=True)
-        back = replicas.get("prefill-0")
-        assert back
-        with pytest.raises(ReplicaLost, match="Method not found"):
-            await back.unless_lost(_call(back))
+        async with _serving(FrameHub()) as server:
+            back = await enter(server)  # it may come back under its name
+            with pytest.raises(ReplicaLost, match="Method not found"):
+                await back.unless_lost(_call(back))
+            await replicas.close()
     finally:
         await discovery.close()
         await replicas.close()
         await redis.aclose()
-        await worker.stop(None)
+        await calls.stop(None)
 
 
 async def test_one_odd_stream_in_a_frame_ends_alone_and_what_a_newer_version_adds_is_passed_over() -> None:
     """A reason for an end that we do not know is an end; a stream that cannot be taken costs itself only."""
 
-    class Newer(rpc.WorkerServicer):
-        async def Frames(self, request: pb.FramesRequest, context: Any) -> AsyncIterator[pb.Frame]:
+    class Newer(FrameHub):
+        async def frames(self, router: str) -> AsyncGenerator[pb.Frame, None]:
             yield _with_more(pb.Frame(number=0, status=_with_more(pb.Status(replica="decode-0"))))
             await subscribed.wait()
             token = _with_more(pb.SampledToken(token_id=1, finish_reason="of a newer version"))
@@ -113,13 +114,6 @@ async def test_one_odd_stream_in_a_frame_ends_alone_and_what_a_newer_version_add
             await asyncio.Event().wait()
 
     subscribed, heard_all = asyncio.Event(), asyncio.Event()
-    server = aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    rpc.add_WorkerServicer_to_server(Newer(), server)
-    await server.start()
-    member = make_member("decode-0", address=f"127.0.0.1:{port}")
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
-    replicas.add(member)
     heard: dict[int, list[Any]] = {7: [], 8: [], 9: []}
 
     def take(stream: int, tokens: Any) -> None:
@@ -129,7 +123,8 @@ async def test_one_odd_stream_in_a_frame_ends_alone_and_what_a_newer_version_add
         if stream == 9:
             heard_all.set()
 
-    try:
+    async with _serving(Newer()) as server:
+        replicas = _following(server)
         await _until_alive(replicas, alive=True)
         replica = replicas.get("decode-0")
         assert replica
@@ -140,9 +135,14 @@ async def test_one_odd_stream_in_a_frame_ends_alone_and_what_a_newer_version_add
         assert all(token.finish_reason is FinishReason.STOP for stream in (7, 9) for (token,) in heard[stream])
         assert isinstance(heard[8][-1], ReplicaLost) and len(heard[8]) == 2
         assert replica.is_alive and replica.num_subscribed == 2
-    finally:
         await replicas.close()
-        await server.stop(None)
+
+
+def _following(server: FrameServer) -> Replicas:
+    """The replicas of a router that follows this server alone."""
+    replicas = Replicas(lambda member: GrpcWorker(member, identity=_ROUTER))
+    replicas.add(make_member("decode-0", frames_address=f"127.0.0.1:{server.start('127.0.0.1')}"))
+    return replicas
 
 
 def _with_more(message: M) -> M:
@@ -154,8 +154,8 @@ def _with_more(message: M) -> M:
 async def test_what_is_no_frame_ends_the_reader_no_more_than_the_replica() -> None:
     """Its reader does not end while it counts as alive, to be chosen for ever."""
 
-    class Garbled(rpc.WorkerServicer):
-        async def Frames(self, request: pb.FramesRequest, context: Any) -> AsyncIterator[pb.Frame]:
+    class Garbled(FrameHub):
+        async def frames(self, router: str) -> AsyncGenerator[pb.Frame, None]:
             nonlocal num_calls
             num_calls += 1
             yield pb.Frame(number=0, status=pb.Status(replica="decode-0"))
@@ -165,73 +165,57 @@ async def test_what_is_no_frame_ends_the_reader_no_more_than_the_replica() -> No
             await asyncio.Event().wait()
 
     num_calls, again = 0, asyncio.Event()
-    server = aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    rpc.add_WorkerServicer_to_server(Garbled(), server)
-    await server.start()
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
-    replicas.add(make_member("decode-0", address=f"127.0.0.1:{port}"))
-    try:
+    async with _serving(Garbled()) as server:
+        replicas = _following(server)
         while num_calls < 2:
             await asyncio.wait_for(again.wait(), 10)
             again.clear()
         await _until_alive(replicas, alive=True)
-    finally:
         await replicas.close()
-        await server.stop(None)
 
 
 async def test_a_router_that_stood_still_reads_first_what_has_come_meanwhile() -> None:
     """Else all its replicas would be lost at once, and every stream with them."""
 
-    class Frames:
-        """What a call brings: frames, and a word when it is given up."""
+    queue, loop, changed = asyncio.Queue[pb.Frame](), asyncio.get_running_loop(), asyncio.Event()
+    is_given_up = False
 
-        def __init__(self) -> None:
-            self.queue: asyncio.Queue[pb.Frame] = asyncio.Queue()
-            self.is_cancelled = False
+    async def follow(take: Callable[[pb.Frame], None]) -> None:
+        nonlocal is_given_up
+        try:
+            while True:
+                take(await queue.get())
+        finally:
+            is_given_up = True
 
-        def __aiter__(self) -> Frames:
-            return self
-
-        async def __anext__(self) -> pb.Frame:
-            return await self.queue.get()
-
-        def cancel(self) -> None:
-            self.is_cancelled = True
-
-    frames, loop, changed = Frames(), asyncio.get_running_loop(), asyncio.Event()
-    worker: Any = SimpleNamespace(frames=lambda taker: frames, close=partial(asyncio.sleep, 0))
+    worker: Any = SimpleNamespace(follow=follow, close=partial(asyncio.sleep, 0))
     replica = Replica(make_member(), worker, on_change=changed.set, tasks=Supervisor(), look_s=0.02)
-    frames.queue.put_nowait(pb.Frame(number=0, status=pb.Status(replica="decode-0")))
+    queue.put_nowait(pb.Frame(number=0, status=pb.Status(replica="decode-0")))
     await changed.wait()
     sent = pb.Frame(number=1, status=pb.Status(replica="decode-0", running=3))
-    arrival = threading.Timer(0.1, loop.call_soon_threadsafe, [frames.queue.put_nowait, sent])
+    arrival = threading.Timer(0.1, loop.call_soon_threadsafe, [queue.put_nowait, sent])
     arrival.start()
     arrival.join()
     threading.Event().wait(10 * 0.02)  # longer than a replica may be silent
-    await becomes(lambda: replica.status.running == 3 or frames.is_cancelled)
-    assert replica.is_alive and not frames.is_cancelled
-    await becomes(lambda: frames.is_cancelled)  # and then it says nothing more
+    await becomes(lambda: replica.status.running == 3 or is_given_up)
+    assert replica.is_alive and not is_given_up
+    await becomes(lambda: is_given_up)  # and then it says nothing more
     assert not replica.is_alive
     await replica.close()
 
 
-@pytest.mark.parametrize("is_straight", [False, True], ids=["iterated", "straight"])
-async def test_plain_tokens_go_where_others_go_and_only_with_a_stream_each(is_straight: bool) -> None:
+async def test_plain_tokens_go_where_others_go_and_only_with_a_stream_each() -> None:
     call, changed, heard = FakeCall[pb.Frame](), asyncio.Event(), list[Any]()
 
     def take(stream: int, tokens: Any) -> None:
         heard.append((stream, tokens))
 
-    def frames(taker: Callable[[pb.Frame], None]) -> FakeCall[pb.Frame]:
-        nonlocal call
-        call = FakeCall(taker=taker if is_straight else None)
-        return call
+    async def follow(take: Callable[[pb.Frame], None]) -> None:
+        async for frame in call:
+            take(frame)
 
-    worker: Any = SimpleNamespace(frames=frames, close=partial(asyncio.sleep, 0))
+    worker: Any = SimpleNamespace(follow=follow, close=partial(asyncio.sleep, 0))
     replica = Replica(make_member(), worker, on_change=changed.set, tasks=Supervisor())
-    await asyncio.sleep(0)
     call.put(pb.Frame(number=0))
     await becomes(lambda: replica.is_alive)
     for stream in (1, 2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
@@ -71,66 +70,3 @@ async def test_where_much_waits_it_comes_in_parts_and_others_have_their_turn_bet
         sizes.append(len(taken[0]))
     working.cancel()
     assert sum(sizes) == 1000 and max(sizes) < 100 and turns >= len(sizes) - 2
-
-
-class FakeTaker:
-    """Takes what comes, and says `answer`, or raises it."""
-
-    def __init__(self) -> None:
-        self.answer: bool | Exception = True
-        self.taken: list[dict[int, list[int]]] = []
-
-    def __call__(self, choice: int, tokens: Sequence[SampledToken]) -> bool:
-        self.taken.append({choice: [token.token_id for token in tokens]})
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
-async def test_a_taker_has_what_comes_while_the_iteration_waits_and_only_then() -> None:
-    outbox, taker = Outbox(), FakeTaker()
-    outbox.taker = taker
-    _put(outbox, 0, 1)
-    assert await _ids(outbox) == {0: [1]} and taker.taken == []
-    taking = asyncio.ensure_future(_ids(outbox))
-    await asyncio.sleep(0)
-    _put(outbox, 0, 2, 3)
-    _put(outbox, 1, 9)
-    assert taker.taken == [{0: [2, 3]}, {1: [9]}] and outbox.num_waiting == 0
-    taker.answer = False
-    _put(outbox, 0, 4)
-    _put(outbox, 0, 5)  # before whoever iterates has had his turn
-    assert await taking == {0: [5]} and taker.taken[2:] == [{0: [4]}]
-
-
-async def test_a_taker_that_wants_more_is_heard_before_the_end() -> None:
-    outbox, taker = Outbox(), FakeTaker()
-    outbox.taker, taker.answer = taker, False
-    taking = asyncio.ensure_future(anext(outbox))
-    await asyncio.sleep(0)
-    _put(outbox, 0, 1)
-    outbox.end(ReplicaLost("lost"))
-    assert await taking == {} and taker.taken == [{0: [1]}]
-    with pytest.raises(ReplicaLost, match="lost"):
-        await anext(outbox)
-
-
-async def test_what_a_taker_raises_happens_to_whoever_iterates() -> None:
-    outbox, taker = Outbox(), FakeTaker()
-    outbox.taker, taker.answer = taker, ZeroDivisionError()
-    taking = asyncio.ensure_future(anext(outbox))
-    await asyncio.sleep(0)
-    _put(outbox, 0, 1)
-    with pytest.raises(ZeroDivisionError):
-        await taking
-
-
-async def test_what_comes_behind_what_a_taker_could_not_take_is_not_given() -> None:
-    outbox, taker = Outbox(), FakeTaker()
-    outbox.taker, taker.answer = taker, ZeroDivisionError()
-    taking = asyncio.ensure_future(anext(outbox))
-    await asyncio.sleep(0)
-    _put(outbox, 0, 1)
-    _put(outbox, 0, 2)  # before whoever iterates has had his turn
-    with pytest.raises(ZeroDivisionError):
-        await taking

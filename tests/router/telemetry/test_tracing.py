@@ -30,6 +30,7 @@ from router.telemetry.tracing import Tracing
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.identities import in_clear
+from tests.support.members import make_member
 from tests.support.tiny_service import MakeCompletions
 
 _TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -194,7 +195,8 @@ async def test_calls_to_replicas_carry_it() -> None:
     await server.start()
     from core.identity.process_name import ProcessName
 
-    worker = GrpcWorker("decode-0", f"127.0.0.1:{port}", identity=in_clear(ProcessName.of_router("d", "router-0")))
+    member = make_member("decode-0", address=f"127.0.0.1:{port}")
+    worker = GrpcWorker(member, identity=in_clear(ProcessName.of_router("d", "router-0")))
     traced = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1, traceparent=_SAMPLED)
     for request in (traced, SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)):
         for call in (worker.prefill(request), worker.generate(request)):

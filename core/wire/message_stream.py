@@ -1,0 +1,116 @@
+"""Length-prefixed messages over one asyncio connection: the transport of token frames, for either end.
+
+A message is its length in four bytes, big-endian, and then so many bytes. An empty message is a keep-alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import cast
+
+_LENGTH = struct.Struct(">I")
+_HIGH_WATER_BYTES = 64 << 10  # unsent, beyond which `drained` waits
+
+
+class BadMessage(ValueError):
+    """The peer does not keep to this format."""
+
+
+class MessageStream(asyncio.Protocol):
+    """One end of a connection, over TCP or TLS. Belongs to the event loop.
+
+    `take` gets each message within the read callback, so TCP itself holds back a sender that is faster. An exception of
+    `take` ends the connection. At most one incomplete message of `max_message_bytes` is kept.
+    """
+
+    def __init__(self, take: Callable[[bytes], None], *, max_message_bytes: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[Exception | None] = loop.create_future()  # None: closed between two messages
+        self.num_quiet = 0  # how often the owner has looked since the peer's last byte
+        self._take = take
+        self._max_message_bytes = max_message_bytes
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._can_write = asyncio.Event()
+        self._can_write.set()
+
+    def send(self, message: bytes) -> None:
+        """Queue a message. Does nothing once the connection has ended."""
+        if self._transport and not self.ended.done():
+            self._transport.write(_LENGTH.pack(len(message)) + message)
+
+    async def drained(self, within_s: float) -> None:
+        """Wait until the peer has taken most messages, or the connection has ended. Raises TimeoutError."""
+        if not self._can_write.is_set():
+            async with asyncio.timeout(within_s):
+                await self._can_write.wait()
+
+    def close(self) -> None:
+        """Send the queued messages, and then the end of this direction; the peer closes the other."""
+        if not self._transport:
+            return
+        if self._transport.can_write_eof():  # TCP: to close it while bytes arrive would reset it, and lose the rest
+            self._transport.write_eof()
+        else:  # TLS does the same by itself
+            self._transport.close()
+
+    def abort(self, error: Exception | None = None) -> None:
+        """Drop the connection at once. Idempotent; the first error wins."""
+        if not self.ended.done():
+            self.ended.set_result(error)
+            self._can_write.set()
+        if self._transport:
+            self._transport.abort()
+
+    # The methods below are called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES)
+        if self.ended.done():
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not exc and self._buffer:
+            exc = BadMessage("the connection was closed within a message")
+        self._transport = None
+        self.abort(exc)
+
+    def pause_writing(self) -> None:
+        self._can_write.clear()
+
+    def resume_writing(self) -> None:
+        self._can_write.set()
+
+    def data_received(self, data: bytes) -> None:
+        self.num_quiet = 0
+        try:
+            self._read(data)
+        except Exception as error:  # it ends this connection, and no other
+            self.abort(error)
+
+    def _read(self, data: bytes) -> None:
+        buffer, start = self._buffer, 0
+        if not buffer and len(data) >= _LENGTH.size and len(data) == _LENGTH.size + self._length(data, 0):
+            return self._hand_over(data[_LENGTH.size :])  # the common case, without a copy into the buffer
+        buffer += data
+        while not self.ended.done() and len(buffer) - start >= _LENGTH.size:
+            end = start + _LENGTH.size + self._length(buffer, start)
+            if len(buffer) < end:
+                break
+            self._hand_over(bytes(buffer[start + _LENGTH.size : end]))
+            start = end
+        del buffer[:start]
+
+    def _length(self, data: bytes | bytearray, start: int) -> int:
+        """Return the length of the message that starts there. Raises BadMessage."""
+        length: int = _LENGTH.unpack_from(data, start)[0]
+        if length > self._max_message_bytes:
+            raise BadMessage(f"a message of {length} bytes exceeds the limit of {self._max_message_bytes}")
+        return length
+
+    def _hand_over(self, message: bytes) -> None:
+        if message and not self.ended.done():
+            self._take(message)

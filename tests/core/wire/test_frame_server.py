@@ -1,0 +1,438 @@
+"""Both ends of a token stream over real connections: who gets one, and what a peer can do to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from core.identity.authority import Authority
+from core.identity.credentials import Identity
+from core.rpc import worker_pb2 as pb
+from core.types.errors import ReplicaLost
+from core.types.request import SampledToken
+from core.wire import frame_server, frames
+from core.wire.frame_client import follow_frames
+from core.wire.frame_server import FrameServer
+from core.wire.frames import FrameHub
+from tests.support.event_loops import on_both_loops
+from tests.support.identities import DEPLOYMENT, in_clear, proven, rank, router, tls_credentials
+from tests.support.waiting import becomes
+
+_CALLEE, _CALLER = rank("decode-0"), router()
+_S = 20.0
+
+
+class FakeHub(FrameHub):
+    """Sends the frames that it is given, and no others."""
+
+    def __init__(self, *frames: pb.Frame) -> None:
+        super().__init__()
+        self._frames = frames
+
+    async def frames(self, router: str) -> AsyncGenerator[pb.Frame, None]:
+        for frame in self._frames:
+            yield frame
+
+
+class Following:
+    """A router's end: its frames, one after the other, and then how it ended."""
+
+    def __init__(self, address: str, identity: Identity, **options: Any) -> None:
+        self._frames: asyncio.Queue[pb.Frame] = asyncio.Queue()
+        following = follow_frames(address, peer=_CALLEE, identity=identity, take=self._frames.put_nowait, **options)
+        self.task = asyncio.ensure_future(following)
+
+    async def next(self) -> pb.Frame:
+        coming = asyncio.ensure_future(self._frames.get())
+        await asyncio.wait({coming, self.task}, return_when=asyncio.FIRST_COMPLETED, timeout=_S)
+        if not coming.done():
+            coming.cancel()
+            self.task.result()
+        return await coming
+
+    async def end(self) -> None:
+        await asyncio.wait_for(self.task, _S)
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _serving(hub: FrameHub, identity: Identity | None = None, **options: Any) -> AsyncIterator[str]:
+    server = FrameServer(hub, identity or in_clear(_CALLEE), **options)
+    address = f"127.0.0.1:{server.start('127.0.0.1')}"
+    try:
+        yield address
+    finally:
+        await asyncio.wait_for(server.close(), _S)
+
+
+@asynccontextmanager
+async def _saying(said: bytes) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
+    """A server that says that, whatever it is asked; and what it hears until it is left."""
+    heard = asyncio.StreamReader()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        with suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                heard.feed_data(data)
+        heard.feed_eof()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield "{}:{}".format(*server.sockets[0].getsockname()), heard
+
+
+@asynccontextmanager
+async def _raw(address: str, *said: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection that says these messages, whatever they are."""
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    for message in said:
+        writer.write(message)
+    try:
+        yield reader
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def _dropped(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server ends the connection."""
+    with suppress(ConnectionError):
+        return await asyncio.wait_for(reader.read(), _S)
+    return b""
+
+
+def _coded(message: bytes) -> bytes:
+    return struct.pack(">I", len(message)) + message
+
+
+def _request(name: str = _CALLER.router) -> bytes:
+    return _coded(pb.FramesRequest(router=name).SerializeToString())
+
+
+def _follow(address: str, identity: Identity | None = None, **options: Any) -> Following:
+    return Following(address, identity or in_clear(_CALLER), **options)
+
+
+@on_both_loops
+@pytest.mark.parametrize("tls", [False, True], ids=["clear", "tls"])
+async def test_frames_arrive_as_a_hub_publishes_them(tls: bool) -> None:
+    authority, hub = Authority.create(DEPLOYMENT), FrameHub()
+    callee, caller = (proven(authority, name) if tls else in_clear(name) for name in (_CALLEE, _CALLER))
+    async with _serving(hub, callee) as address:
+        following = _follow(address, caller)
+        assert (await following.next()).number == 0
+        for number in range(1, 4):
+            hub.publish({_CALLER.router: [(number, SampledToken(7))]})
+            frame = await following.next()
+            assert (frame.number, [*frame.plain_streams], [*frame.plain_token_ids]) == (number, [number], [7])
+        hub.close()
+        await following.end()
+        assert not hub.num_frames(_CALLER.router)
+
+
+@on_both_loops
+async def test_a_worker_that_ends_ends_the_stream() -> None:
+    async with _serving(FrameHub()) as address:
+        following = _follow(address)
+        await following.next()
+    with suppress(ReplicaLost):  # or it was closed in order
+        await following.end()
+
+
+@on_both_loops
+async def test_a_router_that_leaves_is_forgotten_at_once() -> None:
+    hub = FrameHub()
+    async with _serving(hub) as address:
+        following = _follow(address)
+        await following.next()
+        await following.leave()
+        await becomes(lambda: not hub.num_frames(_CALLER.router))
+
+
+@on_both_loops
+async def test_only_a_router_of_this_deployment_gets_frames() -> None:
+    authority = Authority.create(DEPLOYMENT)
+    strangers = {
+        "is a stranger": proven(authority, router(deployment="neighbour")),
+        "is a rank of another replica": Identity(_CALLER, tls_credentials(authority, rank("decode-1"))),
+        "no connection": proven(Authority.create(DEPLOYMENT), _CALLER),
+        "alert|reset|closed": proven(authority, _CALLER, life_s=-1.0),
+        "reset|closed": in_clear(_CALLER),
+    }
+    hub = FrameHub()
+    async with _serving(hub, proven(authority, _CALLEE)) as address:
+        for why, pending_peer in strangers.items():
+            with pytest.raises(ReplicaLost, match=f"(?i)decode-0.*({why})"):
+                await _follow(address, pending_peer).end()
+        assert not hub.num_frames(_CALLER.router)
+        following = _follow(address, proven(authority, _CALLER))
+        assert (await following.next()).number == 0
+        await following.leave()
+
+
+async def test_a_router_gets_no_frames_of_another() -> None:
+    authority = Authority.create(DEPLOYMENT)
+    async with _serving(FrameHub(), proven(authority, _CALLEE)) as address:
+        liar = Identity(router("router-1"), tls_credentials(authority, _CALLER))
+        with pytest.raises(ReplicaLost, match=r"decode-0: this call is for another than router.router-0 to make"):
+            await _follow(address, liar).end()
+
+
+@pytest.mark.parametrize(
+    "impostor",
+    [rank("decode-1"), rank("decode-0", 1), rank("decode-0", deployment="neighbour")],
+    ids=["another replica", "another rank", "another deployment"],
+)
+async def test_a_router_reads_from_the_worker_that_it_meant_alone(impostor: Any) -> None:
+    authority = Authority.create(DEPLOYMENT)
+    async with _serving(FrameHub(), proven(authority, impostor)) as address:
+        with pytest.raises(ReplicaLost, match=r"decode-0: no connection.*match"):
+            await _follow(address, proven(authority, _CALLER)).end()
+    async with _serving(FrameHub(), proven(Authority.create(DEPLOYMENT), _CALLEE)) as address:
+        with pytest.raises(ReplicaLost, match=r"decode-0: no connection.*CERTIFICATE_VERIFY_FAILED"):
+            await _follow(address, proven(authority, _CALLER)).end()
+
+
+async def test_renewed_papers_count_from_the_next_connection_on() -> None:
+    """Here even the authority is another. Streams that are open go on."""
+    before, after = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
+    hub, server = FrameHub(), proven(before, _CALLEE)
+    async with _serving(hub, server) as address:
+        old = _follow(address, proven(before, _CALLER))
+        await old.next()
+        server.renew(tls_credentials(after, _CALLEE))
+        with pytest.raises(ReplicaLost):
+            await _follow(address, proven(before, router("router-1"))).end()
+        new = _follow(address, proven(after, router("router-1")))
+        assert (await new.next()).number == 0
+        hub.publish({_CALLER.router: [(1, SampledToken(7))]})
+        assert (await old.next()).number == 1
+        await asyncio.gather(old.leave(), new.leave())
+
+
+async def test_papers_that_cannot_be_used_disturb_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority.create(DEPLOYMENT)
+    callee, caller = proven(authority, _CALLEE), proven(authority, _CALLER)
+    assert callee.tls_credentials and caller.tls_credentials
+    good, broken = caller.tls_credentials, replace(caller.tls_credentials, key=b"no key")
+    async with _serving(FrameHub(), callee) as address:
+        following = _follow(address, caller)
+        await following.next()
+        caller.renew(broken)
+        with pytest.raises(ReplicaLost, match="no connection"):
+            await _follow(address, caller).end()
+        caller.renew(good)
+        callee.renew(broken)
+        with pytest.raises(ReplicaLost):
+            await _follow(address, caller).end()
+        callee.renew(tls_credentials(authority, _CALLEE))
+        later = _follow(address, caller)
+        assert (await later.next()).number == 0
+        await asyncio.gather(following.leave(), later.leave())
+
+        def reject(name: str) -> int:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(os, "memfd_create", reject)
+        with pytest.raises(ReplicaLost, match=r"no connection.*Too many open files"):
+            await _follow(address, caller).end()
+
+
+async def test_a_name_that_is_none_is_refused_with_the_reason() -> None:
+    async with _serving(FrameHub()) as address:
+        with pytest.raises(ReplicaLost, match="decode-0: router"):
+            await _follow(address, in_clear(router(1025 * "r"))).end()
+
+
+async def test_too_many_routers_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_ROUTERS", 1)
+    async with _serving(FrameHub()) as address:
+        first = _follow(address)
+        await first.next()
+        with pytest.raises(ReplicaLost, match="decode-0: 1 routers listen already"):
+            await _follow(address, in_clear(router("router-1"))).end()
+        await first.leave()
+
+
+async def test_a_second_stream_of_a_router_takes_the_place_of_the_first() -> None:
+    hub = FrameHub()
+    async with _serving(hub) as address:
+        first = _follow(address)
+        await first.next()
+        second = _follow(address)
+        assert (await second.next()).number == 0
+        await first.end()
+        hub.publish({_CALLER.router: [(1, SampledToken(7))]})
+        while not (await second.next()).plain_streams:
+            pass
+        await second.leave()
+
+
+_MALFORMED = {
+    "too long": struct.pack(">I", 4097),
+    "HTTP": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    "not protobuf": _coded(b"\xff\xff"),
+    "TLS where there is none": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(600),
+}
+
+
+@on_both_loops
+@pytest.mark.parametrize("what", _MALFORMED)
+@pytest.mark.parametrize("tls", [False, True], ids=["clear", "tls"])
+async def test_a_malformed_peer_is_dropped_and_disturbs_no_other(what: str, tls: bool) -> None:
+    authority, hub = Authority.create(DEPLOYMENT), FrameHub()
+    callee, caller = (proven(authority, name) if tls else in_clear(name) for name in (_CALLEE, _CALLER))
+    async with _serving(hub, callee, open_s=5.0) as address:
+        following = _follow(address, caller)
+        await following.next()
+        async with _raw(address, _MALFORMED[what]) as reader:
+            await _dropped(reader)
+        hub.publish({_CALLER.router: [(1, SampledToken(7))]})
+        while not (await following.next()).plain_streams:
+            pass
+        await following.leave()
+
+
+@on_both_loops
+@pytest.mark.parametrize("tls", [False, True], ids=["clear", "tls"])
+async def test_a_peer_that_names_itself_too_late_is_dropped(tls: bool) -> None:
+    identity = proven(Authority.create(DEPLOYMENT), _CALLEE) if tls else in_clear(_CALLEE)
+    async with _serving(FrameHub(), identity, open_s=0.05) as address:
+        for said in (b"", b"\x00"):
+            async with _raw(address, said) as reader:
+                assert await _dropped(reader) == b""
+
+
+async def test_of_many_that_do_not_name_themselves_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_server, "MAX_UNNAMED", 2)
+    async with _serving(FrameHub()) as address:
+        following = _follow(address)
+        await following.next()
+        async with _raw(address) as first, _raw(address), _raw(address):
+            assert await _dropped(first) == b""
+            async with _raw(address, _request("router-1")) as named:
+                assert await asyncio.wait_for(named.read(4), _S)
+        assert not following.task.done()
+        await following.leave()
+
+
+async def test_a_router_that_falls_silent_is_dropped() -> None:
+    hub = FrameHub()
+    async with _serving(hub, look_s=0.01) as address, _raw(address, _request()) as reader:
+        await _dropped(reader)
+        await becomes(lambda: not hub.num_frames(_CALLER.router))
+
+
+async def test_a_router_that_says_more_than_its_request_is_dropped() -> None:
+    hub = FrameHub()
+    async with _serving(hub) as address, _raw(address, _request(), _request()) as reader:
+        await _dropped(reader)
+        await becomes(lambda: not hub.num_frames(_CALLER.router))
+
+
+async def test_a_router_that_reads_nothing_gets_larger_frames_slows_no_other_and_is_dropped() -> None:
+    hub = FrameHub()
+    async with _serving(hub, drain_s=0.2) as address:
+        quick = _follow(address, in_clear(router("router-1")))
+        await quick.next()
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        host, port = address.split(":")
+        await asyncio.get_running_loop().sock_connect(slow, (host, int(port)))
+        await asyncio.get_running_loop().sock_sendall(slow, _request())
+        await becomes(lambda: hub.num_frames(_CALLER.router) == 2)
+        some = [(stream, SampledToken(1 << 30)) for stream in range(1 << 40, (1 << 40) + 10_000)]
+        num_steps = 0
+        while hub.num_frames(_CALLER.router):  # it is dropped, and not waited for
+            hub.publish({_CALLER.router: some, "router-1": [(1, SampledToken(num_steps))]})
+            num_steps += 1
+            while not (frame := await quick.next()).plain_streams:
+                pass
+            assert [*frame.plain_token_ids] == [num_steps - 1]
+        slow.close()
+        await quick.leave()
+
+
+async def test_a_frame_may_be_large() -> None:
+    large = pb.Frame(streams=[pb.StreamTokens(stream=stream) for stream in range(1 << 40, (1 << 40) + 400_000)])
+    assert large.ByteSize() > 3 << 20
+    async with _serving(FakeHub(large, pb.Frame(number=1), large)) as address:
+        following = _follow(address)
+        assert [(await following.next()).ByteSize() for _ in range(3)] == [large.ByteSize(), 2, large.ByteSize()]
+        await following.end()
+
+
+async def test_what_a_taker_raises_ends_the_stream_and_is_raised() -> None:
+    def reject(frame: pb.Frame) -> None:
+        raise ZeroDivisionError
+
+    hub = FrameHub()
+    async with _serving(hub) as address:
+        with pytest.raises(ZeroDivisionError):
+            await follow_frames(address, peer=_CALLEE, identity=in_clear(_CALLER), take=reject)
+        await becomes(lambda: not hub.num_frames(_CALLER.router))
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (struct.pack(">I", (64 << 20) + 1), "exceeds the limit"),
+        (_coded(b"\xff\xff"), "DecodeError"),
+        (_coded(pb.Frame(error="no").SerializeToString()), "decode-0: no"),
+    ],
+)
+async def test_a_worker_that_sends_nonsense_is_lost(said: bytes, why: str) -> None:
+    async with _saying(said) as (address, _):
+        with pytest.raises(ReplicaLost, match=why):
+            await _follow(address).end()
+
+
+async def test_a_router_names_itself_and_sends_keep_alives_until_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("core.wire.frame_client.PING_EVERY_S", 0.01)
+    async with _saying(b"") as (address, heard):
+        following = _follow(address)
+        expected = _request() + 3 * _coded(b"")
+        assert await asyncio.wait_for(heard.readexactly(len(expected)), _S) == expected
+        await following.leave()
+        await asyncio.wait_for(heard.read(), _S)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", "127.0.0.1:70000", 70 * "x" + ".example:1", "a\0b:1"])
+async def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ReplicaLost, match="decode-0: no connection"):
+        await _follow(address).end()
+
+
+async def test_nobody_there() -> None:
+    async with _saying(b"") as (address, _):
+        pass
+    with pytest.raises(ReplicaLost, match="decode-0: no connection"):
+        await _follow(address).end()
+
+
+@on_both_loops
+async def test_a_worker_that_never_shows_papers_is_given_up() -> None:
+    identity = proven(Authority.create(DEPLOYMENT), _CALLER)
+    async with _saying(b"") as (address, heard):
+        with pytest.raises(ReplicaLost, match=r"no connection.*TimeoutError"):
+            await _follow(address, identity, connect_s=0.05).end()
+        await asyncio.wait_for(heard.read(), _S)
+    async with _saying(bytes(8)) as (address, _):
+        with pytest.raises(ReplicaLost, match="no connection"):
+            await _follow(address, identity).end()

@@ -1,0 +1,115 @@
+"""The format of token streams: messages come whole and in order, however the bytes are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import pytest
+
+from core.wire.message_stream import BadMessage, MessageStream
+
+_MAX_BYTES = 1000
+
+
+class FakeTransport(asyncio.Transport):
+    """Remembers what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def abort(self) -> None:
+        pass
+
+
+def _coded(*messages: bytes) -> bytes:
+    return b"".join(struct.pack(">I", len(message)) + message for message in messages)
+
+
+def _connected(taken: list[bytes]) -> MessageStream:
+    stream = MessageStream(taken.append, max_message_bytes=_MAX_BYTES)
+    stream.connection_made(FakeTransport())
+    return stream
+
+
+@pytest.mark.parametrize("part", [1, 3, 4, 5, 7, 100, 10_000])
+async def test_messages_come_whole_and_keep_alives_not_at_all(part: int) -> None:
+    taken: list[bytes] = []
+    stream, messages = _connected(taken), [b"one", b"", b"x" * _MAX_BYTES, b"2", b"", b"three"]
+    data = _coded(*messages)
+    for start in range(0, len(data), part):
+        stream.data_received(data[start : start + part])
+    assert taken == [message for message in messages if message]
+    assert not stream.ended.done()
+
+
+async def test_a_message_that_comes_alone_is_taken_as_the_others_are() -> None:
+    taken: list[bytes] = []
+    stream = _connected(taken)
+    for message in (b"one", b"", b"two"):
+        stream.data_received(_coded(message))
+    stream.data_received(_coded(b"three", b"four")[:-1])
+    stream.data_received(b"r")
+    assert taken == [b"one", b"two", b"three", b"four"]
+
+
+@pytest.mark.parametrize("before", [b"", _coded(b"one"), _coded(b"one")[:-1]])
+async def test_a_message_beyond_the_limit_ends_the_connection_before_it_is_kept(before: bytes) -> None:
+    taken: list[bytes] = []
+    stream = _connected(taken)
+    stream.data_received(before)
+    stream.data_received(_coded(b"one")[len(before) :] + struct.pack(">I", _MAX_BYTES + 1) + b"more")
+    assert isinstance(stream.ended.result(), BadMessage) and "exceeds the limit of 1000" in str(stream.ended.result())
+    stream.data_received(_coded(b"two"))
+    assert taken == [b"one"]
+
+
+async def test_what_a_taker_raises_ends_the_connection_and_is_its_error() -> None:
+    taken: list[bytes] = []
+
+    def take(message: bytes) -> None:
+        taken.append(message)
+        raise ZeroDivisionError
+
+    stream = MessageStream(take, max_message_bytes=_MAX_BYTES)
+    stream.connection_made(FakeTransport())
+    stream.data_received(_coded(b"one", b"two"))
+    assert isinstance(stream.ended.result(), ZeroDivisionError) and taken == [b"one"]
+
+
+@pytest.mark.parametrize(("rest", "is_clean"), [(b"", True), (b"\x00", False), (_coded(b"one")[:-1], False)])
+async def test_an_end_within_a_message_is_an_error(rest: bytes, is_clean: bool) -> None:
+    stream = _connected([])
+    stream.data_received(_coded(b"one") + rest)
+    stream.connection_lost(None)
+    assert (stream.ended.result() is None) == is_clean
+    stream.send(b"too late")
+
+
+async def test_a_sender_waits_while_the_peer_takes_nothing_and_not_past_the_end() -> None:
+    stream, transport = MessageStream(lambda message: None, max_message_bytes=_MAX_BYTES), FakeTransport()
+    stream.connection_made(transport)
+    stream.send(b"one")
+    await stream.drained(10)
+    for go_on in (stream.resume_writing, stream.abort):
+        stream.pause_writing()
+        waiting = asyncio.ensure_future(stream.drained(10))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        go_on()
+        await waiting
+    assert transport.written == _coded(b"one")
+
+
+async def test_a_peer_that_takes_nothing_is_waited_for_only_so_long() -> None:
+    stream = _connected([])
+    stream.pause_writing()
+    with pytest.raises(TimeoutError):
+        await stream.drained(0.01)
