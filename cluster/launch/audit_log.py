@@ -14,7 +14,7 @@ from cluster.launch import state as states
 from cluster.launch.person_file import CERTIFICATE
 from core.process.json_lines import append_line
 
-_CHANGES = {"deploy", "down", "scale", "drain", "chaos", "keys", "operators"}
+_CHANGES = {"deploy", "down", "scale", "drain", "keys", "operators"}
 _SECRET_OPTION = "--api-key"
 # Of a URL: what is before its last @, for a password may have one, and what is called a password behind it.
 _BEFORE_HOST = re.compile(r"(?<=://)\S*@")
