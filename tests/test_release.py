@@ -35,7 +35,7 @@ def test_it_has_every_module_and_what_lies_beside_them(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     packages = {path.parent for path in modules().values()}
     beside = {file for package in packages for pattern in _BESIDE_CODE for file in package.glob(pattern)}
-    beside |= set((ROOT / "engine/tools/prompts").glob("*.txt"))
+    beside |= set((ROOT / "benchmarks/speculation/prompts").glob("*.txt"))
     wanted = {str(path.relative_to(ROOT)) for path in {*modules().values(), *beside}}
     assert beside and not wanted - inside
 

@@ -16,13 +16,13 @@ _OTHERS = {
 }
 _KNOWN = {
     # How long or how much a bench measures: an operator has no use for the knob, a test makes it small.
-    ("cluster/bench/test_isolation.py", "isolation._STREAM_PROMPT"),
-    ("cluster/bench/test_isolation.py", "isolation._WARM_UP_S"),
+    ("benchmarks/test_isolation.py", "isolation._STREAM_PROMPT"),
+    ("benchmarks/test_isolation.py", "isolation._WARM_UP_S"),
     ("core/model/test_source.py", "model_source._LOCK_S"),
     ("engine/kv/test_kv.py", "attention._MAX_GATHERED"),
-    ("engine/tools/test_bench.py", "bench._NUM_STEPS"),
-    ("kvtransfer/bench/test_bench.py", "bench_run._MOST_BYTES"),
-    ("kvtransfer/bench/test_bench.py", "bench_run._NUM_TRIES"),
+    ("benchmarks/engine/test_bench.py", "bench._NUM_STEPS"),
+    ("benchmarks/test_kv.py", "bench_run._MOST_BYTES"),
+    ("benchmarks/test_kv.py", "bench_run._NUM_TRIES"),
     # What is recorded or compiled for a device that is not there can be seen nowhere else.
     ("engine/kernels/compiled_steps.py", "sampler._place"),
     ("engine/kernels/compiled_heads.py", "runner._recorded"),
@@ -51,7 +51,7 @@ _KNOWN = {
 
 
 def _files() -> list[Path]:
-    return [path for path in sorted(_TESTS.rglob("*.py")) if "benchmarks" not in path.parts]
+    return sorted(_TESTS.rglob("*.py"))
 
 
 def _private(tree: ast.AST) -> Iterator[str]:

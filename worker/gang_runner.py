@@ -22,7 +22,6 @@ from engine.tiers.rank_tiers import RankTiers
 from kvtransfer.protocol.rank_transfer import RankTransfer
 from kvtransfer.transfer.sender import Sender
 from kvtransfer.transfer.step_count import StepCount
-from worker.step_check import StepLimits, check_step
 from worker.step_message import decode_step, encode_step
 
 
@@ -58,18 +57,6 @@ class GangRunner:
         in every layer: with the next one behind it, tokens would only be told later."""
         return self.runner.device.type == "cuda" and not self.runner.spreads_experts
 
-    @property
-    def limits(self) -> StepLimits:
-        """What a step may name on this rank."""
-        return StepLimits(
-            layout=self.runner.layout,
-            num_blocks=self.runner.pool.num_blocks,
-            vocab_size=self.runner.config.vocab_size,
-            max_context=self.runner.config.max_context,
-            num_places=self.tiers.num_places if self.tiers else {},
-            max_drafted=self.runner.max_drafted,
-        )
-
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.scheduler.step.Runner, on rank 0: do a step together with the other ranks."""
         device_tokens = step.device_tokens if step and self.has_others else None
@@ -86,22 +73,37 @@ class GangRunner:
         return self._compute(batch, self._shipped(batch, orders), scorer.add if scorer else None) if batch else None
 
     def follow(self) -> None:
-        """On the other ranks: do what rank 0 says until it says stop. Raises ReplicaFailed where that cannot be."""
-        limits, last_rows = self.limits, KeptRows(self.runner.layout.block_size)
+        """Carry out rank 0's steps on another rank, until it sends stop. Raises ReplicaFailed for a malformed message.
+
+        What a step names, rank 0 has checked. Asserted here is only what would reach beyond the pool or the vocabulary,
+        or let ranks wait for each other: any error ends the rank, and its log shows it."""
+        last_rows = KeptRows(self.runner.layout.block_size)
         while True:
             changes, orders = decode_step(self.runner.parallel.broadcast_bytes())
-            check_step(changes, orders, limits, last_rows)
             if orders.stop:
                 return
             for incoming in orders.incoming_transfers:
                 self._arrived(incoming)
             self._carry_out(orders)
             if draft := orders.draft:
+                assert changes is None, "drafts are made between steps"
+                assert len(draft.rows) <= self.runner.max_drafted, f"{len(draft.rows)} rows to draft for"
                 self.runner.draft([HeadRow(*row) for row in draft.rows], draft.max_tokens, self._hear_choice)
             if changes is not None:
-                device_tokens = self._receive(orders.device_tokens) if orders.device_tokens else None
+                self._assert_within(changes)
+                expected = changes.number if changes.is_whole else last_rows.number + 1
+                assert changes.number == expected, f"rank 0 sent step {changes.number} instead of {expected}"
+                device_tokens = self._receive(orders.device_tokens, len(last_rows)) if orders.device_tokens else None
                 self._follow(last_rows.apply(changes, device_tokens), orders)
             self._steps.add()
+
+    def _assert_within(self, changes: RowChanges) -> None:
+        """Kernels read and write wherever these say."""
+        for name, numbers, end in (
+            ("block id", changes.blocks, self.runner.pool.num_blocks),
+            ("token id", changes.token_ids, self.runner.config.vocab_size),
+        ):
+            assert ((numbers >= 0) & (numbers < end)).all(), f"{name} of rank 0 out of range [0, {end})"
 
     def _follow(self, batch: Batch, orders: Orders) -> None:
         shipped = self._shipped(batch, orders)
@@ -150,8 +152,9 @@ class GangRunner:
             self.runner.parallel.broadcast_bytes(encode_step(changes, orders))
             self._steps.add()
 
-    def _receive(self, order: DeviceTokenOrder) -> DeviceTokens:
-        """The host never sees these ids, and cannot check them: here none of them leads behind the vocabulary."""
+    def _receive(self, order: DeviceTokenOrder, num_rows: int) -> DeviceTokens:
+        """Receive the tokens of the step before. Only the device sees them, so they are clamped to the vocabulary."""
+        assert order.num_chosen == num_rows, f"rank 0 chooses {order.num_chosen} tokens for {num_rows} rows"
         token_ids = torch.empty(order.num_chosen, dtype=torch.int32, device=self.runner.device)
         self.runner.parallel.broadcast_on_device(token_ids)
         token_ids.clamp_(max=self.runner.config.vocab_size - 1)

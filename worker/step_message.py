@@ -26,8 +26,7 @@ def encode_step(changes: RowChanges | None, orders: Orders) -> bytes:
 
 
 def decode_step(data: bytes) -> tuple[RowChanges | None, Orders]:
-    """The inverse of `encode_step`. Raises ReplicaFailed for what is no such message: who follows cannot leave a step
-    out. See check_step for the numbers in it."""
+    """Decode what `encode_step` made. Raises ReplicaFailed for a malformed message: a rank cannot skip a step."""
     try:
         (length,) = _HEADER.unpack_from(data)
         end = _HEADER.size + length
@@ -35,5 +34,5 @@ def decode_step(data: bytes) -> tuple[RowChanges | None, Orders]:
         end += -end % _ALIGNED
         changes = RowChanges.decode(np.frombuffer(data, dtype=np.int64, offset=end).copy()) if len(data) > end else None
     except (struct.error, ValueError, OverflowError, msgspec.MsgspecError) as error:
-        raise ReplicaFailed(f"what rank 0 says is no step: {error}") from error
+        raise ReplicaFailed(f"malformed step message from rank 0: {error}") from error
     return changes, orders

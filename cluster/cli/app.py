@@ -20,7 +20,6 @@ from cluster.cli import (
     batch,
     bench,
     capture,
-    chaos,
     deploy,
     explain,
     generate,
@@ -33,7 +32,6 @@ from cluster.cli import (
     status,
     top,
     trace,
-    train_draft,
     update,
 )
 from cluster.cli.connection import ADDRESS
@@ -60,15 +58,13 @@ for command in (
     explain.explain,
     trace.trace,
     top.top,
-    chaos.chaos,
+    bench.bench,
     simulate.simulate,
     plan.plan,
     profile.profile,
     quality.quantize,
-    train_draft.train_draft,
 ):
     app.command()(command)
-app.add_typer(bench.bench, name="bench")
 app.add_typer(autoscale.autoscale, name="autoscale")
 app.add_typer(capture.capture, name="capture")
 app.add_typer(keys.keys, name="keys")
@@ -119,25 +115,25 @@ def run(arguments: list[str]) -> int:
 
     begin, code, said = time.monotonic(), 1, ""  # 1: by a bug of ours
     try:
-        code, said = _run(arguments)
+        code, said = run_app(app, arguments, name="cluster")
         return code
     finally:
         note_command(arguments, exit_code=code, error=said, seconds=time.monotonic() - begin)
 
 
-def _run(arguments: list[str]) -> tuple[int, str]:
-    """The exit code, and what was said of an error. An edge: here every error of ours ends."""
+def run_app(commands: typer.Typer, arguments: list[str], *, name: str) -> tuple[int, str]:
+    """Run one of the commands; returns the exit code and the error message. Prints every error of ours on stderr."""
     try:
-        code = app(args=arguments, prog_name="cluster", standalone_mode=False, obj=list(arguments))
+        code = commands(args=arguments, prog_name=name, standalone_mode=False, obj=list(arguments))
         if code == Interrupted.exit_code:  # some versions of typer make this of Ctrl-C
             raise KeyboardInterrupt
     except ClusterError as error:
-        print(f"cluster: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         for line in getattr(error, "log", "").splitlines():
             print(f"  | {line}", file=sys.stderr)
         return getattr(error, "exit_code", 2), str(error)
     except (KeyboardInterrupt, typer.Abort):
-        print("cluster: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return Interrupted.exit_code, "interrupted"
     except BrokenPipeError:  # the reader of our output has seen enough
         return 0, ""
@@ -145,6 +141,6 @@ def _run(arguments: list[str]) -> tuple[int, str]:
         if not (_UsageError and isinstance(error, _UsageError)):
             raise
         said = error.format_message()  # type: ignore[attr-defined]
-        print(f"cluster: {said}", file=sys.stderr)
+        print(f"{name}: {said}", file=sys.stderr)
         return 2, said
     return code if isinstance(code, int) else 0, ""

@@ -1,218 +1,186 @@
-"""`cluster bench`: a load on a live deployment; `cluster bench …`: one part of the cluster alone, on this machine."""
+"""`cluster bench`: a load on a live deployment."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli import load
-from cluster.cli import model_options as options
-from cluster.cli.isolation import isolation
-from cluster.cli.router_bench import router
-from cluster.cli.speculation_bench import speculation
+from cluster.cli.connection import find_state, join_controller
+from cluster.cli.deploy import Name
+from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from cluster.cli.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
+from core.trace.trace import TraceRequest, read_trace
+from core.trace.trace import poisson as make_poisson
 from core.types.errors import SpecError
 
-bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
-bench.callback(invoke_without_command=True)(load.load)
-bench.command()(isolation)
-bench.command()(router)
-bench.command()(speculation)
-
-_MESSAGES = "64,256,1024,4096,16384,65536"
-_SLOW_WITHOUT_KERNELS = (
-    "torch alone computes, a few times slower than this project's kernels: they need --dtype bfloat16 and a C++ "
-    "compiler (Debian: apt-get install g++)"
-)
-_NO_COMPILER = "no C++ compiler (Debian: apt-get install g++): torch alone computes; of few bits for minutes"
-_Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
-_Batch = Annotated[str, typer.Option(metavar="N[,N…]", help="Sequences that decode at a time.")]
-_Context = Annotated[str, typer.Option(metavar="N[,N…]", help="Tokens that each of these has.")]
-_Prefill = Annotated[str, typer.Option(metavar="N[,N…]", help="Tokens of a prompt, alone.")]
+if TYPE_CHECKING:
+    from cluster.launch.state import State
+    from core.wire.client_access import EndpointAccess
 
 
-@bench.command()
-def engine(
-    model: options.Model = options.DEFAULT_MODEL,
-    batch: _Batch = "1,8,32",
-    context: _Context = "128",
-    prefill: _Prefill = "512,2048",
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
-    dtype: options.ModelDType = options.DEFAULT_DTYPE,
-    weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
-    pool_dtype: options.PoolDType = "auto",
-    gpu: Annotated[bool, typer.Option("--gpu", help="On the first GPU, with CUDA graphs and without.")] = False,
-    host: Annotated[
-        bool, typer.Option("--host", help="Instead: a decode step's time beside the forward pass.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+def bench(
+    trace: Annotated[Path | None, typer.Option("--trace", help="Requests to replay.")] = None,
+    format: Annotated[TraceFormat | None, typer.Option(help="Default: by the file's name.")] = None,
+    poisson: Annotated[
+        float | None, typer.Option(min=0.001, help="Instead of a trace: so many requests a second.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request of --poisson.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer of --poisson.")] = 64,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, help="Only so many; with --poisson 100 by default.")
+    ] = None,
+    speedup: Speedup = 1.0,
+    scale_tokens: Scale = "1",
+    http: Annotated[bool, typer.Option("--http", help="Through the OpenAI door instead of gRPC.")] = False,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT (gRPC; grpcs:// with TLS) or http(s)://HOST:PORT of a router; default: the deployment's."
+        ),
+    ] = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one answer.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Another one makes other prompts, of which nothing is cached.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    name: Name = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
-    """Tokens per second of the engine on this machine's processors, beside the memory bandwidth that bounds it.
+    """Replay a trace, or requests at random moments, against a deployment: latencies, goodput, reuse.
 
-    Random token ids, greedy, 128 steps after prompts of --context tokens; prompts of --prefill tokens; best of three.
-    Whatever else runs on the machine makes all of it slower.
-
-    A decode step's share of the bandwidth is what reading every weight once would take, over what the step took: near 1
-    it could not be quicker. Many rows at a time compute more than they read, so their share is small.
-
-    `chosen` says, for each shape of product and for attention, what one thread took in each way that there is when this
-    machine was first met, and the way that prompts of so many rows go: our kernels, unless another is 1.3 times as
-    quick.
-
-    --host has a forward pass that takes no time. What it says is how long a step's rows take to be chosen, laid out and
-    booked: all of it, then what of that lies on the way where steps run ahead, as on a GPU.
+    Prompts are made from the trace's hash_ids: equal ids give equal tokens. Answers have exactly as many tokens as in
+    the trace. --scale-tokens shortens both, so that a small model can take them. Beside each figure stands what the
+    simulator predicts at the rates that the replicas have learnt. Exit code 1 when a request failed.
     """
-    from core.model.source import resolve
-    from engine.config import device_for
-    from engine.tools.bench import bench_engine
-
-    batches, contexts = _parse("batch", batch), _parse("context", context)
-    directory = resolve(model)
-    if host:
-        if gpu or (dtype, weights, pool_dtype) != (options.DEFAULT_DTYPE, options.DEFAULT_WEIGHTS, "auto"):
-            raise SpecError("--host computes no model: of the other options it takes --batch, --context and --threads")
-        result = _host(directory, batches=batches, contexts=contexts, threads=threads)
-        print(json.dumps(result) if as_json else "\n".join(_host_lines(result)))
-        return
-    if not (gpu or shutil.which("c++") or shutil.which("g++")):
-        print(_NO_COMPILER, file=sys.stderr)  # before the minutes that it may take
-    result = bench_engine(
-        directory,
-        dtype=dtype,
-        weights=weights,
-        pool_dtype=pool_dtype,
-        batches=batches,
-        contexts=contexts,
-        prefills=_parse("prefill", prefill),
-        threads=threads,
-        device=device_for(gpus=gpu),
-    )
-    print(json.dumps(result) if as_json else "\n".join(_lines(result)))
+    if (trace is None) == (poisson is None):
+        raise SpecError("name either a --trace to replay, or a rate of requests with --poisson")
+    if trace:
+        asked = read_trace(
+            trace, format=format and format.value, speedup=speedup, scale=scale_tokens, max_requests=requests
+        )
+    else:
+        assert poisson is not None
+        asked = make_poisson(
+            rate=poisson, num_requests=requests or 100, num_tokens=prompt_tokens, num_output=output_tokens, seed=seed
+        )
+    state = None if endpoint else find_state(name)
+    target = endpoint or (_endpoint(state, http=http) if state else "")
+    access = access_to(state, api_key)
+    slo = (slo_ttft_ms, slo_itl_ms)
+    report = _measure(asked, target, access, seed=seed, timeout_s=timeout, slo=slo)
+    report |= _predict(asked, state, slo=slo)
+    print(json.dumps(report, indent=1) if as_json else _table(report))
+    raise typer.Exit(1 if report["failed"] else 0)
 
 
-@bench.command()
-def kernels(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """The GPU kernels, each beside the copy bandwidth or the matrix product rate of the device in the same run."""
-    from engine.tools.bench_kernels import bench_kernels
-
-    result = bench_kernels()
-    if as_json:
-        print(json.dumps(result))
-        return
-    print(f"{result['device']}: copies {result['copy_gb_s']:.0f} GB/s, bf16 {result['matmul_tflops']:.0f} TFLOP/s")
-    for row in result["kernels"]:
-        print(f"{row['name']:<24} {row['microseconds']:10.1f} us  {100 * row['share']:5.1f} %")
+def _endpoint(state: State, *, http: bool) -> str:
+    return state.http if http else state.grpc
 
 
-@bench.command()
-def kv(
-    model: options.Model = options.DEFAULT_MODEL,
-    message: Annotated[str, typer.Option(metavar="KIB[,KIB…]", help="Sizes of messages in KiB.")] = _MESSAGES,
-    prompt: _Counts = "256,1024,2048,8192",
-    threads: Annotated[int, typer.Option(min=1, help="Of the process that computes prompts.")] = 1,
-    dtype: options.ModelDType = options.DEFAULT_DTYPE,
-    wire_dtype: options.WireDType = "fp8_e4m3",
-    host_link: options.HostLink = options.DEFAULT_HOST_LINK,
-    encrypt: Annotated[bool, typer.Option("--encrypt", help="As kv.encrypt does, over tcp.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-) -> None:
-    """The way of KV blocks from one process to another on this machine's processors.
+def _measure(
+    asked: Sequence[TraceRequest],
+    endpoint: str,
+    access: EndpointAccess,
+    *,
+    seed: int,
+    timeout_s: float,
+    slo: tuple[float | None, float | None],
+) -> dict[str, Any]:
+    import asyncio
 
-    Messages over our link, alone (wire) and with packing, checking and unpacking (raw, fp8), beside a bare TCP
-    connection and copies in memory, best of five. Then prompts of a model: how long their transfer takes alone, and how
-    much of it the computation hides.
-    """
-    from core.model.source import resolve
-    from kvtransfer.bench.run import bench_kv
+    from cluster.bench.endpoints import open_endpoint
+    from cluster.bench.measured import summary
+    from cluster.bench.replay import Answered, replay
 
-    if encrypt and host_link != "tcp":
-        raise SpecError(f"--encrypt: only tcp can, not {host_link}")
-    result = bench_kv(
-        resolve(model),
-        dtype=dtype,
-        wire_dtype=wire_dtype,
-        host_link=host_link,
-        encrypt=encrypt,
-        messages=[1024 * size for size in _parse("message", message)],
-        prompts=_parse("prompt", prompt),
-        threads=threads,
-    )
-    print(json.dumps(result) if as_json else "\n".join(_kv_lines(result)))
+    async def run() -> list[Answered]:
+        with _progress(len(asked)) as advance:
+            async with open_endpoint(endpoint, access) as target:
+                return await replay(asked, target, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
+
+    slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
+    return summary(asyncio.run(run()), slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
 
 
-def _host(model_dir: Path, *, batches: list[int], contexts: list[int], threads: int | None) -> dict[str, Any]:
-    from core.model import config as model_config
-    from engine.tools.bench_host import bench_host
+def _predict(
+    asked: Sequence[TraceRequest], state: State | None, *, slo: tuple[float | None, float | None]
+) -> dict[str, Any]:
+    """predicted: the simulator's report of the same load, at the rates that the replicas have learnt, this load
+    included; None: there is none, and no_prediction says why."""
+    if state is None:
+        return {"predicted": None, "no_prediction": "by --endpoint nothing is known of replicas; name the deployment"}
+    from core.types.errors import ClusterError
 
-    vocabulary = model_config.load(model_dir).vocab_size
-    return bench_host(batches=batches, contexts=contexts, vocabulary=vocabulary, threads=threads)
-
-
-def _parse(option: str, counts: str) -> list[int]:
     try:
-        numbers = [int(count) for count in counts.split(",") if count]
-    except ValueError:
-        numbers = [0]
-    if any(number < 1 for number in numbers):
-        raise SpecError(f"--{option} {counts}: write whole numbers above 0, with commas between them")
-    return numbers
+        controller = join_controller(state)
+        from cluster.launch.driver import ask
+        from core.spec.schema import Spec
+        from core.trace.traffic import ReplicaReport
+        from planner.autoscaler.live_prediction import predict_load
+
+        spec = Spec.model_validate(ask(controller, "status")["spec"])
+        replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
+        slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
+        return {"predicted": predict_load(spec, replicas, asked, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)}
+    except ClusterError as error:
+        return {"predicted": None, "no_prediction": " ".join(str(error).split())}
 
 
-def _lines(result: dict[str, Any]) -> list[str]:
-    what = ", ".join(str(result[key]) for key in ("model", "dtype", "weights", "instructions"))
-    return [
-        f"{what}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
-        *([_SLOW_WITHOUT_KERNELS] if result["computed_by"] == "torch" else ()),
-        *(
-            f"decode   batch {row['batch']:4}, context {row['context']:6}: {row['tokens_per_s']:9.1f} tokens/s, "
-            f"{row['step_ms']:8.3f} ms a step{_share(row)}{_plain(row)}"
-            for row in result["decode"]
-        ),
-        *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
-        *(f"chosen   {row['taken']:<7} for {row['what']}: {_times(row['ms'])}" for row in result.get("ways", ())),
-    ]
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, where that is a terminal; yields what is to be called whenever a request has ended."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    parts = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*parts, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda: progress.advance(task)
 
 
-def _host_lines(result: dict[str, Any]) -> list[str]:
-    return [
-        f"beside the forward pass, {result['threads']} threads, a vocabulary of {result['vocabulary']}",
-        *(
-            f"batch {row['batch']:4}, context {row['context']:6}: {row['host_ms']:7.3f} ms a step, "
-            f"{row['ahead_ms']:7.3f} where steps run ahead (of 0.25 ms each: a device idle for {row['idle_ms']:.3f}), "
-            f"{row['greedy_ms']:7.3f} with the search for the likeliest, {row['penalty_ms']:7.3f} more with a "
-            f"repetition penalty, {row['rank_bytes']} bytes to each other rank"
-            for row in result["host"]
-        ),
-    ]
+def _table(report: dict[str, Any]) -> str:
+    from cluster.cli.console import columns
+
+    return "\n".join(
+        [
+            f"{report['completed']:,} requests in {report['duration_s']:,.1f} s, {report['failed']} failed",
+            columns(_rows(report)),
+            *([f"no prediction: {report['no_prediction']}"] if "no_prediction" in report else []),
+            *(f"{count} x {error}" for error, count in report["errors"].items()),
+        ]
+    )
 
 
-def _times(ms: dict[str, float]) -> str:
-    return ", ".join(f"{way} {took} ms" for way, took in ms.items())
-
-
-def _share(decode: dict[str, Any]) -> str:
-    share = decode["bandwidth_share"]
-    return "" if share is None else f", {share:4.0%} of the bandwidth"
-
-
-def _plain(decode: dict[str, Any]) -> str:
-    return f"; without graphs {decode['plain_step_ms']:8.3f} ms" if "plain_step_ms" in decode else ""
-
-
-def _kv_lines(result: dict[str, Any]) -> list[str]:
-    ways = ("memcpy", "tcp", "tcp_ring", "wire", "raw", "fp8")
-    return [
-        *(
-            f"{row['bytes'] >> 10:6} KiB  " + "  ".join(f"{way} {row[f'{way}_gb_s']:5.2f} GB/s" for way in ways)
-            for row in result["messages"]
-        ),
-        *(
-            f"{row['tokens']:6} tokens  {row['wire_bytes'] / 1e6:7.2f} MB in {row['transfer_ms']:7.2f} ms, "
-            f"{100 * row['hidden_share']:5.1f} % of it hidden behind {row['prefill_ms']:8.1f} ms of computation"
-            for row in result["prompts"]
-        ),
-    ]
+def _rows(report: dict[str, Any]) -> list[list[str]]:
+    """Each figure, and what the simulator makes of the same load where it can."""
+    sides = [report, *([report["predicted"]] if report["predicted"] else [])]
+    rows = [["", "MEASURED", "PREDICTED"][: 1 + len(sides)]]
+    for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms"), ("e2e_ms", "E2E ms")):
+        for q in ("mean", "p50", "p90", "p99"):
+            rows.append([f"{title} {q}", *(f"{side[key][q]:,.1f}" for side in sides)])
+    for key, title, form in (
+        ("output_tokens_per_s", "output tokens/s", ",.1f"),
+        ("goodput_rps", "goodput, requests/s", ".2f"),
+        ("good_share", "good, of all", ".1%"),
+        ("reuse_share", "reused, of prompt tokens", ".2%"),
+    ):
+        rows.append([title, *(format(side[key], form) for side in sides)])
+    return rows

@@ -203,18 +203,16 @@ def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_mem
 
 def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict[str, float]:
     """seconds = latency + bytes / rate, through two points."""
-    from kvtransfer.bench.run import bench_kv
+    from kvtransfer.profile.shipped_prompts import ship_prompts
 
-    measured = bench_kv(
+    small, large = ship_prompts(
         model_dir,
+        _PROMPTS,
         dtype=dtype,
         wire_dtype=wire_dtype,
         host_link=options.DEFAULT_HOST_LINK,
-        messages=[],
-        prompts=_PROMPTS,
         threads=threads,
     )
-    small, large = measured["prompts"]
     seconds = (large["transfer_ms"] - small["transfer_ms"]) / 1e3
     num_bytes = large["wire_bytes"] - small["wire_bytes"]
     per_byte_s = max(seconds, 1e-6) / num_bytes
@@ -223,7 +221,7 @@ def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict
 
 
 def _copied_bytes_per_s() -> float:
-    from kvtransfer.bench.carried import copy_in_memory
+    from kvtransfer.profile.shipped_prompts import copy_in_memory
 
     return _COPY_BYTES * _NUM_COPIES / copy_in_memory(num_bytes=_COPY_BYTES, count=_NUM_COPIES)
 

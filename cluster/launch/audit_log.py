@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from cluster.launch import state as states
 from core.process.json_lines import append_line
 
-_CHANGES = {"deploy", "down", "scale", "drain", "chaos", "keys"}
+_CHANGES = {"deploy", "down", "scale", "drain", "keys"}
 _SECRET_OPTION = "--api-key"
 # Of a URL: what is before its last @, for a password may have one, and what is called a password behind it.
 _BEFORE_HOST = re.compile(r"(?<=://)\S*@")

@@ -44,21 +44,32 @@ _REALS = ("rope_theta", "factor")
 _MOST = (1 << 31) - 1
 
 
-def load(path: Path, *, architecture: str | None = None) -> ModelConfig:
-    """Read config.json and generation_config.json of a model directory. Raises SpecError.
+def load(path: Path) -> ModelConfig:
+    """Read config.json and generation_config.json of a model directory. Raises SpecError."""
+    generation = _read_json(path / "generation_config.json", missing_ok=True)
+    return parse(_read_json(path / "config.json"), path / "config.json", generation)
 
-    architecture: as which it is read; None: as the one that it names."""
-    raw = _read_json(path / "config.json")
+
+def parse(
+    raw: Mapping[str, Any],
+    origin: Path,
+    generation: Mapping[str, Any] | None = None,
+    *,
+    architecture: str | None = None,
+) -> ModelConfig:
+    """Parse the contents of a config.json. Raises SpecError, which names `origin`.
+
+    architecture: replaces the one in the file."""
     if architecture:
-        raw["architectures"] = [architecture]
+        raw = {**raw, "architectures": [architecture]}
     try:
-        return _parse(raw, _read_json(path / "generation_config.json", missing_ok=True))
+        return _parse(raw, generation or {})
     except SpecError as error:
-        raise SpecError(f"{path / 'config.json'}: {error}") from None
+        raise SpecError(f"{origin}: {error}") from None
     except KeyError as error:
-        raise SpecError(f"{path / 'config.json'}: {error.args[0]} is missing") from None
+        raise SpecError(f"{origin}: {error.args[0]} is missing") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise SpecError(f"{path / 'config.json'}: {error}") from error
+        raise SpecError(f"{origin}: {error}") from error
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -1,4 +1,9 @@
-"""Heads that draft for a model from its hidden states: what a directory of theirs says. Numbers only."""
+"""Configuration of draft heads: Medusa, EAGLE-1, EAGLE-3 and MTP. Reads config.json, and of EAGLE-1 a tensor's shape.
+
+EAGLE-3 comes in two layouts. EAGLE's own repository and SpecForge write a Llama's config.json and tensors named
+`midlayer.*`. `speculators` writes `speculators_model_type`, the layer under `transformer_layer_config`, and tensors
+named `layers.0.*`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,8 @@ HeadsKind = Literal["medusa", "eagle", "mtp"]
 
 STEPS_KEPT = 4  # features of positions that sequences may go on from are kept of so many full steps
 _FURTHER = "num_nextn_predict_layers"
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_VARIANT_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 _MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
 
 
@@ -27,8 +34,19 @@ class HeadsPlace(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Eagle3Variant:
+    """Differences between EAGLE-3 heads, named as in the config.json of `speculators`."""
+
+    layer: str = "midlayer"  # prefix of its tensors
+    norm_before_fc: bool = False  # norms the three hidden states side by side
+    fc_norm: bool = False  # norms each of the three
+    norm_before_residual: bool = False
+    norm_output: bool = False  # the next feature is the layer's output after the final norm
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
-    """What drafts beside one model."""
+    """Heads that draft beside one model."""
 
     kind: HeadsKind
     directory: Path  # mtp: the model's own
@@ -39,7 +57,8 @@ class HeadsConfig:
     num_heads: int = 0  # medusa: each guesses one token further
     num_residuals: int = 0  # medusa: blocks before each head's projection
     shape: ModelConfig | None = None  # eagle, mtp: of its layer
-    draft_vocab_size: int = 0  # EAGLE-3: tokens that it knows; 0: the model's head says all of them
+    draft_vocab_size: int = 0  # EAGLE-3: tokens that its own head predicts
+    eagle3: Eagle3Variant | None = None
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises SpecError where so many ranks cannot draft by them. What keeps nothing in the pool is rank 0's."""
@@ -87,23 +106,29 @@ def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Head
 
 
 def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
-    """EAGLE-3: Li et al. 2025, arXiv:2503.01840; config.json as of its own repository, and of vLLM's and SGLang's.
-    EAGLE-1: Li et al. 2024, arXiv:2401.15077; its config.json is often a Llama's, so that its weights say what it
-    is."""
+    """EAGLE-3: Li et al. 2025, arXiv:2503.01840. EAGLE-1: Li et al. 2024, arXiv:2401.15077; its config.json is often a
+    Llama's, so that its weights tell it from a model."""
     if model.latent:
         raise SpecError(f"{directory}: EAGLE heads keep keys and values, and {model.architecture} keeps latents")
     architecture = str((raw.get("architectures") or ["(none)"])[0])
-    is_third = "Eagle3" in architecture
-    if not is_third and not is_eagle1(directory):
+    variant, layer = None, raw
+    if "speculators_model_type" in raw:
+        variant, layer = _speculators_variant(directory, raw), raw["transformer_layer_config"]
+    elif "Eagle3" in architecture:
+        variant = Eagle3Variant(fc_norm=bool(raw.get("fc_norm", False)))
+        if not raw.get("norm_output", True):
+            raise SpecError(f"{directory}: norm_output: false is not supported in SpecForge's layout; supported: true")
+    elif not is_eagle1(directory):
         raise SpecError(
             f"{directory}: architecture {architecture} is not EAGLE-3; expected LlamaForCausalLMEagle3, or the weights "
             "of EAGLE-1, where fc.weight is hidden_size times twice that"
         )
-    shape = model_config.load(directory, architecture="LlamaForCausalLM")
+    shape = model_config.parse(layer, directory / "config.json", architecture="LlamaForCausalLM")
     if shape.num_layers != 1:
         raise SpecError(f"{directory}: EAGLE heads of {shape.num_layers} layers are not supported; supported: 1")
     for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
+    _check_same(directory, "target_hidden_size", raw.get("target_hidden_size") or shape.hidden_size, model.hidden_size)
     draft_vocab_size = raw.get("draft_vocab_size") or model.vocab_size
     if type(draft_vocab_size) is not int or not 1 <= draft_vocab_size <= model.vocab_size:
         raise ValueError(f"draft_vocab_size is {draft_vocab_size!r}, and must be from 1 to {model.vocab_size}")
@@ -111,23 +136,44 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
         kind="eagle",
         directory=directory,
         fingerprint=model_config.fingerprint(directory),
-        layers=_eagle_layers(directory, raw, model) if is_third else (model.num_layers,),
+        layers=_aux_layers(directory, raw, model) if variant else (model.num_layers,),
         num_kv_layers=1,
         keeps_features=True,
         shape=replace(shape, sliding_windows=(None,)),
-        draft_vocab_size=draft_vocab_size if is_third else 0,
+        draft_vocab_size=draft_vocab_size if variant else 0,
+        eagle3=variant,
     )
 
 
-def _eagle_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> tuple[int, ...]:
-    """Low, middle and high: what is said, or else what every server takes."""
-    said = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    said = said or raw.get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(sorted(said)) if said else tuple(sorted((2, model.num_layers // 2, model.num_layers - 3)))
+def _speculators_variant(directory: Path, raw: Mapping[str, Any]) -> Eagle3Variant:
+    """Variant of heads in the layout of `speculators`. Raises SpecError for layouts that are not supported."""
+    layer = raw["transformer_layer_config"]
+    for name, found, supported in (
+        ("speculators_model_type", raw["speculators_model_type"], "eagle3"),
+        ("transformer_layer_config.model_type", layer.get("model_type", "qwen3"), "llama"),
+    ):
+        if found != supported:
+            raise SpecError(f"{directory}: {name} {found} is not supported; supported: {supported}")
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        raise SpecError(f"{directory}: EAGLE heads with sliding-window attention are not supported")
+    flags = {name: bool(raw.get(name, False)) for name in _VARIANT_FLAGS}
+    return Eagle3Variant(layer="layers.0", **flags)
+
+
+def _aux_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> tuple[int, ...]:
+    """Number of the model's layers behind each of the three hidden states that the head reads.
+
+    `speculators` counts as we do. `eagle_config`, which SpecForge and SGLang read, names the layer whose output it is,
+    from 0 on. Without either the three are those that vLLM and SGLang take by default."""
+    found = raw.get(_AUX_LAYERS)
+    if not found and (ids := (raw.get("eagle_config") or {}).get(_AUX_LAYERS)):
+        found = [layer + 1 for layer in ids]
+    layers = tuple(sorted(found or (2, model.num_layers // 2, model.num_layers - 3)))
     are_numbers = all(type(layer) is int for layer in layers)
     if not are_numbers or len({*layers}) != 3 or not 0 <= layers[0] <= layers[2] <= model.num_layers:
         raise SpecError(
-            f"{directory}: hidden states after layers {layers} of {model.num_layers}: no three of the model"
+            f"{directory}: the head reads hidden states after layers {layers}; it must be three different ones, from 0 "
+            f"to {model.num_layers}"
         )
     return layers
 

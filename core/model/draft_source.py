@@ -108,8 +108,10 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
         return None
     if "medusa_num_heads" in raw:
         return DraftSource("medusa", directory)
-    is_eagle = "eagle" in str(raw.get("architectures")).lower() or (
-        raw.get("num_hidden_layers") == 1 and _is_eagle1(directory)
+    is_eagle = (
+        "speculators_model_type" in raw
+        or "eagle" in str(raw.get("architectures")).lower()
+        or (raw.get("num_hidden_layers") == 1 and _is_eagle1(directory))
     )
     return DraftSource("eagle", directory) if is_eagle else None
 

@@ -84,10 +84,6 @@ def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
     try:
         _check_whole(model_config.weight_files(path))
     except SpecError as error:
-        if (path / "training" / "run.json").exists():
-            raise SpecError(
-                f"speculation.model: {source}: `cluster train-draft` has not ended there; the same command goes on"
-            ) from None
         raise SpecError(f"speculation.model: {error}") from None
     return path
 

@@ -35,8 +35,7 @@ from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
 from engine.spec_decode.heads.head_row import Choose, HeadRow
 from engine.spec_decode.heads.heads import DraftHeads, ModelParts
-from engine.spec_decode.heads.open_heads import open_heads
-from engine.spec_decode.heads.warm_up import warm_up_heads
+from engine.spec_decode.heads.open_heads import open_heads, warm_up_heads
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
 

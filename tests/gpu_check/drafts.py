@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.engine.gpu_steps import BLOCK_SIZE, decode_batch, step_seconds
+from benchmarks.engine.loop import running_engine
+from benchmarks.engine.random_models import SHAPES, random_runner
 from core.model.draft_heads import HeadsPlace
 from core.types.request import Sampling
 from engine.runner.runner import ModelRunner
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.speculation import Speculation
-from engine.tools.bench_gpu_steps import BLOCK_SIZE, decode_batch, step_seconds
-from engine.tools.bench_loop import running_engine
-from engine.tools.random_models import SHAPES, random_runner
 from tests.engine.spec_decode.heads.head_files import write_eagle_beside
 from tests.gpu_check.rows import tell
 

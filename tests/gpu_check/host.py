@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from engine.tools.bench_host import bench_host
+from benchmarks.engine.host import bench_host
 from tests.gpu_check.rows import tell
 
 _MOST_MS = 0.2  # beside a model that takes no time, at 64 rows of 2,048 tokens

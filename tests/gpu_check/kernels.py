@@ -16,7 +16,7 @@ import torch
 
 from tests.gpu_check.rows import skip, tell
 
-# Of the copy bandwidth, or of the matrix product rate; names of engine.tools.bench_kernels.
+# Of the copy bandwidth, or of the matrix product rate; names of benchmarks.engine.kernels.
 _LEAST = {
     r"(write_kv|pack|unpack) \S+": 0.8,
     r"(add_rms_norm|rotate|silu_mul)": 0.85,
@@ -35,8 +35,8 @@ def main() -> None:
     if "--rehearse" in sys.argv:
         _rehearse()
         return
-    from engine.tools.bench_kernels import Rates, device_seconds, measured_kernels
-    from engine.tools.bench_products import bench_products
+    from benchmarks.engine.kernels import Rates, device_seconds, measured_kernels
+    from benchmarks.engine.products import bench_products
 
     device = torch.device("cuda", 0)
     rates = Rates.of(device)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def least_ratio(name: str) -> float | None:
-    """Of a row of engine.tools.bench_products; None where the rows are more, as a prompt's are."""
+    """Of a row of benchmarks.engine.products; None where the rows are more, as a prompt's are."""
     rows = re.search(r" (\d+)$", name)
     is_few = int(rows[1]) <= 64 if rows else not name.endswith("prefill")
     return _LEAST_RATIO if is_few else None
@@ -83,7 +83,7 @@ def _say_flashinfer(device: torch.device, seconds: Any) -> None:
 
 def _rehearse() -> None:
     from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu  # isort: skip  # before anything imports Triton
-    from engine.tools.bench_kernels import Rates, copies, elementwise, measured_kernels
+    from benchmarks.engine.kernels import Rates, copies, elementwise, measured_kernels
 
     def seconds(run: Any) -> float:
         run()

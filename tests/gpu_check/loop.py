@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from engine.tools.bench_loop import bench_sampler, bench_steps, num_blocks_of_steps
-from engine.tools.random_models import random_runner
+from benchmarks.engine.loop import bench_sampler, bench_steps, num_blocks_of_steps
+from benchmarks.engine.random_models import random_runner
 from tests.gpu_check.rows import tell
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.bench import BandwidthReader
+from benchmarks.engine.gpu_steps import bytes_read, kernels_of_a_step
+from benchmarks.engine.random_models import random_runner
 from engine.runner.runner import ModelRunner
-from engine.tools.bench import BandwidthReader, decoding_engine, prefilling_engine
-from engine.tools.bench_gpu_steps import bytes_read, kernels_of_a_step
-from engine.tools.random_models import random_runner
+from engine.tools.loaded_engines import decoding_engine, prefilling_engine
 from tests.gpu_check.rows import tell
 
 _BATCHES, _CONTEXT = (1, 8, 64), 1024

@@ -24,7 +24,7 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, Linear, Matrix, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model.gated_mlp import GatedMLP
-from engine.spec_decode.heads.draft_places import DraftPlaces
+from engine.spec_decode.heads.draft_layer import DraftPlaces
 
 # N tokens, C tokens that there is room for, P places of a draft, R rows, E hidden_size, M heads of keys and values,
 # H query heads, D tokens that the head knows (of heads: D head_dim), F half of a head's rotated part, W hidden states
@@ -39,7 +39,7 @@ class EagleParts:
 
     fuse: Linear
     embedding_norm: RMSNorm
-    feature_norm: RMSNorm
+    feature_norm: RMSNorm | None  # None: the caller has applied it
     kv: tuple[Matrix, Matrix]
     qkv: tuple[Matrix, Matrix]
     output: RowParallelLinear

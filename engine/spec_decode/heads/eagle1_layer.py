@@ -18,7 +18,7 @@ from core.model.shape import ModelConfig
 from engine.kv.pool import KVPool
 from engine.spec_decode.heads.decoder_block import DecoderBlock, expected_tensors
 from engine.spec_decode.heads.deferred_kv import Entries
-from engine.spec_decode.heads.draft_places import DraftPlaces
+from engine.spec_decode.heads.draft_layer import DraftPlaces
 from engine.spec_decode.heads.heads import HeadsRoom
 from engine.weights.checkpoint import check_tensors
 

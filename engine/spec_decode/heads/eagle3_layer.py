@@ -4,6 +4,8 @@ f(t)   the model's hidden states of position t after three of its layers, and fc
 entry  of token t: norm(embedding of token t) and norm(f(t - 1)), side by side
 layer  x = f + attention(entry); x + mlp(norm(x)); what it says of token t + 1 is head(norm(x))
 next   its own x, not normed, in the place of f
+
+Variants (Eagle3Variant): a norm before fc, x = norm(f) + attention(entry), and norm(x) as the next feature.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core.model.draft_heads import HeadsConfig
+from core.model.draft_heads import Eagle3Variant, HeadsConfig
 from core.model.shape import ModelConfig
 from core.types.errors import SpecError
 from engine.kv.pool import KVPool
@@ -23,13 +25,11 @@ from engine.layers.shards import ShardReader
 from engine.spec_decode.heads.compiled_eagle import CompiledEagle, EagleParts, EntrySteps, can_compile
 from engine.spec_decode.heads.decoder_block import DecoderBlock, expected_tensors
 from engine.spec_decode.heads.deferred_kv import Entries
-from engine.spec_decode.heads.draft_places import DraftPlaces
+from engine.spec_decode.heads.draft_layer import DraftPlaces
 from engine.spec_decode.heads.heads import HeadsRoom
 from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of a step, R rows, E hidden_size, D tokens that the head knows
-
-_LAYER = "midlayer"
 
 
 class Eagle3Layer:
@@ -37,17 +37,19 @@ class Eagle3Layer:
 
     def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
         """Reads the head. Raises SpecError if it does not fit config.json, or the model."""
-        reader, shape = room.reader, config.shape
-        assert shape is not None
+        reader, shape, variant = room.reader, config.shape, config.eagle3
+        assert shape is not None and variant is not None
+        self._variant = variant
         found = reader.checkpoint.shapes
         also = {"embed_tokens.weight": (model.vocab_size, shape.hidden_size), "d2t": (config.draft_vocab_size,)}
-        expected = {**_expected(config, shape), **{name: size for name, size in also.items() if name in found}}
+        expected = {**_expected(config, shape, variant), **{name: size for name, size in also.items() if name in found}}
         check_tensors(found, expected, optional=frozenset({"t2d"}))
         eps = shape.rms_norm_eps
         self._fuse = reader.linear({"fc": (0, shape.hidden_size)})  # whole: every rank keeps the same features
-        self._embedding_norm = reader.norm(f"{_LAYER}.input_layernorm", eps)
-        self._feature_norm = reader.norm(f"{_LAYER}.hidden_norm", eps)
-        self._block = DecoderBlock.read(reader, shape, _LAYER, index=model.num_layers)
+        self._hidden_norms = [reader.norm(name, eps) for name in _hidden_norms(variant)]
+        self._embedding_norm = reader.norm(f"{variant.layer}.input_layernorm", eps)
+        self._feature_norm = reader.norm(f"{variant.layer}.hidden_norm", eps)
+        self._block = DecoderBlock.read(reader, shape, variant.layer, index=model.num_layers)
         self._norm = reader.norm("norm", eps)
         self._head = reader.linear({"lm_head": reader.parallel.span(config.draft_vocab_size)})
         self._gather = partial(reader.parallel.all_gather, total=config.draft_vocab_size)
@@ -70,6 +72,9 @@ class Eagle3Layer:
         self._compiled = self._compile(pool) if self._compile else None
 
     def features(self, hidden_TW: Tensor) -> Tensor:
+        if norms := self._hidden_norms:
+            parts = hidden_TW.chunk(len(norms), dim=-1)
+            hidden_TW = torch.cat([norm(part.contiguous()) for norm, part in zip(norms, parts, strict=True)], dim=-1)
         programs = self._for_few(len(hidden_TW))
         return programs.fuse(hidden_TW) if programs else self._fuse(hidden_TW)
 
@@ -77,7 +82,7 @@ class Eagle3Layer:
         slots_N, positions_N, token_ids_N = entries.slots_N, entries.positions_N, entries.token_ids_N
         if programs := self._for_few(len(slots_N)):
             angles = self._block.angles(positions_N, before_NE)
-            programs.put(self._embed(token_ids_N), before_NE, slots_N, *angles)
+            programs.put(self._embed(token_ids_N), self._residual(before_NE), slots_N, *angles)
         else:
             self._block.keep(self._pool, slots_N, positions_N, self._entry(token_ids_N, before_NE))
 
@@ -87,15 +92,18 @@ class Eagle3Layer:
                 self._steps = EntrySteps(places, *self._block.angles(places.positions_PR.ravel(), before_RE))
             assert self._steps, "places are asked for in order"
             step = self._steps.at(place)
-            feature_RE, self._logits_RD = programs.draft(step, self._embed(token_ids_R), before_RE)
-            return feature_RE
-        self._logits_RD = None
-        return self._block(places.batch(place), self._pool, self._entry(token_ids_R, before_RE), before_RE)
+            x_RE, self._logits_RD = programs.draft(step, self._embed(token_ids_R), self._residual(before_RE))
+        else:
+            self._logits_RD = None
+            entry_RI = self._entry(token_ids_R, before_RE)
+            x_RE = self._block(places.batch(place), self._pool, entry_RI, self._residual(before_RE))
+        return self._norm(x_RE) if self._variant.norm_output else x_RE
 
     def logits(self, feature_RE: Tensor) -> Tensor:
         if self._logits_RD is not None:
             return self._logits_RD.float()
-        return self._gather(self._head(feature_RE, before=self._norm)).float()
+        norm = None if self._variant.norm_output else self._norm
+        return self._gather(self._head(feature_RE, before=norm)).float()
 
     def _for_few(self, num_tokens: int) -> CompiledEagle | None:
         """What computes so many; None: part by part."""
@@ -109,9 +117,9 @@ class Eagle3Layer:
         parts = EagleParts(
             fuse=self._fuse,
             embedding_norm=self._embedding_norm,
-            feature_norm=self._feature_norm,
-            kv=_halves(reader, shape, "kv"),
-            qkv=_halves(reader, shape, "qkv"),
+            feature_norm=None if self._variant.norm_before_residual else self._feature_norm,
+            kv=_halves(reader, shape, f"{self._variant.layer}.self_attn", "kv"),
+            qkv=_halves(reader, shape, f"{self._variant.layer}.self_attn", "qkv"),
             output=block.output,
             mlp_norm=block.mlp_norm,
             mlp=block.mlp,
@@ -122,27 +130,38 @@ class Eagle3Layer:
             return None
         return partial(CompiledEagle, reader.kernels, parts, layer=block.index, dim=shape.head_dim)
 
+    def _residual(self, before_TE: Tensor) -> Tensor:
+        return self._feature_norm(before_TE) if self._variant.norm_before_residual else before_TE
+
     def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
         """(T, 2 E)"""
         return torch.cat((self._embedding_norm(self._embed(token_ids_T)), self._feature_norm(before_TE)), dim=-1)
 
 
-def _halves(reader: ShardReader, shape: ModelConfig, names: str) -> tuple[Matrix, Matrix]:
-    """Of the matrix that reads both halves of an entry: what each half meets."""
+def _halves(reader: ShardReader, shape: ModelConfig, attention: str, names: str) -> tuple[Matrix, Matrix]:
+    """Split the matrix that reads an entry into the columns of its embedding and those of its feature."""
 
     def half(number: int) -> Matrix:
         columns = number * shape.hidden_size, (number + 1) * shape.hidden_size
-        parts = [reader.checkpoint.read(f"{_LAYER}.self_attn.{n}_proj.weight", columns=columns) for n in names]
+        parts = [reader.checkpoint.read(f"{attention}.{n}_proj.weight", columns=columns) for n in names]
         return reader.matrix(torch.cat(parts).to(reader.dtype))
 
     return half(0), half(1)
 
 
-def _expected(config: HeadsConfig, shape: ModelConfig) -> Mapping[str, Shape]:
-    hidden = shape.hidden_size
+def _hidden_norms(variant: Eagle3Variant) -> list[str]:
+    """Names of the norms before fc: of all three hidden states, of each, or none."""
+    if variant.norm_before_fc:
+        return ["input_norm"]
+    return [f"fc_norm.{i}" for i in range(3)] if variant.fc_norm else []
+
+
+def _expected(config: HeadsConfig, shape: ModelConfig, variant: Eagle3Variant) -> Mapping[str, Shape]:
+    hidden, norms = shape.hidden_size, _hidden_norms(variant)
     tensors = {
-        **expected_tensors(shape, _LAYER, entry_size=2 * hidden),
-        **{f"{_LAYER}.{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm")},
+        **expected_tensors(shape, variant.layer, entry_size=2 * hidden),
+        **{f"{variant.layer}.{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm")},
+        **{f"{name}.weight": (3 * hidden // len(norms),) for name in norms},
         "fc.weight": (hidden, 3 * hidden),
         "norm.weight": (hidden,),
         "lm_head.weight": (config.draft_vocab_size, hidden),

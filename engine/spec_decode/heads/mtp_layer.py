@@ -30,7 +30,7 @@ from engine.model import experts, gated_mlp, latent_layer
 from engine.model.latent_layer import LatentLayer
 from engine.runner import streams
 from engine.spec_decode.heads.deferred_kv import Entries
-from engine.spec_decode.heads.draft_places import DraftPlaces
+from engine.spec_decode.heads.draft_layer import DraftPlaces
 from engine.spec_decode.heads.heads import HeadsRoom
 from engine.weights.checkpoint import Shape, check_tensors
 

@@ -23,7 +23,7 @@ def test_a_command_that_changes_something_is_noted_whatever_came_of_it(root: Pat
     index = "index=redis://someone:s3cret@10.0.0.1:6379"
     assert run(["scale", "prefill=2"]) == 2
     assert run(["--address=10.0.0.1:1", "deploy", "no-such-file.yaml", "--set", index]) == 2
-    assert run(["chaos", "--api-key", "s3cret", "--api-key=s3cret", "--no-such-option"]) == 2
+    assert run(["keys", "--api-key", "s3cret", "--api-key=s3cret", "--no-such-option"]) == 2
     path = root / "commands.jsonl"
     scaled, deployed, _ = [json.loads(line) for line in path.read_text().splitlines()]
     assert scaled["command"] == ["scale", "prefill=2"] and "nothing is deployed" in scaled["error"]

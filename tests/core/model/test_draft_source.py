@@ -38,6 +38,7 @@ def _model(directory: Path) -> Path:
     [
         ({"medusa_num_heads": 3}, "medusa"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle"),
+        ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, "eagle"),
         (None, "draft"),
     ],
 )
@@ -123,14 +124,6 @@ def test_heads_that_are_named_as_a_model_are_told_for_what_they_are(tmp_path: Pa
         SpecError, match=r"^speculation\.model: .*these are eagle heads; set speculation\.method to eagle"
     ):
         draft_source(_spec(method="draft", model=str(directory)))
-
-
-@pytest.mark.parametrize("method", ["eagle", "auto"])
-def test_heads_whose_training_has_not_ended_are_told_for_what_they_are(tmp_path: Path, method: str) -> None:
-    (tmp_path / "training").mkdir()
-    (tmp_path / "training" / "run.json").write_text("{}")
-    with pytest.raises(SpecError, match=r"^speculation\.model: .*train-draft` has not ended there; the same command"):
-        draft_source(_spec(method=method, model=str(tmp_path)))
 
 
 def test_a_repository_that_cannot_be_had_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from benchmarks.engine.kernels import bench_kernels
 from core.types.errors import SpecError
 from engine.quantization.write import fp8_parts, int8_parts, quantize_checkpoint
-from engine.tools.bench_kernels import bench_kernels
 from engine.tools.perplexity import Setting, compare, settings_for
 from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.steps import VOCAB_SIZE, prompts

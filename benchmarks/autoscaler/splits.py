@@ -1,0 +1,217 @@
+"""The autoscaler beside every fixed split of as many replicas, on traffic whose shape turns:
+`python -m benchmarks.autoscaler.splits --traces DIR`.
+
+Both public traces are mixed (benchmarks/autoscaler/mix.py: requests of both that have at least twenty tokens of prompt
+for each of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what
+16 replicas carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split for each moment. See
+docs/benchmarks/autoscaler.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.autoscaler import mix as mixes
+from benchmarks.autoscaler.mix import MixRates, Wave
+from cluster.cli.autoscale import compare_table
+from core.spec.schema import AutoscaleSpec, PoolBounds
+from core.trace.trace import TraceRequest, read_trace, write_trace
+from planner.autoscaler.arithmetic import demand_of
+from planner.autoscaler.decide import Autoscaler
+from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
+from planner.autoscaler.replay import ReplayPrice, ScaledReplay
+from planner.autoscaler.scaling_decision import ScalingDecision
+from planner.autoscaler.simulated_outlook import Fleets
+from planner.simulator.fleet_setup import FleetSetup
+from planner.simulator.profile import load_profile
+from planner.simulator.run import simulate
+
+_FILES = {"mooncake": "mooncake_conversation.jsonl", "azure": "azure_llm_2023_conv.csv"}
+_REUSE = 0.2  # of prompt tokens, for the arithmetic of the load
+
+
+def main() -> None:
+    options = parse(None)
+    fleets = make_fleets(options)
+    trace = make_trace(options, fleets)
+    if options.write_trace:
+        write_trace(trace, options.write_trace)
+        return
+    scaled = run_scaled(options, fleets, trace)
+    splits = _splits(options)
+    with ProcessPoolExecutor(options.processes) as pool:
+        fixed = list(pool.map(partial(run_fixed, fleets, trace, options.replicas), splits))
+    names = [f"{num_prefill}P{options.replicas - num_prefill}D" for num_prefill in splits]
+    found = {"scaled": scaled, "fixed": dict(zip(names, fixed, strict=True))}
+    if options.output:
+        options.output.write_text(json.dumps(found))
+    print(compare_table(found))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """None: the command line's."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, help="Directory of the two traces.")
+    parser.add_argument("--trace", type=Path, help="Instead: one trace, as it is, in a format of `cluster simulate`.")
+    parser.add_argument("--only", choices=[*_FILES], help="Of --traces one, as it came, as fast as --load says.")
+    parser.add_argument("--shape", choices=[*_SHAPES], default="turning")
+    parser.add_argument("--period", type=float, default=1200.0)
+    parser.add_argument("--duration", type=float, default=2400.0)
+    parser.add_argument("--load", type=float, default=0.8)
+    parser.add_argument("--replicas", type=int, default=16)
+    parser.add_argument("--profile", default="a100x8-llama-3.1-405b")
+    parser.add_argument("--eviction", default="reuse_value", help="In all replicas; lru is three times as quick.")
+    parser.add_argument("--scale-tokens", default="1")
+    parser.add_argument("--slo-ttft-ms", type=float, default=20_000.0)
+    parser.add_argument("--slo-itl-ms", type=float, default=45.0)
+    parser.add_argument("--interval", type=float, default=30.0)
+    parser.add_argument("--start-s", type=float, default=60.0)
+    parser.add_argument("--begin", help="Such as 8P8D; default: half of each.")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--fixed", help="Only these fixed splits: numbers of prefill replicas, with commas; 'none'.")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--write-trace", type=Path, help="Write the mixed trace there, and end.")
+    parser.add_argument("-o", "--output", type=Path, help="Write all figures there, as JSON.")
+    parser.add_argument("-v", "--verbose", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def make_fleets(options: argparse.Namespace) -> Fleets:
+    profile = load_profile(options.profile)
+    setup = FleetSetup(
+        num_prefill=1,
+        num_decode=1,
+        policy="cost",
+        block_size=64,
+        kv_tokens=profile.kv.pool_tokens,
+        prefix_fetches=True,
+        eviction=options.eviction,
+        waits_in_router=True,
+    )
+    return Fleets(
+        setup=setup, profile=profile, slo_ttft_s=options.slo_ttft_ms / 1e3, slo_itl_s=options.slo_itl_ms / 1e3
+    )
+
+
+def make_trace(options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
+    if options.trace:
+        return read_trace(options.trace, scale=options.scale_tokens)
+    names = [_FILES[options.only]] if options.only else [*_FILES.values()]
+    traces = [read_trace(options.traces / name, scale=options.scale_tokens) for name in names]
+    if options.only:
+        return _as_it_came(traces[0], options, fleets)
+    wave, swell = _SHAPES[options.shape](options.period)
+
+    def full_rate(share: float) -> float:
+        """Requests a second of one kind that keep all replicas busy, split as they should be."""
+        one = mixes.mix(
+            traces,
+            rates=MixRates(prompt_heavy=1.0, answer_heavy=1.0),
+            wave=mixes.constant(share),
+            swell=mixes.constant(1.0),
+            duration_s=2000.0,
+            seed=0,
+        )
+        return float(options.replicas / _replicas_for(one, fleets))
+
+    rates = MixRates(prompt_heavy=options.load * full_rate(0.0), answer_heavy=options.load * full_rate(1.0))
+    trace = mixes.mix(traces, rates=rates, wave=wave, swell=swell, duration_s=options.duration, seed=options.seed)
+    print(f"{len(trace):,} requests; {rates}", file=sys.stderr)
+    return trace
+
+
+def _as_it_came(trace: list[TraceRequest], options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
+    """From a place that the seed says on."""
+    speedup = options.load * options.replicas / _replicas_for(trace, fleets)
+    begin_s = random.Random(options.seed).uniform(0.0, trace[-1].arrival_s - options.duration * speedup)
+    end_s = begin_s + options.duration * speedup
+    found = [request for request in trace if begin_s <= request.arrival_s < end_s]
+    return [
+        replace(request, number=number, arrival_s=(request.arrival_s - found[0].arrival_s) / speedup)
+        for number, request in enumerate(found)
+    ]
+
+
+def _replicas_for(trace: list[TraceRequest], fleets: Fleets) -> float:
+    demand = demand_of(trace, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=_REUSE)
+    return demand.prefill + demand.decode
+
+
+def _turning(period_s: float) -> tuple[Wave, Wave]:
+    return mixes.turning(period_s), mixes.constant(1.0)
+
+
+def _bursts(period_s: float) -> tuple[Wave, Wave]:
+    """Answer-heavy for a quarter of each period, all of a sudden."""
+    return mixes.steps([0.0, 0.0, 0.0, 1.0], each_s=period_s / 4), mixes.constant(1.0)
+
+
+_SHAPES: dict[str, Callable[[float], tuple[Wave, Wave]]] = {
+    "turning": _turning,
+    "steps": lambda period_s: (mixes.steps([0.0, 1.0, 0.4], each_s=period_s / 3), mixes.constant(1.0)),
+    "bursts": _bursts,
+    "sine": lambda period_s: (mixes.slow_sine(period_s), mixes.constant(1.0)),
+    "constant": lambda period_s: (mixes.constant(0.5), mixes.constant(1.0)),
+    "constant-low": lambda period_s: (mixes.constant(0.5), mixes.constant(0.4)),
+    "spike": lambda period_s: (
+        mixes.constant(0.5),
+        mixes.spike(0.4, 1.0, begin_s=period_s / 2, end_s=period_s / 2 + 120),
+    ),
+    "tide": lambda period_s: (mixes.slow_sine(period_s * 0.7), lambda t: 0.3 + 0.7 * mixes.slow_sine(period_s)(t)),
+}
+
+
+def _splits(options: argparse.Namespace) -> list[int]:
+    if options.fixed == "none":
+        return []
+    if options.fixed:
+        return [int(number) for number in options.fixed.split(",")]
+    return list(range(1, options.replicas))
+
+
+def run_scaled(options: argparse.Namespace, fleets: Fleets, trace: list[TraceRequest]) -> dict[str, Any]:
+    most = options.replicas - 1
+    spec = AutoscaleSpec(
+        slo_ttft_ms=options.slo_ttft_ms,
+        slo_itl_ms=options.slo_itl_ms,
+        prefill=PoolBounds(min=1, max=most),
+        decode=PoolBounds(min=1, max=most),
+        max_devices=options.replicas,
+        interval_s=options.interval,
+    )
+    autoscaler = Autoscaler(spec, ScaleLimits.of(spec, devices=PoolSizes(1, 1)))
+    half = options.replicas // 2
+    begin = PoolSizes(*map(int, options.begin.rstrip("D").split("P"))) if options.begin else PoolSizes(half, half)
+    run = ScaledReplay(
+        fleets,
+        trace,
+        autoscaler,
+        begin=begin,
+        price=ReplayPrice(start_s=options.start_s),
+        decided=lambda d: options.verbose and print(_line(d), file=sys.stderr, flush=True),
+    )
+    return run.run()
+
+
+def _line(d: ScalingDecision) -> str:
+    good = f"{d.measured['good_share']:6.1%}" if d.measured else "     -"
+    what = f"{d.time_s:6.0f} s {good} {d.before} -> {d.after} {d.mode}: {d.reason}"
+    return f"{what} [{d.load}] {d.took_s:.1f} s, {len(d.tried)} tried"
+
+
+def run_fixed(fleets: Fleets, trace: list[TraceRequest], num_replicas: int, num_prefill: int) -> dict[str, Any]:
+    setup = replace(fleets.setup, num_prefill=num_prefill, num_decode=num_replicas - num_prefill)
+    return simulate(setup, fleets.profile, trace, slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Options that list whole numbers."""
+
+from __future__ import annotations
+
+from core.types.errors import SpecError
+
+
+def parse_counts(option: str, counts: str) -> list[int]:
+    try:
+        numbers = [int(count) for count in counts.split(",") if count]
+    except ValueError:
+        numbers = [0]
+    if any(number < 1 for number in numbers):
+        raise SpecError(f"--{option} {counts}: write whole numbers above 0, with commas between them")
+    return numbers

@@ -1,0 +1,223 @@
+"""The engine alone, in process: tokens per second of decode steps and of prompts, beside the memory's bandwidth.
+
+`bandwidth_share` of a decode step is what reading every weight once would take at that bandwidth, over what it took.
+What memory gives changes from second to second where machines are shared, so it is measured before and after each try,
+in pages of 2 MiB; the share is the middle one of the tries'.
+
+Random token ids, greedy, no end of sequence, no prefix cache, the best of three. What a decode step costs beyond the
+model counts too: making the batch, sampling, the sequences' own bookkeeping.
+
+On a GPU decode steps are replayed (engine/runner/decode_graphs.py); `plain_step_ms` is that step launched kernel by
+kernel.
+
+On a CPU, `ways` says what each way to compute a product or attention took where they were measured, one thread, in ms,
+and which is taken: see engine/cpu/autotune.py.
+
+    python -m benchmarks engine --json
+    python -m benchmarks.engine.bench DIRECTORY      where the command line's packages are not installed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.types.errors import SpecError
+from engine.config import EngineConfig, device_for
+from engine.cpu.huge_pages import advise
+from engine.cpu.library import open_kernels
+from engine.cpu.processor import instruction_sets
+from engine.runner.runner import ModelRunner
+from engine.scheduler.step import Runner, ScheduledStep
+from engine.scheduler.step_commands import Orders
+from engine.tools.loaded_engines import MOST_STEPS, decoding_engine, prefilling_engine
+
+_NUM_STEPS = MOST_STEPS  # of one decode measurement
+_NUM_TRIES = 3  # the best counts
+_CHUNK = 2048  # prompt tokens in one step, as in a prefill replica
+_BLOCK_SIZE = 16
+_READ_S = 0.2
+_READ_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}  # for the bandwidth: far beyond any cache
+
+
+def bench_engine(
+    model_dir: Path,
+    *,
+    dtype: str,
+    weights: str,
+    pool_dtype: str,
+    batches: Seq[int],
+    contexts: Seq[int],
+    prefills: Seq[int],
+    threads: int | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Measure; returns plain JSON values. threads: of a CPU, None for all processors. Raises SpecError."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SpecError("python -m benchmarks engine: this machine has no CUDA device that torch can use")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    most_blocks = max(
+        (n * -(-(tokens + extra) // _BLOCK_SIZE) for n, tokens, extra in _needs(batches, contexts, prefills)), default=1
+    )
+    config = EngineConfig(
+        model_dir=model_dir,
+        dtype=dtype,
+        weights=weights,
+        pool_dtype=pool_dtype,
+        block_size=_BLOCK_SIZE,
+        num_blocks=most_blocks + 1,
+        recorded_rows=max(batches, default=0),
+        device=str(device),
+    )
+    runner = ModelRunner(config)
+    read_bandwidth = BandwidthReader(device)
+    num_bytes = _weight_bytes(runner, weights)
+    decodes = [
+        _decode(runner, batch, context, num_bytes, read_bandwidth) for context, batch in product(contexts, batches)
+    ]
+    return {
+        "decode": decodes,
+        "prefill": [_prefill(runner, num_tokens) for num_tokens in prefills],
+        "bandwidth_gb_s": round(read_bandwidth() / 1e9, 2),
+        "model": model_dir.name,
+        "dtype": dtype,
+        "weights": weights,
+        "pool_dtype": runner.layout.dtype,
+        "threads": torch.get_num_threads(),
+        "instructions": " ".join(instruction_sets()),
+        "computed_by": _computed_by(runner),
+        "ways": runner.ways,
+    }
+
+
+def _computed_by(runner: ModelRunner) -> str:
+    """ "torch": on a processor for which there are no kernels; slower, which nobody guesses from the figures."""
+    has_kernels = runner.device.type != "cpu" or open_kernels(dtype=runner.dtype, device=runner.device) is not None
+    return "kernels" if has_kernels else "torch"
+
+
+class BandwidthReader:
+    """Reads memory far larger than any cache; a CPU's with this process's compute threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._data = torch.empty(_READ_BYTES[device.type] // 4, device=device)
+        if device.type == "cpu":
+            advise(self._data)
+        self._data.fill_(1)
+
+    def __call__(self) -> float:
+        """Bytes per second."""
+        begin, times = time.perf_counter(), 0
+        while time.perf_counter() < begin + _READ_S:
+            self._data.sum().item()
+            times += 1
+        return times * self._data.nbytes / (time.perf_counter() - begin)
+
+
+def _weight_bytes(runner: ModelRunner, weights: str) -> int | None:
+    """What a step reads of the weights; None where that depends on the rows or on the checkpoint's format."""
+    config = runner.config
+    if config.experts is not None or weights == "quantized":
+        return None
+    num_read = config.num_parameters
+    if not config.tie_embeddings:
+        num_read -= config.vocab_size * config.hidden_size
+    return num_read * (1 if weights == "int8" else runner.dtype.itemsize)
+
+
+def _needs(batches: Seq[int], contexts: Seq[int], prefills: Seq[int]) -> Iterable[tuple[int, int, int]]:
+    """(sequences, tokens of each, tokens that each adds)"""
+    yield from ((batch, context, _NUM_STEPS + 1) for batch, context in product(batches, contexts))
+    yield from ((1, num_tokens, 1) for num_tokens in prefills)
+
+
+def _decode(
+    runner: ModelRunner, batch: int, context: int, num_bytes: int | None, read_bandwidth: Callable[[], float]
+) -> dict[str, Any]:
+    """num_bytes: that a step reads of the weights, if that is known."""
+
+    def run(model: Runner[Tensor]) -> float:
+        engine = decoding_engine(runner, model, batch=batch, context=context)
+        engine.step()
+        return _timed(lambda: [engine.step() for _ in range(_NUM_STEPS)])
+
+    tries, bandwidths = [], [read_bandwidth()]
+    for _ in range(_NUM_TRIES):
+        tries.append(run(runner))
+        bandwidths.append(read_bandwidth())
+    seconds = min(tries)
+    row: dict[str, Any] = {
+        "batch": batch,
+        "context": context,
+        "tokens_per_s": round(batch * _NUM_STEPS / seconds, 1),
+        "step_ms": round(seconds / _NUM_STEPS * 1e3, 3),
+        "bandwidth_share": None,
+    }
+    if num_bytes is not None:
+        read_s = [2 * num_bytes / (before + after) for before, after in pairwise(bandwidths)]
+        shares = [_NUM_STEPS * read / took for read, took in zip(read_s, tries, strict=True)]
+        row["bandwidth_share"] = round(median(shares), 3)
+    if runner.device.type == "cuda":
+        plain_s = min(run(_Plain(runner)) for _ in range(_NUM_TRIES))
+        row["plain_step_ms"] = round(plain_s / _NUM_STEPS * 1e3, 3)
+    return row
+
+
+def _prefill(runner: ModelRunner, num_tokens: int) -> dict[str, Any]:
+    def run() -> float:
+        engine = prefilling_engine(runner, num_tokens, max_batch_tokens=_CHUNK)
+        return _timed(lambda: [engine.step() for _ in range(0, num_tokens, _CHUNK)])
+
+    run()  # the first pass meets memory that was never touched
+    seconds = min(run() for _ in range(_NUM_TRIES))
+    return {"tokens": num_tokens, "tokens_per_s": round(num_tokens / seconds, 1)}
+
+
+class _Plain:
+    """Implements Runner. A step whose layers somebody wants to hear of is not replayed."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
+        return self._runner.forward(step.batch, lambda layer: None) if step else None
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    def counts(text: str) -> list[int]:
+        return [int(count) for count in text.split(",")]
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.bench", description="One JSON object on stdout.")
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--batches", "--batch", type=counts, default=[1, 8, 32])
+    parser.add_argument("--contexts", "--context", type=counts, default=[128])
+    parser.add_argument("--prefills", "--prefill", type=counts, default=[512, 2048])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="as_stored")
+    parser.add_argument("--pool-dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--gpu", action="store_true")
+    options = vars(parser.parse_args())
+    device = device_for(gpus=options.pop("gpu"))
+    print(json.dumps(bench_engine(options.pop("model_dir"), device=device, **options)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What a decode step takes on a GPU beside its kernels: the sampler alone, and steps that wait for their tokens beside
+steps that run ahead. Of a model of a known shape with random weights.
+
+`device_ms`: forward pass and sampler of the same rows, launched again and again with nothing in between. `waits_ms`,
+`ahead_ms`: of a step of an engine, with all that its host does. `same`: both have chosen the same tokens, one a step.
+
+python -m benchmarks.engine.loop llama-8b
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine.gpu_command import asked_shapes
+from benchmarks.engine.random_models import SHAPES, random_runner
+from core.types.request import Sampling, SequenceRequest
+from engine.engine import Engine, SchedulerConfig
+from engine.kernels.sample import TILING, Tiling
+from engine.kv.block_manager import BlockManager
+from engine.runner.runner import ModelRunner
+from engine.sampling.params import SamplingRow
+from engine.sampling.sampler import choose_by_kernel, choose_by_torch, sample
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.speculation import Speculation
+from engine.timing.pace import Pace
+
+_SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "temperature": Sampling(temperature=0.8),
+    "top-p": Sampling(temperature=0.8, top_p=0.95),
+    "top-k, top-p": Sampling(temperature=0.8, top_k=20, top_p=0.8),
+}
+_BATCHES = ((1, 2048), (8, 2048), (64, 2048))  # rows, context
+_NUM_STEPS = 64
+_MOST_DRAFTED = 7  # tokens of a row
+_TRIES = 3
+
+
+def bench_sampler(device: torch.device, tilings: tuple[Tiling, ...] = (TILING,)) -> Iterator[dict[str, Any]]:
+    """Microseconds of the device, for logits that are nearly flat and for those of a sure model."""
+    for num_rows, vocabulary in ((64, 128256), (256, 151936)):
+        flat = torch.randn(num_rows, vocabulary, device=device, generator=torch.Generator(device).manual_seed(0))
+        for name, sampling in _SAMPLINGS.items():
+            rows = [
+                (i, SamplingRow(sampling=sampling, seed=i, tokens=[0], num_prompt_tokens=1)) for i in range(num_rows)
+            ]
+            asking = [] if sampling.is_greedy else rows
+            for kind, logits in (("flat", flat), ("sure", flat * 3)):
+                row: dict[str, Any] = {"rows": num_rows, "vocabulary": vocabulary, "asks": name, "logits": kind}
+                for tiling in tilings:
+                    us = _device_us(partial(choose_by_kernel, logits, asking, tiling))
+                    row[f"{tiling.block}/{tiling.num_warps}"] = round(us, 1)
+                row["torch"] = round(_device_us(partial(choose_by_torch, logits, asking)), 1)
+                yield row
+
+
+def bench_steps(runner: ModelRunner) -> Iterator[dict[str, Any]]:
+    for (num_rows, context), name in ((b, n) for b in _BATCHES for n in ("greedy", "top-p")):
+        found: dict[str, Any] = {"rows": num_rows, "context": context, "asks": name}
+        said = {}
+        for kind in ("waits", "ahead"):
+            seconds, said[kind] = _steps(runner, num_rows, context, _SAMPLINGS[name], is_async=kind == "ahead")
+            found[f"{kind}_ms"] = round(seconds / _NUM_STEPS * 1e3, 3)
+        found["device_ms"] = round(_device_ms(runner, num_rows, context, _SAMPLINGS[name]), 3)
+        is_whole = all(len(tokens) == _NUM_STEPS for tokens in said["ahead"])
+        yield found | {"same": is_whole and said["waits"] == said["ahead"]}
+
+
+def num_blocks_of_steps() -> int:
+    """That bench_steps needs, of 16 tokens."""
+    return max(rows * -(-(context + 2 * _NUM_STEPS) // 16) for rows, context in _BATCHES)
+
+
+def _steps(
+    runner: ModelRunner, num_rows: int, context: int, sampling: Sampling, *, is_async: bool
+) -> tuple[float, list[list[int]]]:
+    """The quickest of some tries, and what was said in the last."""
+    best = float("inf")
+    for _ in range(_TRIES):
+        engine, sequences = running_engine(runner, num_rows, context, sampling, is_async=is_async)
+        for _ in range(3):
+            engine.step()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(_NUM_STEPS):
+            engine.step()
+        best = min(best, time.perf_counter() - begin)
+        torch.cuda.synchronize()
+    return best, [sequence.tokens[context : context + _NUM_STEPS] for sequence in sequences]
+
+
+def running_engine(
+    runner: ModelRunner,
+    num_rows: int,
+    context: int,
+    sampling: Sampling,
+    *,
+    is_async: bool = False,
+    speculation: Speculation | None = None,
+) -> tuple[Engine[Tensor], list[Sequence]]:
+    """Of sequences whose KV is whatever lies in the pool. With a speculation, which drafts whatever a step takes."""
+    size, most = runner.layout.block_size, context + 2 * _NUM_STEPS
+    sampling = replace(sampling, max_tokens=2 * _NUM_STEPS)
+    most_tokens = num_rows * (1 + _MOST_DRAFTED) if speculation else num_rows  # and logits
+    limits = SchedulerConfig(max_batch_tokens=most_tokens, max_running=most_tokens, max_waiting=num_rows)
+    engine = Engine(
+        runner,
+        sample,
+        BlockManager(runner.pool.num_blocks),
+        limits,
+        block_size=size,
+        pace=None if speculation else Pace(),
+        is_async=is_async,
+        speculation=speculation,
+    )
+    sequences = []
+    for i in range(num_rows):
+        request = SequenceRequest(
+            id=str(i), token_ids=(i + 1,) * context, num_prompt_tokens=context, sampling=sampling, salt=str(i)
+        )
+        sequence = Sequence(request, 0, model="", block_size=size, max_context=most)
+        taken = engine.blocks.allocate([], sequence.num_blocks_for(context))
+        assert taken
+        sequence.start_with(*taken)
+        sequence.num_computed = context - 1
+        sequence.sampling_row.seed = i
+        engine.decoding.start(sequence)
+        sequences.append(sequence)
+    return engine, sequences
+
+
+def _device_ms(runner: ModelRunner, num_rows: int, context: int, sampling: Sampling) -> float:
+    engine, sequences = running_engine(runner, num_rows, context, sampling, is_async=False)
+    step = engine.launch()
+    rows = [sequence.sampling_row for sequence in sequences]
+    return _device_us(lambda: sample(runner.forward(step.batch), rows)) / 1e3
+
+
+def _device_us(work: Callable[[], object]) -> float:
+    """The best mean of several."""
+    best = float("inf")
+    for _ in range(_TRIES):
+        work()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(4_000_000)  # so long that the host is ahead
+        begin.record()
+        for _ in range(8):
+            work()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 8 * 1e3)
+    return best
+
+
+def main() -> None:
+    (shape,) = asked_shapes(__doc__, list(SHAPES), is_one=True)
+    for row in bench_sampler(torch.device("cuda")):
+        print(json.dumps(row), flush=True)
+    with torch.inference_mode():
+        runner = random_runner(shape, num_blocks=num_blocks_of_steps(), recorded_rows=64)
+        for row in bench_steps(runner):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What packing, unpacking and summing up KV for the wire take: our CPU kernels beside torch's operations.
+
+    python -m benchmarks.kv.wire_kernels
+
+GB/s of bf16 KV (of payload bytes for the checksum): one layer of 5,461 tokens, 3 heads of 64 (SmolLM2, 4 MiB), by the
+CPU time of one thread, so that it can be compared on a machine that is busy with other things. Best of twenty.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+from engine.kernels.kv_wire import pack_kv, reference_pack_kv, reference_unpack_kv, unpack_kv
+from engine.kv.checksum import checksum
+
+_HEADS, _HEAD_DIM, _BLOCK_SIZE = 3, 64, 16
+_NUM_BYTES = 4 << 20
+_NUM_TOKENS = _NUM_BYTES // (2 * _HEADS * _HEAD_DIM * 2)
+_TRIES = 20
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for wire, dtype in (("raw", torch.bfloat16), ("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
+        print(json.dumps({"wire": wire, "gb_s": _ways(dtype)}), flush=True)
+    payload = torch.randint(0, 256, (_NUM_BYTES,), dtype=torch.uint8)
+    copy = torch.empty_like(payload)
+    print(
+        json.dumps({"checksum_gb_s": _rate(lambda: checksum(payload)), "copy_gb_s": _rate(lambda: copy.copy_(payload))})
+    )
+
+
+def _ways(dtype: torch.dtype) -> dict[str, float]:
+    """To and from a payload of this dtype."""
+    heads, slots_T = slice(0, _HEADS), torch.arange(_NUM_TOKENS)
+    pool = torch.randn(-(-_NUM_TOKENS // _BLOCK_SIZE), 2, _HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16()
+    codes = torch.empty(_NUM_TOKENS, 2, _HEADS, _HEAD_DIM, dtype=dtype)
+    scales = torch.empty(_NUM_TOKENS, 2, _HEADS, dtype=torch.bfloat16) if dtype.itemsize == 1 else None
+    return {
+        "pack": _rate(lambda: pack_kv(pool, slots_T, heads, codes, scales)),
+        "pack, torch": _rate(lambda: reference_pack_kv(pool, slots_T, heads, codes, scales)),
+        "unpack": _rate(lambda: unpack_kv(codes, scales, pool, slots_T, heads)),
+        "unpack, torch": _rate(lambda: reference_unpack_kv(codes, scales, pool, slots_T, heads)),
+    }
+
+
+def _rate(work: Callable[[], object]) -> float:
+    """GB/s of what passes _NUM_BYTES."""
+
+    def once() -> float:
+        begin = time.thread_time()
+        work()
+        return time.thread_time() - begin
+
+    once()
+    return round(_NUM_BYTES / min(once() for _ in range(_TRIES)) / 1e9, 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Tokens per second of an engine that drafts, beside those of one that does not, on prompts whose answers repeat them.
+
+All methods answer the same prompts at a time, each in turn some tokens of every row, so that what else the machine does
+meets all of them; of how much quicker one is than none, the median of the rounds counts. Measured is as long as a batch
+is full: where an answer ends, the next one begins, as in a replica for which others wait. (Until its last row has ended
+it takes as long as the row of which least is guessed.) As there, what steps take and how often guesses are right has
+been learnt from what came before; but nothing is known of earlier answers: whoever asks for something like it again
+gets it sooner than this says. Prompts are computed before the clock starts. `--cpu-time`: what one thread itself takes,
+for a machine that is busy.
+
+    python -m benchmarks speculation --json
+    python -m benchmarks speculation --method draft,auto --draft-model DIRECTORY
+    python -m benchmarks speculation --method eagle --draft-model DIRECTORY --prompts FILE [--every-step]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.speculation.methods_in_turn import (
+    BLOCK_SIZE,
+    MOST_DRAFTED,
+    AskedPrompt,
+    MethodParts,
+    MethodReplica,
+    TimedAnswers,
+    answer_in_turn,
+    earlier_answers,
+)
+from core.model.draft_source import DraftSource
+from core.types.request import Sampling
+from engine.config import EngineConfig
+
+
+def prompt_texts() -> dict[str, str]:
+    """What is asked, by name."""
+    found = (
+        path for path in files("benchmarks.speculation").joinpath("prompts").iterdir() if path.name.endswith(".txt")
+    )
+    return {path.name.removesuffix(".txt"): path.read_text() for path in sorted(found, key=lambda path: path.name)}
+
+
+def bench_speculation(
+    model_dir: Path,
+    prompts: Mapping[str, Seq[Seq[int]]],
+    *,
+    batches: Seq[int],
+    methods: Seq[str],
+    drafts: DraftSource | None = None,
+    temperature: float,
+    max_tokens: int,
+    stop_token_ids: Seq[int],
+    tries: int,
+    threads: int | None,
+    cpu_time: bool,
+    answers: int | None = None,
+    every_step: bool = False,
+    draft_tokens: int = MOST_DRAFTED,
+    answered: int = 0,
+    tell: Callable[[Mapping[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Measure; returns plain JSON values.
+
+    prompts: of each kind as many as the largest batch, as token ids. answers: to each of a batch, with one seed after
+    another; None: any number of prompts, of which all are answered once, whatever the batch. methods: with `off`; of
+    one that ends with LINEAR drafts do not branch. drafts: what those draft by that need it. every_step: whatever is
+    guessed is drafted, worth it or not. draft_tokens: of a draft, at most. answered: so often each prompt has been
+    answered before, with other seeds, by some replica of the fleet. tell: is told what will be returned, as it comes:
+    first without rows, then with those of each kind and batch.
+    """
+    if threads is not None or cpu_time:
+        torch.set_num_threads(1 if cpu_time else threads or 1)
+    longest = max(len(prompt) for kind in prompts.values() for prompt in kind) + max_tokens
+    most = max(max(batches) * answers if answers else len(asked) for asked in prompts.values())
+    num_blocks = len(methods) * most * (-(-longest // BLOCK_SIZE) + 1)
+    config = EngineConfig(model_dir=model_dir, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+    parts = MethodParts(
+        config,
+        drafts,
+        clock=time.thread_time if cpu_time else time.perf_counter,
+        every_step=every_step,
+        draft_tokens=draft_tokens,
+    )
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=1, stop_token_ids=tuple(stop_token_ids))
+    replicas = {method: MethodReplica(method, parts, cpu_time=cpu_time) for method in methods}
+    kind_of_time = "cpu" if cpu_time else "wall"
+    how: dict[str, Any] = {"model": model_dir.name, "threads": torch.get_num_threads(), "clock": kind_of_time}
+    how["temperature"] = temperature
+    rows: list[dict[str, Any]] = []
+    if tell:
+        tell(how | {"rows": rows})
+    for kind, asked in prompts.items():
+        seeds = range(sampling.seed, sampling.seed + (answers or 1))
+        known = earlier_answers(asked, sampling, replicas["off"], range(seeds.stop, seeds.stop + answered), parts.clock)
+        for batch in batches:
+            questions = [AskedPrompt(ids, seed) for seed in seeds for ids in (asked[:batch] if answers else asked)]
+            rounds = []
+            for number in range(tries):
+                first = number % len(methods)
+                order = [replicas[method] for method in (*methods[first:], *methods[:first])]
+                rounds.append(answer_in_turn(questions, batch, sampling, order, parts.clock, known))
+            measured = _rows(kind, batch, rounds)
+            if tell:
+                tell(how | {"rows": measured})
+            rows += measured
+    return how | {"rows": rows}
+
+
+def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, TimedAnswers]]) -> list[dict[str, Any]]:
+    plain, last = rounds[0]["off"], rounds[-1]
+    return [
+        {
+            "kind": kind,
+            "batch": batch,
+            "method": method,
+            "tokens": last[method].num_tokens,
+            "is_same": all(found[method].tokens == plain.tokens for found in rounds),
+            "tokens_per_s": round(median(found[method].tokens_per_s for found in rounds), 1),
+            "beside_off": round(median(_beside(found[method], found["off"]) for found in rounds), 3),
+            "steps": last[method].num_steps,
+            "drafted": last[method].drafted.total(),
+            "accepted": last[method].accepted.total(),
+            "by_place": _by_place(last[method], in_branches=False),
+            "branches_by_place": _by_place(last[method], in_branches=True),
+        }
+        for method in rounds[0]  # in the order that was asked for
+    ]
+
+
+def _beside(answers: TimedAnswers, plain: TimedAnswers) -> float:
+    return answers.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 1.0  # all over with the first token
+
+
+def _by_place(answers: TimedAnswers, *, in_branches: bool) -> list[tuple[int, int]]:
+    """Drafted, and accepted."""
+    drafted, accepted = answers.drafted, answers.accepted
+    num_places = 1 + max((place for is_in_branch, place in drafted if is_in_branch == in_branches), default=-1)
+    return [(drafted[in_branches, place], accepted[in_branches, place]) for place in range(num_places)]

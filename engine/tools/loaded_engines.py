@@ -1,0 +1,53 @@
+"""Engines with random work, whose steps are timed."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from core.types.request import Sampling, SequenceRequest
+from engine.engine import Engine, SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.step import Runner
+
+MOST_STEPS = 128  # of one measurement
+
+
+def decoding_engine(runner: ModelRunner, model: Runner[Tensor], *, batch: int, context: int) -> Engine[Tensor]:
+    """An engine of so many sequences, each with a random prompt and one token more; there is room for the steps of one
+    measurement. `model` computes them."""
+    engine = _engine(runner, model, SchedulerConfig(max_batch_tokens=context, max_running=batch, max_waiting=1))
+    sequences = []
+    for seed in range(batch):  # each prompt alone, in one step
+        prompt = _random_prompt(runner, context, seed)
+        engine.add(prompt)
+        engine.step()
+        engine.pause(prompt.sequence)
+        sequences.append(prompt.sequence)
+    for sequence in sequences:
+        engine.resume(sequence)
+    return engine
+
+
+def prefilling_engine(runner: ModelRunner, num_tokens: int, *, max_batch_tokens: int) -> Engine[Tensor]:
+    """An engine with a random prompt, which it is about to compute."""
+    config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=1, max_waiting=1, decodes=False)
+    engine = _engine(runner, runner, config)
+    engine.add(_random_prompt(runner, num_tokens, 0))
+    return engine
+
+
+def _engine(runner: ModelRunner, model: Runner[Tensor], config: SchedulerConfig) -> Engine[Tensor]:
+    return Engine(model, sample, BlockManager(runner.pool.num_blocks), config, block_size=runner.layout.block_size)
+
+
+def _random_prompt(runner: ModelRunner, num_tokens: int, seed: int) -> Prompt:
+    token_ids = tuple(np.random.default_rng(seed).integers(0, runner.config.vocab_size, num_tokens).tolist())
+    sampling = Sampling(temperature=0.0, max_tokens=MOST_STEPS + 3)
+    request = SequenceRequest(id=str(seed), token_ids=token_ids, num_prompt_tokens=num_tokens, sampling=sampling)
+    layout, limit = runner.layout, num_tokens + MOST_STEPS + 4
+    return Prompt(Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=limit))

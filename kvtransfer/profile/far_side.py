@@ -1,0 +1,95 @@
+"""The receiving process of a measurement: it does what the near side says. See core.process.child_process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from core.identity.credentials import Identity
+from core.process.child_process import obey
+from core.rpc.transfer_pb2_grpc import add_RankServicer_to_server
+from core.wire.rank_server import RankHost
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from kvtransfer.links.link import LinkGuard
+from kvtransfer.profile.near_side import FAR, HOST, TIMEOUT_S
+from kvtransfer.protocol.frames import Opening
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.rank_servicer import RankServicer
+from kvtransfer.transfer.receiver import Receiver
+from kvtransfer.transfer.rendezvous import Rendezvous
+
+
+class FarSide:
+    """Every public method is an order. Times are this host's monotonic clock, which its processes share."""
+
+    def __init__(self) -> None:
+        self._identity = Identity(FAR, None)
+        self._host = RankHost(HOST, self._identity)
+        self._servicer = RankServicer()
+        self._guard: LinkGuard | None = None
+        self._landings: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        self._address = self._host.serve(lambda server: add_RankServicer_to_server(self._servicer, server))
+
+    def address(self) -> str:
+        return self._address
+
+    def agree(self, secret: str, is_encrypted: bool) -> None:
+        """How links come in here. First of all."""
+        self._guard = LinkGuard(bytes.fromhex(secret), is_encrypted)
+
+    def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str, backend: str) -> None:
+        """Take in handoffs of this layout from now on."""
+        config = LinkConfig(
+            rank=0,
+            identity=self._identity,
+            pool=KVPool(KVLayout(**layout), num_blocks=num_blocks, device=torch.device("cpu")),
+            wire_dtype=wire_dtype,
+            backend=backend,
+            host=HOST,
+            timeout_s=TIMEOUT_S,
+            guard=self.guard,
+        )
+        self._servicer.receiver = Receiver(
+            config,
+            rendezvous=self._servicer.rendezvous,
+            on_landed=lambda landing: self._landings.put((landing.handoff, time.monotonic())),
+        )
+
+    def open(self, handoff: str, num_tokens: int, num_blocks: int) -> None:
+        assert self._servicer.receiver, "make_pool comes first"
+        opening = Opening(
+            handoff=handoff, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(range(num_blocks))
+        )
+        self._servicer.receiver.open(opening)
+
+    def landed(self, handoff: str) -> float:
+        """When it was whole here."""
+        found, at = self._landings.get(timeout=TIMEOUT_S)
+        assert found == handoff, f"{found} came instead of {handoff}"
+        return at
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        return self._servicer.rendezvous
+
+    @property
+    def guard(self) -> LinkGuard:
+        assert self._guard, "agree comes first"
+        return self._guard
+
+
+def serve(make: Callable[[], FarSide]) -> NoReturn:
+    """Carry out orders until there are no more."""
+    torch.set_num_threads(1)
+    obey(make)
+    os._exit(0)  # threads of links are in C++ code, which must not meet an interpreter that is being taken apart
+
+
+if __name__ == "__main__":
+    serve(FarSide)

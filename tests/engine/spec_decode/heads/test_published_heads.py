@@ -1,0 +1,159 @@
+"""EAGLE-3 heads as `speculators` and SpecForge write them: read, and computed as those libraries compute them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from core.model.draft_heads import HeadsPlace
+from core.types.errors import SpecError
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.cpu.library import open_kernels
+from engine.model.aux_hidden_states import AuxHiddenStates
+from engine.runner.runner import ModelRunner
+from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from tests.engine.spec_decode.heads.published_files import LAYERS, NUM_PLACES, RECORDED, WRITERS
+from tests.engine.steps import VOCAB_SIZE
+from tests.engine.tiny_models import MakeModel, MakeRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_PUBLISHED = Path(__file__).parent / "published"
+_BLOCKS = [3, 5, 7]
+
+
+@pytest.mark.parametrize("library", WRITERS)
+def test_a_published_head_drafts_as_its_library_does(
+    library: str, tiny_model: MakeModel, make_runner: MakeRunner
+) -> None:
+    runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", _PUBLISHED / library))
+    assert runner.heads and runner.heads.layers == LAYERS
+    for position in (1, 5, 9, 17):
+        ours, theirs = _logits(runner, _PUBLISHED / library, position)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(
+    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
+)
+@pytest.mark.parametrize("library", WRITERS)
+def test_the_kernels_of_a_cpu_draft_as_the_library_does(
+    library: str, tiny_model: MakeModel, make_runner: MakeRunner
+) -> None:
+    place = HeadsPlace("eagle", _PUBLISHED / library)
+    runner = make_runner(tiny_model("llama")[0], dtype="bfloat16", heads=place)
+    for position in (5, 17):
+        ours, theirs = _logits(runner, _PUBLISHED / library, position)
+        first = (ours - theirs)[0].abs().mean()  # eight bits a weight: the error of further places builds on it
+        assert first < 0.1 * theirs[0].abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("library", "changes"),
+    [
+        ("speculators", {}),
+        ("speculators", {"norm_before_residual": True}),
+        ("speculators", {"fc_norm": True, "norm_output": True}),
+        ("speculators", {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
+        ("speculators", {"draft_vocab_size": VOCAB_SIZE}),
+        ("specforge", {"fc_norm": True}),
+        ("specforge", {"draft_vocab_size": VOCAB_SIZE}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_that_the_installed_library_writes_drafts_as_it_does(
+    library: str, changes: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    pytest.importorskip(library)
+    WRITERS[library](tmp_path, **changes)
+    runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
+    ours, theirs = _logits(runner, tmp_path, 13)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("library", "changes", "complaint"),
+    [
+        ("speculators", {"speculators_model_type": "dflash"}, "dflash is not supported; supported: eagle3"),
+        ("speculators", {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, r"layers \(1, 2, 4\); .* from 0 to 3"),
+        ("speculators", {"target_hidden_size": 64}, "target_hidden_size is 64, and the model's is 48"),
+        ("speculators", {"transformer_layer_config": None}, "config.json"),
+        ("speculators", {"transformer_layer_config": {}}, "model_type qwen3 is not supported; supported: llama"),
+        ("specforge", {"norm_output": False}, "norm_output: false is not supported"),
+        ("specforge", {"hidden_size": 64}, "hidden_size is 64, and the model's is 48"),
+        ("specforge", {"vocab_size": 99}, "vocab_size is 99, and the model's is 131"),
+        ("specforge", {"num_hidden_layers": 2}, "heads of 2 layers are not supported; supported: 1"),
+        ("specforge", {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel is not EAGLE-3"),
+    ],
+)
+def test_a_published_head_that_does_not_fit_is_refused_in_one_line(
+    library: str,
+    changes: dict[str, Any],
+    complaint: str,
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
+    tmp_path: Path,
+) -> None:
+    _change(library, tmp_path, **changes)
+    with pytest.raises(SpecError, match=complaint) as rejected:
+        make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
+    assert "\n" not in str(rejected.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_hidden_layers": 2}, "heads of 2 layers"),
+        ({"vocab_size": 99}, "vocab_size is 99"),
+        ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_refused_in_one_line(
+    changes: dict[str, Any], complaint: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    layer = json.loads((_PUBLISHED / "speculators" / "config.json").read_text())["transformer_layer_config"]
+    _change("speculators", tmp_path, transformer_layer_config=layer | changes)
+    with pytest.raises(SpecError, match=complaint) as rejected:
+        make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
+    assert "\n" not in str(rejected.value)
+
+
+def _change(library: str, directory: Path, **changes: Any) -> None:
+    shutil.copytree(_PUBLISHED / library, directory, dirs_exist_ok=True)
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+
+def _logits(runner: ModelRunner, directory: Path, position: int) -> tuple[Tensor, Tensor]:
+    """Logits of three places behind a position, (P, D): the engine's, and those that the library recorded.
+
+    The library sees the tokens of the text instead of the head's own, and so does the engine here."""
+    recorded = load_file(directory / RECORDED)
+    token_ids = recorded["token_ids"].tolist()
+    batch = Batch.of([Row(token_ids[:position], 0, _BLOCKS, num_logits=1)], block_size=runner.layout.block_size)
+    assert runner.heads
+    aux_hidden_states = AuxHiddenStates(runner.heads.layers)
+    aux_hidden_states.token_ids_T = torch.tensor(token_ids[:position], dtype=torch.int32)
+    hidden_T3E = recorded["hidden"][1 : position + 1].to(runner.dtype)  # that of a token is kept with the next one
+    for layer, hidden_TE in zip(runner.heads.layers, hidden_T3E.chunk(3, dim=-1), strict=True):
+        aux_hidden_states.note(layer, hidden_TE.contiguous())
+    drafted: list[Tensor] = []
+
+    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
+        drafted.append(logits.values_RD[0].clone())
+        return [token_ids[(position + 1 + place) % len(token_ids)]]
+
+    with torch.inference_mode():
+        runner.heads.follow(batch, aux_hidden_states, None)
+        runner.draft([HeadRow(token_ids[position], position, _BLOCKS)], NUM_PLACES, choose)
+    return torch.stack(drafted), recorded["logits_PTD"][:, position]
