@@ -1,4 +1,4 @@
-"""API keys: what a client shows at a door, and what the deployment keeps of it, which does not give it away."""
+"""API keys: the secrets that clients send, and the hashed records that a deployment stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 from core.types.errors import SpecError
 from core.types.json_records import known_fields
 
-OPERATOR = "operator"  # the name of the key with which the operator's machine asks, and its tenant
+# Name and tenant of the key that the operator's machine uses.
+OPERATOR = "operator"
 _PREFIX = "sk-"
 _SECRET_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -22,77 +23,77 @@ _HIGHEST = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class ApiKey:
-    """One key. None: no limit of this kind."""
+    """API key record. A limit of None is unlimited."""
 
-    id: str  # for logs; says nothing of the secret
-    name: str  # the operator's word for whoever has it
-    digest: str  # of the secret, in hex
-    tenant: str  # whose prefixes, and whose share of the queue
+    id: str  # for logs; unrelated to the secret
+    name: str  # chosen by the operator
+    digest: str  # sha256 of the secret, hex
+    tenant: str  # scope of cached prefixes and of the queue share
     rpm: int | None = None  # requests in any minute
     tpm: int | None = None  # tokens in any minute, of prompts and answers
     concurrency: int | None = None  # requests at a time
     max_tokens: int | None = None  # of one answer
-    priorities: tuple[int, int] | None = None  # lowest and highest number that it may ask for
+    priorities: tuple[int, int] | None = None  # lowest and highest number allowed
 
     @property
     def is_limited(self) -> bool:
-        """Whether its requests have to be counted."""
+        """True if requests of this key must be counted."""
         return not self.rpm == self.tpm == self.concurrency is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyChange:
-    """A key that was made or revoked."""
+    """Result of creating or revoking a key."""
 
     key: ApiKey
-    is_told: bool  # routers hear of it within a second; False: when Redis is back
-    problem: str = ""  # of saving it, and what follows; empty: it is saved
+    is_told: bool  # True: routers apply it within a second; False: once Redis is back
+    problem: str = ""  # why saving it failed, and the consequence; empty: saved
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRegistry:
-    """All keys of a deployment. The version grows with every change."""
+    """All keys of a deployment. Every change increments the version."""
 
     version: int = 0
     keys: tuple[ApiKey, ...] = ()
 
     def with_key(self, key: ApiKey) -> KeyRegistry:
-        """The same book where it has this very key: who asks may ask twice. Raises SpecError when its name is taken."""
+        """Return a registry with `key`. Idempotent. Raises SpecError if another key has its name."""
         if key in self.keys:
             return self
         if any(known.name == key.name for known in self.keys):
-            raise SpecError(f"a key is called {key.name} already; `cluster keys revoke {key.name}` takes it back")
+            raise SpecError(f"key {key.name} exists already; remove it with `cluster keys revoke {key.name}`")
         return replace(self, version=self.version + 1, keys=(*self.keys, key))
 
     def find(self, name: str) -> ApiKey:
-        """The key of this name, or id. Raises SpecError where there is none."""
+        """Return the key with this name or id. Raises SpecError if there is none."""
         for key in self.keys:
             if name in (key.name, key.id):
                 return key
-        raise SpecError(f"no key is called {name}; there are: {', '.join(key.name for key in self.keys) or 'none'}")
+        raise SpecError(f"key {name} not found; available: {', '.join(key.name for key in self.keys) or 'none'}")
 
     def without(self, key: ApiKey) -> KeyRegistry:
-        """The same book where it has no such key: who asks may ask twice."""
-        kept = tuple(other for other in self.keys if other.id != key.id)
-        return self if len(kept) == len(self.keys) else replace(self, version=self.version + 1, keys=kept)
+        """Return a registry without `key`. Idempotent."""
+        others = tuple(other for other in self.keys if other.id != key.id)
+        return self if len(others) == len(self.keys) else replace(self, version=self.version + 1, keys=others)
 
     def to_json(self) -> str:
         return json.dumps({"version": self.version, "keys": [asdict(key) for key in self.keys]})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KeyRegistry:
-        """Fields that a newer version has added are passed over. Raises ValueError, KeyError or TypeError."""
+        """Parse a registry. Ignores unknown fields (of newer versions). Raises ValueError, KeyError or TypeError."""
         tree = json.loads(text)
         return cls(version=int(tree["version"]), keys=tuple(_keys(tree["keys"])))
 
 
 def new_secret() -> str:
-    """256 random bits, as a client shows them."""
+    """Return a new secret with 256 random bits, in the form that clients send."""
     return _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def digest_of(secret: str) -> str:
-    """What is kept of a secret. Of 256 random bits a plain hash is enough: there is nothing to guess."""
+    """Return the stored hash of a secret. A plain hash suffices: 256 random bits cannot be guessed."""
     return sha256(secret.encode()).hexdigest()
 
 
@@ -107,7 +108,7 @@ def new_key(
     max_tokens: int | None = None,
     priorities: tuple[int, int] | None = None,
 ) -> ApiKey:
-    """The tenant is the key's own name where none is given. Raises SpecError."""
+    """Make a key for `secret`. The default tenant is the key's name. Raises SpecError."""
     key = ApiKey(
         id=f"key-{secrets.token_hex(4)}",
         name=name,
@@ -124,31 +125,31 @@ def new_key(
 
 
 def _check(key: ApiKey) -> None:
-    for what, word in (("NAME", key.name), ("--tenant", key.tenant)):
+    for flag, word in (("NAME", key.name), ("--tenant", key.tenant)):
         if not isinstance(word, str) or not _NAME.fullmatch(word):
-            raise SpecError(f"{what} {word!r}: write 1 to 64 letters, digits, dots, dashes and underscores")
+            raise SpecError(f"{flag} {word!r}: write 1 to 64 letters, digits, dots, dashes and underscores")
     limits = {"--rpm": key.rpm, "--tpm": key.tpm, "--concurrency": key.concurrency, "--max-tokens": key.max_tokens}
-    for what, limit in limits.items():
+    for flag, limit in limits.items():
         if limit is not None and (not isinstance(limit, int) or not 1 <= limit <= _HIGHEST):
-            raise SpecError(f"{what} {limit}: must be from 1 to {_HIGHEST}")
+            raise SpecError(f"{flag} {limit}: must be from 1 to {_HIGHEST}")
     if key.priorities:
-        _check_priorities(*key.priorities, said=":".join(map(str, key.priorities)))
+        _check_priorities(*key.priorities, text=":".join(map(str, key.priorities)))
 
 
 def parse_priorities(text: str) -> tuple[int, int]:
-    """ "3", or "LOW:HIGH". Raises SpecError."""
+    """Parse "3" or "LOW:HIGH". Raises SpecError."""
     low, _, high = text.partition(":")
     try:
         bounds = int(low), int(high or low)
     except ValueError:
         bounds = 1, 0
-    _check_priorities(*bounds, said=text)
+    _check_priorities(*bounds, text=text)
     return bounds
 
 
-def _check_priorities(low: int, high: int, *, said: str) -> None:
+def _check_priorities(low: int, high: int, *, text: str) -> None:
     if not -(2**31) <= low <= high <= _HIGHEST:
-        raise SpecError(f"--priority {said}: write a number, or the lowest and the highest one as LOW:HIGH")
+        raise SpecError(f"--priority {text}: write a number, or the lowest and the highest one as LOW:HIGH")
 
 
 def _keys(trees: Iterable[dict[str, Any]]) -> Iterator[ApiKey]:

@@ -1,4 +1,4 @@
-"""What an answer must keep to, as a client has said it: text that somebody else compiles."""
+"""Grammars that constrain an answer, as text. `core.grammar` compiles them."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from enum import StrEnum
 from core.types.validation import check
 
 MAX_SCHEMA_BYTES = 64 * 1024
-MAX_GRAMMAR_BYTES = 8 * 1024  # of a regular expression or a grammar beside schemas: a mask costs what they are long
-_MAX_INTEGER, _MAX_DIGITS = 2**53 - 1, 17  # with a sign
-SCHEMA_RULE = re.compile(r"^(\w+: %json )(.+)$", re.MULTILINE)  # its schema is the second group
+# Limit of a regular expression, and of a grammar without its schemas: the cost of a mask grows with their length.
+MAX_GRAMMAR_BYTES = 8 * 1024
+_MAX_INTEGER, _MAX_DIGITS = 2**53 - 1, 17  # digits include a sign
+SCHEMA_RULE = re.compile(r"^(\w+: %json )(.+)$", re.MULTILINE)  # group 2: the schema
 
 
 class GrammarKind(StrEnum):
-    """How a grammar is written."""
+    """Syntax of a grammar."""
 
     JSON_SCHEMA = "json_schema"
-    LENIENT_JSON_SCHEMA = "lenient_json_schema"  # what cannot be enforced of it is passed over
-    REGEX = "regex"  # in Rust's syntax, of the whole answer
-    LARK = "lark"  # as llguidance has it; the answer is its `start`
-    STRUCTURAL_TAG = "structural_tag"  # as xgrammar has it, in JSON; a router makes LARK of it, for replicas too
+    LENIENT_JSON_SCHEMA = "lenient_json_schema"  # ignores keywords that cannot be enforced
+    REGEX = "regex"  # Rust syntax; matches the whole answer
+    LARK = "lark"  # llguidance's dialect; the answer matches `start`
+    STRUCTURAL_TAG = "structural_tag"  # xgrammar's JSON form; the router converts it to LARK
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """The same for every choice of a request."""
+    """Grammar of every choice of a request."""
 
     kind: GrammarKind
     text: str
 
     @classmethod
     def of_choice(cls, texts: Sequence[str], param: str) -> Grammar:
-        """The answer is one of these. Raises RequestError where they are too many, before anything is made of them."""
+        """Make a grammar whose answers are `texts`. Raises RequestError if they are empty or too long together."""
         check(bool(texts), param, "must not be empty")
         fits = len(texts) + sum(map(len, texts[:MAX_GRAMMAR_BYTES])) <= MAX_GRAMMAR_BYTES
-        check(fits, param, f"at most {MAX_GRAMMAR_BYTES} bytes are taken")
+        check(fits, param, f"must have at most {MAX_GRAMMAR_BYTES} bytes together")
         return cls(kind=GrammarKind.LARK, text="start: " + " | ".join(map(in_quotes, texts)))
 
     def check(self, param: str) -> None:
-        """Its size. Raises RequestError."""
+        """Check the grammar's size and its schemas' integers. Raises RequestError."""
         check(bool(self.text), param, "must not be empty")
         is_small = self.kind is GrammarKind.REGEX
         _check_size(self.text, param, MAX_GRAMMAR_BYTES if is_small else MAX_SCHEMA_BYTES)
@@ -58,32 +59,30 @@ ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type": "object"}')
 
 
 def in_quotes(text: str) -> str:
-    """As a literal of Lark's, which takes JSON's escapes, and no control character as it is."""
+    """Quote `text` as a Lark literal. Lark accepts JSON's escapes and no raw control characters."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _check_size(text: str, param: str, most: int) -> None:
-    check(len(text.encode(errors="surrogatepass")) <= most, param, f"at most {most} bytes are taken")
+    check(len(text.encode(errors="surrogatepass")) <= most, param, f"must have at most {most} bytes")
 
 
 def _check_integers(schema: str, param: str) -> None:
-    """Masks know numbers as fp64 does: beyond its integers they would let through another one."""
+    """Reject integers that fp64 cannot represent: masks treat numbers as fp64 and would allow another one."""
 
     def check_one(digits: str) -> int:
         is_exact = len(digits) <= _MAX_DIGITS and abs(int(digits)) <= _MAX_INTEGER
-        check(
-            is_exact, param, f"integers are kept to from {-_MAX_INTEGER} to {_MAX_INTEGER}; write larger ones as text"
-        )
+        check(is_exact, param, f"integers must be from {-_MAX_INTEGER} to {_MAX_INTEGER}; write larger ones as text")
         return 0
 
     try:
         json.loads(schema, parse_int=check_one)
     except (ValueError, RecursionError):
-        return  # whoever compiles it says what is wrong
+        return  # the compiler reports the syntax error
 
 
 def _is_lenient(schema: str) -> bool:
-    """Whether what cannot be kept to is passed over, in a rule that is this schema."""
+    """True if the schema asks to ignore keywords that cannot be enforced."""
     try:
         return json.loads(schema)["x-guidance"]["lenient"] is True
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -91,7 +90,10 @@ def _is_lenient(schema: str) -> bool:
 
 
 def _without_schema(rule: re.Match[str]) -> str:
-    """A rule that is a schema and nothing else costs what a schema does."""
+    """Return the rule without its schema, or unchanged if it holds more than a schema.
+
+    Schemas count towards a limit of their own.
+    """
     try:
         return rule[1] if isinstance(json.loads(rule[2]), dict) else rule[0]
     except (ValueError, RecursionError):

@@ -1,37 +1,37 @@
-"""One tree of errors, and one table from each error to what a client and an operator see.
+"""Error tree of the project, and the table that maps each error to its gRPC and HTTP status.
 
 ClusterError
-├── SpecError               the operator wrote something wrong           (CLI: one line, exit code 2)
+├── SpecError               invalid spec, flag or model source           (CLI: one line, exit code 2)
 ├── DeployError             a replica, a port or a resource failed       (CLI: one line, exit code 2)
-│   └── ReplicaDidNotStart  with the last that it wrote
+│   └── ReplicaDidNotStart  carries the end of the replica's log
 ├── Interrupted             the user ended a command                     (CLI: exit code 130)
-├── NotDeployed             there is nothing to speak to
-├── ReplicaFailed           a replica's process ended, or cannot go on; the controller starts another
-│   └── RankUnreachable     for the moment, perhaps
-├── RequestFailed           what a client was told by a deployment       (CLI: exit code 1, or 2 where it is the user's)
-├── Unauthenticated         no API key, or one that is not known (any more)
-├── KeysUnknown             a router has not heard yet which keys there are
-├── RequestError            the client sent something wrong; retrying will not help
+├── NotDeployed             no such deployment
+├── ReplicaFailed           a replica's process ended or is unusable; the controller starts another
+│   └── RankUnreachable     possibly temporary
+├── RequestFailed           error that a deployment returned to a client (CLI: exit code 1, or 2 for a user error)
+├── Unauthenticated         API key missing, unknown or revoked
+├── KeysUnknown             the router has not read the API keys yet
+├── RequestError            invalid request; retrying will not help
 │   ├── UnknownModel
-│   ├── UnknownResponse     none is stored under that id, for whoever asks
-│   ├── UnsupportedField    known, and not served here
+│   ├── UnknownResponse     no stored response with that id for this tenant
+│   ├── UnsupportedField    valid field, unsupported value
 │   ├── ContextLengthExceeded
 │   └── RequestTooLarge
-├── CapacityError           full right now; retry after `retry_after_s`
-│   ├── ModelAway           no replica of this model serves at present; others may
-│   └── RateLimited         the key's own limit, not the cluster's
+├── CapacityError           overloaded; retry after `retry_after_s`
+│   ├── ModelUnavailable    no replica serves this model at present; other models may be served
+│   └── RateLimited         the API key's own limit, not the cluster's
 ├── DeadlineExceeded        the request's own deadline passed
 ├── ClientTooSlow           the client does not read its answer
-├── GrammarNotFollowed      no next token keeps to the request's grammar, or it costs too much to find one
-├── NoTokenAllowed          what a request asks of its tokens leaves none
-├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
-├── StoreUnavailable        the store of responses cannot be reached at present
-├── ReplicaLost             a worker died, hung up or is draining; another one may serve
-└── TransferError           KV blocks did not arrive; the handoff may be tried again
-    ├── LayoutMismatch      the two sides disagree about blocks; never retried
+├── GrammarNotFollowed      no next token satisfies the request's grammar, or finding one costs too much
+├── NoTokenAllowed          the request's token rules exclude every token
+├── LogitsNotFinite         the model returned NaN or inf for this request; a retry would hardly help
+├── StoreUnavailable        the store of responses is unreachable
+├── ReplicaLost             a replica died, disconnected or is draining; another one may serve
+└── TransferError           KV blocks did not arrive; the handoff may be retried
+    ├── LayoutMismatch      the two sides disagree about the block layout; never retried
     ├── HandoffExpired      the ticket is closed, fenced by a newer epoch, or past its ttl
     ├── LinkClosed          the link failed or was aborted; a new link needs a new epoch
-    └── ChecksumMismatch    the bytes that landed are not the bytes that were sent
+    └── ChecksumMismatch    received bytes differ from the sent ones
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from dataclasses import dataclass
 
 
 class ClusterError(Exception):
-    """Base of everything that this project raises on purpose. `str(error)` is fit to show to a user."""
+    """Base class of all errors that this project raises deliberately. `str(error)` can be shown to a user."""
 
 
 class SpecError(ClusterError):
-    """A spec, a flag or a model source is wrong; the message names the path and the fix."""
+    """Invalid spec, flag or model source. The message names the path and the fix."""
 
 
 class Interrupted(ClusterError):
-    """The user ended a command, and the message says how what it began goes on."""
+    """Interruption of a command by the user. The message states what continues in the background."""
 
     exit_code = 130
 
 
 class DeployError(ClusterError):
-    """A deployment could not be carried out; the message names what failed and why."""
+    """Failure of a deployment. The message names what failed and why."""
 
 
 class ReplicaDidNotStart(DeployError):
-    """A replica failed to start, and another try would hardly end otherwise. `log` holds the last that it wrote."""
+    """Failure of a replica to start that a retry would hardly cure. `log` holds the end of its log."""
 
     def __init__(self, message: str, *, log: str) -> None:
         super().__init__(message)
@@ -67,11 +67,11 @@ class ReplicaDidNotStart(DeployError):
 
 
 class NotDeployed(ClusterError):
-    """There is nothing here to speak to."""
+    """No deployment of that name exists."""
 
 
 class ReplicaFailed(ClusterError):
-    """A replica cannot go on. `rank` is the one to blame, where one is known."""
+    """Failure of a replica that ends it. `rank` is the failed rank, or 0 if it is unknown."""
 
     def __init__(self, reason: str, *, rank: int = 0, will_repeat: bool = False) -> None:
         super().__init__(reason)
@@ -80,11 +80,11 @@ class ReplicaFailed(ClusterError):
 
 
 class RankUnreachable(ReplicaFailed):
-    """A rank cannot be reached at present; its process may well live."""
+    """Failed call to a rank whose process may still be alive."""
 
 
 class RequestFailed(ClusterError):
-    """As a client sees it: the deployment refused a request, or did not carry it out."""
+    """Error returned to a client: the deployment rejected the request or did not complete it."""
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -92,15 +92,15 @@ class RequestFailed(ClusterError):
 
 
 class Unauthenticated(ClusterError):
-    """The request came without an API key, or with one that is not known here (any more)."""
+    """Request without an API key, or with an unknown or revoked one."""
 
 
 class KeysUnknown(ClusterError):
-    """This router has not heard yet which API keys there are."""
+    """Request to a router that has not read the API keys yet."""
 
 
 class RequestError(ClusterError):
-    """A request that no replica could serve. `param` names the offending field, as the OpenAI API does."""
+    """Request that no replica could serve. `param` names the offending field, as in the OpenAI API."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -108,27 +108,27 @@ class RequestError(ClusterError):
 
 
 class UnknownModel(RequestError):
-    """The model named in the request is not served here."""
+    """Request for a model that is not served here."""
 
 
 class UnknownResponse(RequestError):
-    """No response of that id is stored here for whoever asks: it was not, it is too long ago, or it was deleted."""
+    """Request for a response that is not stored for this tenant: never stored, expired or deleted."""
 
 
 class UnsupportedField(RequestError):
-    """The field is known, and what it says cannot be served here."""
+    """Request with a known field whose value is unsupported."""
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt, or the prompt plus the tokens asked for, does not fit the model's context or a replica's pool."""
+    """Prompt, or prompt plus requested tokens, larger than the model's context or a replica's pool."""
 
 
 class RequestTooLarge(RequestError):
-    """The request has more bytes than a door reads."""
+    """Request with more bytes than an endpoint reads."""
 
 
 class CapacityError(ClusterError):
-    """No room at present. `retry_after_s` is our best estimate of when there will be."""
+    """Lack of capacity. `retry_after_s` estimates when there will be room."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -136,11 +136,11 @@ class CapacityError(ClusterError):
 
 
 class ModelUnavailable(CapacityError):
-    """Nothing serves this model at present: its deployment has no replica, or cannot be reached."""
+    """Model without a serving replica, or in a deployment that cannot be reached."""
 
 
 class RateLimited(CapacityError):
-    """The API key has used up what it may ask for at present: requests, tokens, or requests at a time."""
+    """API key over one of its limits: requests per minute, tokens per minute or concurrency."""
 
     def __init__(
         self,
@@ -150,29 +150,29 @@ class RateLimited(CapacityError):
         headers: Mapping[str, str] | None = None,
         is_certain: bool = False,
     ) -> None:
-        """headers: what a client is told of its limits. is_certain: nothing of this key can pass any sooner."""
+        """headers: rate-limit headers of the answer. is_certain: no request of this key can pass before then."""
         super().__init__(message, retry_after_s=retry_after_s)
         self.headers = dict(headers or {})
         self.is_certain = is_certain
 
 
 class DeadlineExceeded(ClusterError):
-    """The time that the client gave has passed."""
+    """Request past the client's deadline."""
 
 
 class ClientTooSlow(ClusterError):
-    """The client has left its answer unread for too long, or too much of it."""
+    """Client that left its answer unread for too long, or too much of it."""
 
 
 class GrammarNotFollowed(ClusterError):
-    """No next token can be chosen by the request's grammar. Never retried: it would end so elsewhere."""
+    """Grammar that allows no next token. Never retried: every replica would fail alike."""
 
 
 class NoTokenAllowed(ClusterError):
-    """What the request asks of its tokens leaves none that could come next. Never retried: it would end so elsewhere.
+    """Token rules that allow no next token. Never retried: every replica would fail alike.
 
-    That is its `allowed_token_ids` and `bad_words`, together with each other, a grammar, a thinking budget or
-    `min_tokens`.
+    The cause is the request's `allowed_token_ids` and `bad_words`, together with each other, a grammar, a thinking
+    budget or `min_tokens`.
     """
 
     @classmethod
@@ -184,8 +184,7 @@ class NoTokenAllowed(ClusterError):
 
 
 class LogitsNotFinite(ClusterError):
-    """For the next token of a sequence the model has NaN, or no token that is possible. Never retried: another replica
-    holds the same model."""
+    """Logits with NaN, or without any possible token. Never retried: other replicas hold the same model."""
 
     @classmethod
     def of(cls, request_id: str) -> LogitsNotFinite:
@@ -193,19 +192,19 @@ class LogitsNotFinite(ClusterError):
 
 
 class StoreUnavailable(ClusterError):
-    """The store of responses cannot be reached at present."""
+    """The store of responses cannot be reached."""
 
 
 class ReplicaLost(ClusterError):
-    """A replica cannot go on with this request: it died, it hung up, or it is draining."""
+    """A replica cannot continue this request: it died, disconnected or is draining."""
 
 
 class TransferError(ClusterError):
-    """KV blocks did not arrive whole and in time."""
+    """KV blocks did not arrive complete and in time."""
 
 
 class LayoutMismatch(TransferError):
-    """Sender and receiver hold different models, block sizes or wire versions."""
+    """Sender and receiver have different models, block sizes or wire versions."""
 
 
 class HandoffExpired(TransferError):
@@ -213,16 +212,16 @@ class HandoffExpired(TransferError):
 
 
 class LinkClosed(TransferError):
-    """The link between two ranks has failed. A group that has failed once is never used again."""
+    """The link between two ranks failed. A failed group is never reused."""
 
 
 class ChecksumMismatch(TransferError):
-    """What landed differs from what was sent."""
+    """Received bytes differ from the sent ones."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one kind of error looks from outside: a gRPC status name, an HTTP status, and OpenAI's `type` and `code`."""
+    """Status of an error for clients: gRPC status name, HTTP status, and OpenAI's `type` and `code`."""
 
     grpc: str
     http: int
@@ -257,12 +256,12 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
 
 
 def outcome_codes() -> list[str]:
-    """Every code that an error may have."""
+    """Return every error code, without duplicates."""
     return list(dict.fromkeys(outcome.code for _, outcome in _OUTCOMES))
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """The row of the table for `error`; anything that is not ours is an internal error."""
+    """Return the table row for `error`; an error outside the tree is an internal error."""
     for kind, outcome in _OUTCOMES:
         if isinstance(error, kind):
             return outcome

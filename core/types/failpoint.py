@@ -1,6 +1,6 @@
-"""Where somebody may look on, or step in, while a replica works: how far its requests and handoffs have come.
+"""Failpoints: stages of requests and handoffs at which a test can observe, stop or kill a replica.
 
-Tests kill a process, stop it, or wait for it at one of these; nothing else asks.
+Only tests install one.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from enum import StrEnum
 
 
 class FailpointStage(StrEnum):
-    """Told before anybody else hears of it, on whatever thread brings it about."""
+    """Stage at which a failpoint is called, on the thread that reaches it and before any other notification."""
 
-    QUEUED = "queued"  # a request is known to a replica
-    COMPUTING = "computing"  # a rank is about to compute a batch; with no id
-    SAMPLED = "sampled"  # tokens are known on rank 0; with no id
-    OPENED = "opened"  # a handoff may be written to on this rank
-    LANDED = "landed"  # it is whole on this rank
-    ASKED = "asked"  # a replica is asked for a prefix
-    SERVING_FETCH = "granted"  # it holds what it has of that, and is about to ship it
-    SENDING = "sending"  # a payload is put on the wire
-    COMMITTING = "committing"  # all payloads of a passage are on a wire
-    SHIPPED = "shipped"  # it has landed at every rank that this rank sends to
-    FAILED = "failed"  # or it has not, and never will
+    QUEUED = "queued"  # a replica accepted a request
+    COMPUTING = "computing"  # a rank is about to compute a batch; id is empty
+    SAMPLED = "sampled"  # rank 0 sampled tokens; id is empty
+    OPENED = "opened"  # a handoff accepts writes on this rank
+    LANDED = "landed"  # a handoff is complete on this rank
+    ASKED = "asked"  # a replica received a request for a prefix
+    SERVING_FETCH = "granted"  # a replica pinned that prefix and is about to ship it
+    SENDING = "sending"  # a payload is being written to the wire
+    COMMITTING = "committing"  # all payloads of a transfer are on a wire
+    SHIPPED = "shipped"  # the transfer landed at every rank that this rank sends to
+    FAILED = "failed"  # the transfer failed for good
 
 
-Failpoint = Callable[[FailpointStage, str], None]  # the id of the request or handoff comes along
+Failpoint = Callable[[FailpointStage, str], None]  # (stage, id of the request or handoff)
 
 
 def unobserved(stage: FailpointStage, id: str) -> None:
-    """The probe of a replica that nobody looks at."""
+    """Do nothing: the failpoint of a replica outside tests."""

@@ -1,4 +1,4 @@
-"""The handoff: the ticket by which a replica lets another one write into blocks that it has set aside."""
+"""The handoff: a ticket that lets one replica write KV into blocks that another one reserved."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ HandoffKey = tuple[str, int]  # a handoff's id, and the epoch of the attempt to 
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """A passage for one sequence's KV from the replica that computes or holds it to the one that asked for it.
+    """Ticket for one sequence's KV, from the replica that computes or holds it to the replica that requested it.
 
-    The ticket names no block of the decode side: the sender speaks of token positions, and each receiving rank looks
-    them up in the table that it opened itself. So a late, forged or repeated write can reach no other block.
+    The ticket names no block of the decode side: the sender addresses token positions, and each receiving rank maps
+    them to blocks with its own table. A late, forged or repeated write therefore cannot reach any other block.
 
-    `epoch` counts the attempts to fill this handoff: the router adds one when it gives the same handoff to another
-    prefill replica, and a receiving rank that has seen epoch n refuses everything below n.
+    `epoch` counts the attempts to fill this handoff. The router increments it when it gives the handoff to another
+    prefill replica. A receiving rank that has seen epoch n rejects all lower ones.
     """
 
     id: str
     epoch: int
-    replica: str  # the one that asked
+    replica: str  # the receiving replica
     ranks: tuple[str, ...]  # its ranks' transfer addresses "host:port", in rank order
     layout: str  # fingerprint of its KV layout; see engine.kv.layout
-    num_tokens: int  # tokens whose KV it needs in all, at least
-    max_tokens: int  # tokens that there is room for: a sequence that decodes while it is shipped grows
-    first_token: int  # the first position whose KV it lacks; a multiple of the block size
-    ttl_s: float  # it waits this long for the commit
+    num_tokens: int  # minimum number of tokens whose KV the receiver needs
+    max_tokens: int  # capacity in tokens; a sequence that decodes during its transfer grows
+    first_token: int  # first position whose KV is missing; a multiple of the block size
+    ttl_s: float  # time limit for the commit
 
     @property
     def key(self) -> HandoffKey:
@@ -39,7 +39,7 @@ class Handoff:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixSource:
-    """A replica that is said to hold a prefix: a hint, for it has the last word."""
+    """Hint that a replica holds a prefix. That replica decides what it can serve."""
 
     replica: str
     address: str  # "host:port" of rank 0

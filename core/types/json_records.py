@@ -1,4 +1,4 @@
-"""Dataclasses that are kept or sent as JSON, and what another version has written of them."""
+"""Dataclasses stored or sent as JSON, read across versions."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class Record(Protocol):
 
 
 def known_fields(kind: type[Record], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What `kind` has fields for. The rest a newer version has added: it is passed over."""
+    """Return the entries of `tree` that are fields of `kind`; fields of newer versions are dropped."""
     return {name: value for name, value in tree.items() if name in kind.__dataclass_fields__}

@@ -1,6 +1,6 @@
-"""A JSON schema rewritten, and what it refers to: what only looks like one, by its name or in a value, stays as it is.
+"""Rewriting of JSON schemas and resolution of their references. Literal values that look like schemas stay unchanged.
 
-All of it raises RecursionError for a schema that is nested some 300 deep.
+All functions raise RecursionError for a schema nested about 300 levels deep.
 """
 
 from __future__ import annotations
@@ -9,28 +9,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-# How instances are written, in llguidance's words: as json.dumps does. Whoever may add blanks may go on for ever.
+# llguidance's options for how instances are written: as json.dumps does. With optional blanks a model could emit them
+# without end.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 DROPPED = object()
-_MAX_DIGITS = 9  # of a number in a reference
-LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are no schemas
-_NAMED = frozenset(
-    ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-)  # of schemas by name
+_MAX_DIGITS = 9  # of an array index in a reference
+LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are not schemas
+_NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))  # name -> schema
 
 
 def rewritten(schema: Any, rule: Callable[[str, Any], Any]) -> Any:
-    """rule: what a keyword's value is to be, before what is inside of that is looked at; or DROPPED."""
+    """Apply `rule(keyword, value)` to every keyword, outermost first. It returns the new value, or DROPPED."""
 
     def change(keywords: Mapping[str, Any]) -> dict[str, Any]:
-        made = {key: rule(key, value) for key, value in keywords.items()}
-        return {key: value for key, value in made.items() if value is not DROPPED}
+        values = {key: rule(key, value) for key, value in keywords.items()}
+        return {key: value for key, value in values.items() if value is not DROPPED}
 
     return changed(schema, change)
 
 
 def changed(schema: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
-    """change: what a schema's keywords are to be, before what is inside of them is looked at."""
+    """Apply `change` to the keywords of every schema, outermost first."""
     if isinstance(schema, list):
         return [changed(one, change) for one in schema]
     if not isinstance(schema, Mapping):
@@ -39,7 +38,7 @@ def changed(schema: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]
 
 
 def target(document: Any, reference: str) -> Any:
-    """What `#`, or `#/…`, leads to. Raises LookupError where that is nothing, or it is another kind of reference."""
+    """Return the schema that `#` or `#/…` points to. Raises LookupError for a dangling or non-local reference."""
     if reference != "#" and not reference.startswith("#/"):
         raise LookupError(reference)
     found = document

@@ -1,4 +1,4 @@
-"""What every process of a deployment is started with, ranks and routers alike."""
+"""Start parameters of every process of a deployment, rank or router."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from core.spec.schema import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The one thing by which secrets reach a process: Ray carries it as an actor's argument and, for routers, as what
-    Serve binds. So it lies in Ray's control store, in clear, and is as safe as that is (docs/SECURITY.md, 7).
+    """Start parameters of a process. The only carrier of secrets to a process.
 
-    It travels as plain values, the spec as an operator might have written it: so that a process of a newer version has
-    its own defaults for what an older controller does not know.
+    Ray carries it as an actor's argument and, for routers, as an argument bound by Serve. It therefore lies in Ray's
+    control store in clear text and is as safe as that store (docs/SECURITY.md, 7).
+
+    The spec is pickled as plain values without resolved types, so that a process of a newer version applies its own
+    defaults for keys that an older controller does not have.
     """
 
     spec: Spec
@@ -25,7 +27,7 @@ class Launch:
     credentials: DeploymentSecrets
 
     def __reduce__(self) -> tuple[Callable[..., Launch], tuple[Any, ...]]:
-        """How it is pickled, which Ray does with all that it carries."""
+        """Pickle as plain values; Ray pickles everything it carries."""
         credentials = self.credentials
         return _arrived, (self.spec.model_dump(mode="json"), self.log_dir, credentials.secret, credentials.index_url)
 

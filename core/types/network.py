@@ -1,4 +1,4 @@
-"""Which networks an address belongs to, as far as the address says."""
+"""Classification of network addresses, and the check of unprotected links."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import ipaddress
 
 from core.types.errors import SpecError
 
-# The links that let in nobody but their other end. All others, an operator's own among them, count as taking orders and
-# bytes from whoever reaches their ports.
+# Links that authenticate their peer. All others, plugins included, are assumed to accept bytes from anyone who reaches
+# their ports.
 _PROTECTED = ("tcp",)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there. A name other than localhost may be anywhere."""
+    """True if only this machine can reach `host`. False for a name other than localhost: it may resolve anywhere."""
     if host == "localhost":
         return True
     try:
@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_private(host: str) -> bool:
-    """Loopback, or an address that the internet does not route. A name other than localhost may be anywhere."""
+    """True for loopback and for addresses that the internet does not route. False for names other than localhost."""
     if host == "localhost":
         return True
     try:
@@ -32,15 +32,14 @@ def is_private(host: str) -> bool:
 
 
 def check_link(link: str, host: str, *, trust_network: bool) -> None:
-    """A link must protect itself, be on a private network, or be trusted. Raises SpecError, one line.
+    """Require a link that protects itself, a private network, or `trust_network`. Raises SpecError with one line.
 
     link: nccl, or a value of kv.host_link.
     """
     if link not in _PROTECTED and not (trust_network or is_private(host)):
         raise SpecError(
-            f"kv.trust_network: {link} has no protection that we know of, and {host} is on no private network; use "
-            "pools without GPUs and kv.host_link: tcp, or set kv.trust_network: true where nobody else is on that "
-            "network"
+            f"kv.trust_network: link {link} is unprotected and {host} is not a private address; use pools without GPUs "
+            "and kv.host_link: tcp, or set kv.trust_network: true if the network is isolated"
         )
 
 

@@ -1,9 +1,9 @@
-"""Prefix hashes: the name of a full block of tokens and of everything before it.
+"""Prefix hashes: identity of a full block of tokens together with all tokens before it.
 
     h[0] = H(root ‖ tokens[0:S])      h[i] = H(h[i-1] ‖ tokens[i*S:(i+1)*S])      H = blake2b, 16 bytes
 
-`root` is keyed by the model, the adapter and the tenant's salt, so that equal hashes mean equal KV. The same in every
-process, whatever its hash seed, byte order or machine.
+`root` is keyed by the model, the adapter and the tenant's salt, so that equal hashes mean equal KV. Hashes are equal in
+every process, whatever its hash seed, byte order or machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HASH_BYTES = 16
 
 
 def root_hash(model_fingerprint: str, *, adapter: str = "", salt: str = "") -> bytes:
-    """The hash from which every chain of one (model, adapter, tenant salt) starts; 16 bytes."""
+    """Return the 16-byte hash that starts every chain of one (model, adapter, tenant salt)."""
     digest = blake2b(digest_size=HASH_BYTES, person=b"kv-prefix-root")
     for part in (model_fingerprint, adapter, salt):
         encoded = part.encode()
@@ -28,7 +28,7 @@ def root_hash(model_fingerprint: str, *, adapter: str = "", salt: str = "") -> b
 def block_hashes(root: bytes, token_ids: Sequence[int], *, block_size: int, after: int = 0) -> list[bytes]:
     """Hash every full block of `token_ids` after the first `after` blocks, chained from `root`.
 
-    With after > 0, `root` is the hash of block after - 1, so that a growing sequence hashes only what is new.
+    With after > 0, `root` is the hash of block after - 1, so that only the new blocks of a growing sequence are hashed.
     The last, partly filled block has no hash. Returns 16-byte hashes, one per full block.
     """
     num_full = len(token_ids) // block_size

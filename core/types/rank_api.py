@@ -1,34 +1,34 @@
-"""What the control plane asks of a rank. `worker.rank_process.RankProcess` answers it, whatever the role.
+"""Interface between the control plane and a rank. `worker.rank_process.RankProcess` implements it for both roles.
 
-A rank is what `make_rank(launch, identity=…)` of `prefill_worker.actor` or `decode_worker.actor` makes: a plain object.
-`cluster.ray.rank_actor` imports that function by its path, and runs the rank in a process of its own. The life of a
-replica with two ranks, as its ranks see it:
+`make_rank(launch, identity=…)` of `prefill_worker.actor` or `decode_worker.actor` returns a rank as a plain object.
+`cluster.ray.rank_actor` imports that function by its path and runs the rank in a process of its own. Call order for a
+replica with two ranks:
 
- 1  make_rank, bind      on every rank: open the gRPC server on any free port, say where it is
- 2  load(addresses)      on every rank at once: form the gang, load the weights, begin to serve; progress() meanwhile
- 3  run_forever          blocks until stop(), or raises: this is how the controller learns of a failure
- 4  status               of rank 0, every second
+ 1  make_rank, bind      on every rank: open the gRPC server on a free port and return its address
+ 2  load(addresses)      on every rank at once: form the gang, load the weights, start serving; progress() meanwhile
+ 3  run_forever          blocks until stop(); raises if the rank fails, which notifies the controller
+ 4  status               on rank 0, every second
  5  drain                on every rank; then status() until rank 0 is "drained"
  6  stop                 on every rank
 
-One that changes its role is another rank in the same process: after 5, make_rank, bind and succeed(the one before) on
-every rank, and on from 2.
+A role switch creates another rank in the same process: after step 5, make_rank, bind and succeed(old rank) on every
+rank, then step 2 onwards.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-if TYPE_CHECKING:  # commands know what a rank says of itself, and must not wait for pydantic
+if TYPE_CHECKING:  # CLI commands import RankStatus and must not wait for pydantic
     from core.identity.credentials import Identity
     from core.types.launch import Launch
 
 
 class Binding(TypedDict):
-    """Where a rank runs and listens."""
+    """Location and address of a rank."""
 
     pid: int
-    host: str  # the node's name, for people
+    host: str  # node name, for display
     address: str  # "host:port" of its gRPC server, on its node's IP
     device: str  # "cpu", "cuda:0"
 
@@ -36,11 +36,11 @@ class Binding(TypedDict):
 class Blocks(TypedDict):
     total: int
     free: int
-    cached: int  # unused, but still holding a prefix
+    cached: int  # unused blocks that still hold a prefix
 
 
 class RankStatus(TypedDict):
-    """What rank 0 says of its whole replica."""
+    """Status of a whole replica, reported by its rank 0."""
 
     state: Literal["loading", "ready", "draining", "drained"]
     running: int  # sequences
@@ -49,44 +49,45 @@ class RankStatus(TypedDict):
 
 
 class Progress(TypedDict):
-    stage: str  # a few words: "loading weights"
-    fraction: float  # of the whole of load(), 0 to 1
+    stage: str  # for display, such as "loading weights"
+    fraction: float  # of load(), 0 to 1
 
 
 class Rank(Protocol):
-    """One process of a replica. Methods are called from several threads: `status` and `progress` while `load` runs."""
+    """One process of a replica. Methods are called from several threads: `status` and `progress` during `load`."""
 
     def __init__(self, launch: Launch, *, identity: Identity) -> None:
-        """As `make_rank` is called. Quick: nothing is loaded yet. identity: of this rank, whose replica and number it
-        names; whoever gives it renews it."""
+        """Set up the rank without loading anything. identity: of this replica and rank; the creator renews it."""
         ...
 
     def bind(self) -> Binding:
-        """Open the gRPC server. Asked again (by a controller that restarted), it gives the same answer."""
+        """Open the gRPC server. Idempotent: a restarted controller calls it again and gets the same result."""
         ...
 
     def load(self, addresses: list[str]) -> None:
-        """Block until this rank serves. `addresses`: of all ranks, in rank order. Raises with a clear message."""
+        """Block until this rank serves. addresses: of all ranks, in rank order. Raises if loading fails."""
         ...
 
     def progress(self) -> Progress: ...
 
     def run_forever(self) -> None:
-        """Return after stop(); raise when the rank cannot go on. A controller that restarted calls it a second time."""
+        """Block until stop(); raise if the rank fails. A restarted controller calls it a second time."""
         ...
 
     def status(self) -> RankStatus: ...
 
     def drain(self) -> None:
-        """Take no new request from now on; finish those that are here, or hand them over. Returns at once."""
+        """Reject new requests; finish the running ones or hand them over. Returns at once."""
         ...
 
     def succeed(self, before: Any) -> None:
-        """After bind(), instead of the weights that load() would read: go on with those of the rank that this process
-        has been, which has drained, and its cached blocks. That one serves nobody any more when this returns. Raises
-        where it loaded what this one cannot use, or has not let go of all; then nothing is left of either."""
+        """Take over the weights and cached blocks of `before`, the drained rank that this process ran so far.
+
+        Called after bind() and instead of loading weights in load(). `before` serves no request afterwards. Raises if
+        its state does not fit this rank, or if it has not released everything; then both ranks are unusable.
+        """
         ...
 
     def stop(self) -> None:
-        """Leave the membership at once, and let run_forever return."""
+        """Leave the membership at once and make run_forever return."""
         ...

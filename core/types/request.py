@@ -1,4 +1,4 @@
-"""A request as the workers see it: token ids and numbers, nothing that needs a tokenizer."""
+"""Requests as workers receive them: token ids and numbers, independent of any tokenizer."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from core.types.constraints import Grammar
 from core.types.thinking_budget import ThinkingBudget
 from core.types.token_rules import TokenRules
 
-OFFLINE = 2**31 - 1  # the last of all priorities: such a request goes when nobody of any other waits
+# Lowest priority: such a request runs only when no other one waits.
+OFFLINE = 2**31 - 1
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """Reason for the end of a sequence."""
 
     STOP = "stop"  # a stop token, an end-of-sequence token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context
 
 
 class Role(StrEnum):
-    """What a replica does."""
+    """Role of a replica."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -30,13 +31,13 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose the next token. Every field is resolved: no None stands for a default that others must guess.
+    """Sampling parameters. Every field is resolved: None never stands for an unknown default.
 
     The choice is a function of (logits, token history, seed, position) only, never of the batch or the replica.
     """
 
     max_tokens: int = 16  # counted from the client's prompt, also after a migration
-    min_tokens: int = 0  # no stop token is chosen before this many
+    min_tokens: int = 0  # stop tokens are masked before this many
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
@@ -46,8 +47,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int = 0  # choice i of n draws from choice_seed(seed, i)
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included, unless the client ignores them
-    num_logprobs: int | None = None  # None: none; 0: of the chosen token only; k: and of the k likeliest
-    token_rules: TokenRules | None = None  # None: none, never such as say nothing
+    num_logprobs: int | None = None  # None: off; 0: the chosen token only; k: also the k likeliest
+    token_rules: TokenRules | None = None  # None rather than empty rules
 
     @property
     def is_greedy(self) -> bool:
@@ -59,14 +60,14 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """The greatest logit is all that is asked for."""
+        """True if sampling is a bare argmax of the logits."""
         has_rules = self.has_penalties or self.min_tokens or self.token_rules is not None
         return self.is_greedy and not has_rules and self.num_logprobs is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRequest:
-    """One client request as it reaches a worker. It stands for one sequence per entry of `choices`."""
+    """Client request as it reaches a worker: one sequence per entry of `choices`."""
 
     id: str
     token_ids: tuple[int, ...]  # the prompt and, after a migration, the tokens generated so far
@@ -74,18 +75,18 @@ class SequenceRequest:
     sampling: Sampling = field(default_factory=Sampling)
     choices: tuple[int, ...] = (0,)  # which of the client's n choices run here
     stream: int = 0  # key of choice 0 of `choices` in the token frames; choice j has stream + j
-    salt: str = ""  # what keys its prefix hashes: 32 hex digits, or nothing
+    salt: str = ""  # salt of its prefix hashes: 32 hex digits, or empty
     adapter: str = ""
-    grammar: Grammar | None = None  # what every choice must keep to
-    thinking: ThinkingBudget | None = None  # for how long each may think; None: as long as it will
-    # Of the prompt's own tokens, as Sampling.num_logprobs. Whoever computes the prompt then computes all of it, and
-    # takes nothing from a cache: log-probabilities are not kept there.
+    grammar: Grammar | None = None  # of every choice
+    thinking: ThinkingBudget | None = None  # of every choice; None: unlimited
+    # For the prompt's own tokens, like Sampling.num_logprobs. The replica then computes the whole prompt and reads no
+    # cached prefix: log-probabilities are not cached.
     num_prompt_logprobs: int | None = None
-    tenant: str = ""  # whom the router's queue and a replica's blocks are shared out to
-    user: str = ""  # among whom the queue shares out what a tenant has; workers are not told
+    tenant: str = ""  # key of fair sharing of the router's queue and a replica's blocks
+    user: str = ""  # key of fair sharing within a tenant's queue; not sent to workers
     priority: int = 0  # smaller first
-    deadline_s: float | None = None  # remaining, when the message was sent
-    traceparent: str = field(default="", compare=False)  # of W3C; in a call's metadata, not in its message; "": none
+    deadline_s: float | None = None  # remaining when the message was sent
+    traceparent: str = field(default="", compare=False)  # W3C; sent as call metadata; empty: not traced
 
     @property
     def num_generated(self) -> int:
@@ -102,14 +103,14 @@ class TokenLogprob:
 
 @dataclass(slots=True, kw_only=True)
 class DraftTally:
-    """What was drafted for a choice, by a replica that drafts at all."""
+    """Draft statistics of a choice."""
 
-    steps: int = 0  # in which it decoded
-    drafts: int = 0  # of these, with a draft
-    unguessed: int = 0  # and without, for nobody had a guess; in the others a guess was not worth it
+    steps: int = 0  # decode steps
+    drafts: int = 0  # steps with a draft
+    unguessed: int = 0  # steps for which no proposer had a draft; in the remaining ones a draft was not worth its cost
     drafted: int = 0  # tokens
-    accepted: int = 0  # of these
-    floors: float = 0.0  # added up over the steps: the chance that a drafted token needed to be worth it
+    accepted: int = 0  # tokens
+    floors: float = 0.0  # sum over the steps of the acceptance probability at which a drafted token breaks even
 
     def add(self, other: DraftTally) -> None:
         self.steps += other.steps
@@ -120,26 +121,28 @@ class DraftTally:
         self.floors += other.floors
 
 
-BRANCHES = "branches"  # of drafts, among the methods by which drafted tokens are counted: they stand beside those
+# Counted beside the draft methods: the branches of drafts.
+BRANCHES = "branches"
 
 
-@dataclass(slots=True)  # made for each token of each row: arguments by name would take twice as long
+# Allocated for each token of each row: keyword arguments would double the cost.
+@dataclass(slots=True)
 class SampledToken:
-    """One token of one choice, as it leaves a worker."""
+    """Sampled token of one choice, as it leaves a worker."""
 
     token_id: int
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
-    drafts: DraftTally | None = None  # with some: of its choice, since the last one that had it
+    drafts: DraftTally | None = None  # statistics since the choice's last token that carried one
 
     @property
     def is_plain(self) -> bool:
-        """It is its id, and nothing else."""
+        """True if the token has no data besides its id."""
         return self.logprob is None and self.finish_reason is None and self.drafts is None
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice `choice` of a request; choice 0 keeps the request's own."""
+    """Return the seed of choice `choice` of a request. Choice 0 keeps the request's own seed."""
     if choice == 0:
         return seed
     digest = blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
@@ -147,14 +150,14 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def random_seed() -> int:
-    """A seed for a request that came without one, drawn once so that a retry or a migration repeats its tokens."""
+    """Return a seed for a request without one. Drawn once, so that a retry or a migration repeats its tokens."""
     return secrets.randbits(63)
 
 
 def finish_reason(
     token_id: int, *, num_generated: int, num_tokens: int, sampling: Sampling, max_context: int
 ) -> FinishReason | None:
-    """Why a sequence ends with `token_id`, its num_generated-th token (counting it), or None if it goes on.
+    """Return why a sequence ends with `token_id`, its num_generated-th token (counting it); None if it continues.
 
     num_tokens counts the whole sequence, this token included. Prefill, decode and router share this rule, so that none
     of them waits for a token that another will not send.

@@ -1,7 +1,6 @@
-"""The revisions of a deployment that serve side by side while it is updated, as its controller tells its routers, and
-what routers tell the controller of them. Plain values.
+"""Revisions that serve side by side during an update, and the request counts that routers report per revision.
 
-While there is one revision alone, a router need not know of any.
+A deployment with a single revision needs no table.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from core.types.json_records import known_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """One of those that serve."""
+    """Serving revision of a deployment."""
 
     number: int
-    share: float  # of the requests
-    takes_more: bool  # also those of another revision that has no room for them
-    tokens: str  # equal of revisions that give the same tokens
-    kind: str  # equal of revisions between which running answers move
+    share: float  # fraction of the requests
+    takes_more: bool  # also takes requests that another revision has no room for
+    tokens: str  # equal for revisions that generate the same tokens
+    kind: str  # equal for revisions between which running answers can migrate
     replicas: frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RevisionTable:
-    """Those of one moment. A later table has a greater version."""
+    """Serving revisions at one moment. A later table has a greater version."""
 
     version: int = 0
     revisions: tuple[Revision, ...] = ()
@@ -40,7 +39,7 @@ class RevisionTable:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RevisionTable:
-        """What a newer version says beyond this is left out. Raises ValueError, KeyError or TypeError."""
+        """Parse a table. Ignores unknown fields (of newer versions). Raises ValueError, KeyError or TypeError."""
         tree: dict[str, Any] = json.loads(text)
         revisions = [known_fields(Revision, one) for one in tree["revisions"]]
         return cls(
@@ -51,13 +50,13 @@ class RevisionTable:
 
 @dataclass(kw_only=True)
 class RevisionCounts:
-    """What has become of requests on one revision, since it was first heard of."""
+    """Counts of the requests on one revision since the router first saw it."""
 
     attempts: int = 0
-    failed: int = 0  # attempts that the revision has failed, also where another one went on
-    answered: int = 0  # requests that came to their end here
-    ttft_s: float = 0.0  # their sum over the answered requests
-    itl_s: float = 0.0  # likewise, of each answer's mean
+    failed: int = 0  # failed attempts, including those that another revision continued
+    answered: int = 0  # requests that finished on this revision
+    ttft_s: float = 0.0  # sum over the answered requests
+    itl_s: float = 0.0  # sum over the answered requests of their mean
 
     def plus(self, other: RevisionCounts) -> RevisionCounts:
         mine, others = asdict(self), asdict(other)
@@ -65,12 +64,12 @@ class RevisionCounts:
 
 
 def counts_to_json(counts: Mapping[int, RevisionCounts]) -> str:
-    """By revision."""
+    """Serialize counts by revision."""
     return json.dumps({str(number): asdict(one) for number, one in counts.items()})
 
 
 def counts_from_json(text: str | bytes) -> dict[int, RevisionCounts]:
-    """Raises ValueError or TypeError."""
+    """Parse counts by revision. Raises ValueError or TypeError."""
     tree = json.loads(text)
     if not isinstance(tree, dict):
         raise ValueError("not an object")

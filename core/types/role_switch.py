@@ -1,12 +1,12 @@
-"""Whether a replica can become one of the other pool as it is: what is fixed when it loads must be equal in both."""
+"""Rules for a role switch: settings that are fixed at load must be equal in both pools."""
 
 from __future__ import annotations
 
 from core.spec.schema import DecodePoolSpec, PoolSpec, Spec
 from core.types.request import Role
 
-# What memory a rank has taken, how its weights are cut, and the place that Ray has set aside for it. The rest of a
-# pool (max_running, max_batch_tokens, max_waiting, speculation) is read anew when the role changes.
+# Settings fixed at load: memory, sharding of the weights, and Ray's placement. The rest of a pool (max_running,
+# max_batch_tokens, max_waiting, speculation) is read again when the role changes.
 _FIXED = (
     "tensor_parallel",
     "resources",
@@ -16,7 +16,7 @@ _FIXED = (
     "kv_disk_gib",
     "kv_disk_path",
 )
-_OF_DECODE = ("expert_parallel", "redundant_experts")  # how a decode replica's weights are cut, and no other's
+_OF_DECODE = ("expert_parallel", "redundant_experts")  # sharding that only decode replicas have
 _OF_ALL = ("model", "kv", "engine")  # sections
 
 
@@ -25,7 +25,7 @@ def other(role: Role) -> Role:
 
 
 def hindrance(spec: Spec) -> str:
-    """What keeps replicas of this deployment from changing their role, and what to do about it; empty: nothing does."""
+    """Return why replicas of this deployment cannot switch roles, with the fix; empty if they can."""
     ours, theirs = _fixed(spec.prefill), _fixed(spec.decode)
     if names := [name for name in ours if ours[name] != theirs[name]]:
         values = ", ".join(f"{name} (prefill {_shown(ours[name])}, decode {_shown(theirs[name])})" for name in names)
@@ -39,23 +39,23 @@ def hindrance(spec: Spec) -> str:
 
 
 def largest_step(spec: Spec, role: Role) -> tuple[int, int]:
-    """Tokens and sequences of the largest step of a rank, in each role that it can have."""
+    """Return (tokens, sequences) of the largest step of a rank, over all roles that it can have."""
     pools: list[PoolSpec] = [spec.pool(each) for each in Role if each is role or not hindrance(spec)]
     return max(pool.max_batch_tokens for pool in pools), max(pool.max_running for pool in pools)
 
 
 def unlike(loaded: Spec, role: Role, wanted: Spec) -> list[str]:
-    """What a replica that was loaded as one of `role`, with the spec of that time, has other than one of the other role
-    would have that is loaded now with `wanted`."""
+    """Return the settings that keep a replica, loaded as `role` with spec `loaded`, from taking the other role of
+    `wanted`."""
     has, needs = _fixed(loaded.pool(role)), _fixed(wanted.pool(other(role)))
     sections = [name for name in _OF_ALL if getattr(loaded, name) != getattr(wanted, name)]
-    if _drafts_by(loaded) != _drafts_by(wanted):  # else it is read anew
+    if _drafts_by(loaded) != _drafts_by(wanted):
         sections.append("speculation")
     return sections + [name for name in has if has[name] != needs[name]]
 
 
 def _drafts_by(spec: Spec) -> tuple[object, ...]:
-    """What of it may have been loaded with the model: heads, which `auto` finds by itself."""
+    """Return the speculation settings that are fixed at load: draft heads, which `auto` may find in `model`."""
     drafts = spec.speculation
     return (drafts.method, drafts.model) if drafts.heads or (drafts.model and drafts.method != "draft") else ()
 
@@ -67,5 +67,5 @@ def _fixed(pool: PoolSpec) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    """As the operator wrote it."""
+    """Format a value as in the spec."""
     return str(getattr(value, "model_dump", lambda **more: value)(exclude_defaults=True))

@@ -1,4 +1,4 @@
-"""For how long an answer may think before it begins, as a router tells it to those who choose tokens."""
+"""Limit of the thinking tokens that precede an answer."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from dataclasses import dataclass
 
 from core.types.validation import check as _check
 
-_MAX_MARKER = 256  # characters, and tokens
+_MAX_MARKER = 256  # characters, and also tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThinkingBudget:
-    """The same for every choice of a request. What it says of the next token is a function of those that a choice has
-    generated: when it has thought for `num_tokens`, the tokens of `closing_ids` come, one behind the other."""
+    """Thinking budget of every choice of a request.
 
-    num_tokens: int  # between the markers; 0: the closing one comes at once
-    is_open: bool  # the prompt's end has begun the thinking; else the answer may, with `opening`
-    opening: str  # as it stands in the text, whichever tokens it is made of
+    The forced tokens are a function of a choice's generated tokens: after `num_tokens` of thinking, `closing_ids`
+    follow one after the other.
+    """
+
+    num_tokens: int  # between the markers; 0: the closing marker follows at once
+    is_open: bool  # True: the prompt ends inside the thinking; False: the answer may start it with `opening`
+    opening: str  # marker text, independent of its tokenization
     closing: str
-    closing_ids: tuple[int, ...]  # of `closing`
+    closing_ids: tuple[int, ...]  # tokens of `closing`
 
     def check(self, vocab_size: int) -> None:
-        """What a step must be able to rely upon. Raises RequestError that names the field."""
+        """Check the bounds that a step relies on. Raises RequestError that names the field."""
         _check(self.num_tokens >= 0, "thinking", "must have a budget of 0 or more")
         for text in (self.opening, self.closing):
             _check(0 < len(text) <= _MAX_MARKER, "thinking", f"a marker has 1 to {_MAX_MARKER} characters")

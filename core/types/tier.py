@@ -1,4 +1,4 @@
-"""Where a replica holds a block."""
+"""Storage tiers of a replica's KV blocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from enum import IntEnum
 
 
 class Tier(IntEnum):
-    """The smaller, the sooner a block is at hand."""
+    """Storage tier. A smaller value is faster to reach."""
 
-    DEVICE = 0  # in the pool that the model computes on
-    HOST = 1  # in the machine's memory, to be copied back
-    DISK = 2  # in a file, to be read and checked
+    DEVICE = 0  # the pool that the model computes on
+    HOST = 1  # host memory; copied back before use
+    DISK = 2  # a file; read and verified before use

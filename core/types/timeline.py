@@ -1,8 +1,8 @@
-"""Where one request's time went: the states that it passed, on the router and on the replicas that served it.
+"""Timeline of one request: the phases it passed through on the router and on its replicas.
 
-A router keeps this of its last requests, whether or not anybody traces them; `cluster trace` draws it, the page shows
-it, and what is traced becomes spans of it. What passes on a replica comes as durations, which the router lays down
-before the moment at which it heard of their end: no clock of another host is read.
+A router keeps the timelines of its last requests, traced or not. `cluster trace` and the status page draw them, and
+traced requests export them as spans. Replicas report durations, which the router places before the moment at which it
+received them: no clock of another host is read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from itertools import pairwise
 from time import monotonic
 from typing import Any
 
-_MAX_SPANS = 256  # of one request: 128 choices that go on elsewhere one by one would have no end of them
+_MAX_SPANS = 256  # of one request: bounds 128 choices that are retried one by one
 
 
 class RequestPhase(StrEnum):
-    """Where several overlap, the one that stands here first is what the others wait for."""
+    """Phase of a request. Where several overlap, the others wait for the one listed first."""
 
-    PREPARE = "prepare"  # the router checks, renders and tokenises
-    QUEUE = "queue"  # in the router, until replicas have room
-    COMPUTE = "compute"  # the prompt, where it is computed
-    FETCH = "pull"  # its prefix, from a peer or a lower tier
-    WIRE = "wire"  # its KV, to the decode replica
-    ROUTE = "route"  # the calls to the replicas
-    WAIT = "wait"  # on a replica: for its turn there, for blocks, for KV that comes
+    PREPARE = "prepare"  # router: validation, chat template, tokenizer
+    QUEUE = "queue"  # router: waiting for replicas with room
+    COMPUTE = "compute"  # prefill of the prompt
+    FETCH = "pull"  # prefix from a peer or a lower tier
+    WIRE = "wire"  # KV transfer to the decode replica
+    ROUTE = "route"  # calls to the replicas
+    WAIT = "wait"  # replica: waiting for its turn, for blocks or for KV in flight
     DECODE = "decode"
-    MOVE = "move"  # to another decode replica, while it goes on
+    MOVE = "move"  # migration to another decode replica while decoding continues
 
 
 _ORDER = {state: number for number, state in enumerate(RequestPhase)}
@@ -35,35 +35,37 @@ _ORDER = {state: number for number, state in enumerate(RequestPhase)}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds since the request's arrival."""
+    """Span of one phase, in seconds since the request's arrival."""
 
     state: RequestPhase
-    replica: str  # "": the router
+    replica: str  # empty: the router
     start_s: float
     end_s: float
 
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """Of one request. Written on the event loop of its router, by the clock `time.monotonic`."""
+    """Timeline of one request. Written on the router's event loop; times are of `time.monotonic`."""
 
-    began: float = field(default_factory=monotonic)  # its arrival
-    spans: list[tuple[RequestPhase, str, float, float]] = field(default_factory=list)  # as Span has them, by that clock
-    first_s: float = 0.0  # until its first token, told when it is over; 0: it is not, or none came
-    ended: float = 0.0  # 0: it is under way
+    began: float = field(default_factory=monotonic)  # arrival
+    spans: list[tuple[RequestPhase, str, float, float]] = field(default_factory=list)  # fields of Span, absolute times
+    first_s: float = 0.0  # time to first token, set at the end; 0: running, or no token
+    ended: float = 0.0  # 0: running
     outcome: str = ""
-    trace_id: str = ""  # of W3C, where it is traced
-    troubles: list[str] = field(default_factory=list)  # why it went on elsewhere
+    trace_id: str = ""  # W3C; empty: not traced
+    troubles: list[str] = field(default_factory=list)  # reasons for its retries
 
     def add(self, state: RequestPhase, replica: str, start: float, end: float | None = None) -> None:
-        """end: None: now. What took no time is no state that it was in."""
+        """Add a span that ends at `end` (None: now). Empty spans are dropped."""
         end = monotonic() if end is None else end
         if start < end and len(self.spans) < _MAX_SPANS:
             self.spans.append((state, replica, start, end))
 
     def add_before(self, end: float, replica: str, parts: list[tuple[RequestPhase, float]], *, since: float) -> float:
-        """Durations one after the other, the last of which ended at `end`, none before `since`; the moment at which the
-        first of them began."""
+        """Add consecutive spans of these durations, the last of which ended at `end`, none before `since`.
+
+        Returns the start of the first one.
+        """
         at = end
         for state, seconds in reversed(parts):
             start = max(since, at - max(0.0, seconds))
@@ -72,12 +74,12 @@ class Timeline:
         return at
 
     def told(self) -> list[Span]:
-        """In the order of their beginnings."""
-        spans = [Span(state, who, start - self.began, end - self.began) for state, who, start, end in self.spans]
+        """Return the spans ordered by their start."""
+        spans = [Span(state, place, start - self.began, end - self.began) for state, place, start, end in self.spans]
         return sorted(spans, key=lambda span: (span.start_s, _ORDER[span.state]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the timeline as plain values."""
         return {
             "outcome": self.outcome or "running",
             "seconds": (self.ended or monotonic()) - self.began,
@@ -89,14 +91,18 @@ class Timeline:
 
 
 def spans_of(told: dict[str, Any]) -> list[Span]:
-    """Of what as_dict has told."""
-    return [Span(RequestPhase(state), str(who), float(start), float(end)) for state, who, start, end in told["spans"]]
+    """Parse the spans of an `as_dict` result."""
+    return [
+        Span(RequestPhase(state), str(place), float(start), float(end)) for state, place, start, end in told["spans"]
+    ]
 
 
 def critical_path(spans: list[Span]) -> list[Span]:
-    """What the request was waiting for at each moment, from its first to its last: of those states that overlap, the
-    one that the others wait for, and of two alike the one that began last. Neighbours of one state on one replica are
-    one."""
+    """Return what the request waited for at each moment, from its first to its last.
+
+    Of overlapping phases, the one that comes first in RequestPhase counts; of two equal ones the one that started last.
+    Adjacent spans of one phase on one replica are merged.
+    """
     moments = sorted({moment for span in spans for moment in (span.start_s, span.end_s)})
     path: list[Span] = []
     for start, end in pairwise(moments):
