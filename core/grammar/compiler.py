@@ -1,7 +1,7 @@
-"""From a client's grammar to masks over one model's vocabulary. llguidance does both, and is known here alone.
+"""Compilation of grammars to token masks over one model's vocabulary. The only user of llguidance.
 
-Its own limits bound what a hostile grammar can cost; where they are passed, it is that grammar that fails. Nothing that
-is compiled serves two requests: matchers of one origin share what they have found out, and with it those limits.
+llguidance's limits bound the cost of a hostile grammar, and exceeding them fails only that grammar. Compiled grammars
+are not shared between requests: copies of a matcher share its lexer states, and with them those limits.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 _END = "<the grammar may end here>"
 _MAX_ERROR = 300  # characters
-_MAX_COMPILE_S = 0.5  # of a thread's time; what would take much longer, a limit refuses before
+_MAX_COMPILE_S = 0.5  # thread time; the limits below reject grammars that would take much longer
 _QUICK_S = 0.02
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=100_000,  # some 2 ms
-    step_lexer_fuel=50_000,  # some 4 ms
+    initial_lexer_fuel=100_000,  # about 2 ms
+    step_lexer_fuel=50_000,  # about 4 ms
     step_max_items=20_000,
     max_items_in_row=10_000,  # a schema of 1,000 optional properties needs 4,007
-    max_lexer_states=10_000,  # some 10 MB
+    max_lexer_states=10_000,  # about 10 MB
     max_grammar_size=20_000,  # symbols; that schema takes 0.2 s
     verbose_errors=False,
 )
@@ -48,17 +48,17 @@ _BEGINS_LARK = re.compile(r"\s*(%llguidance\b|start\s*:)")
 
 
 class GrammarCompiler:
-    """Any thread may use it. Making one holds the interpreter for as long as the vocabulary takes, 0.3 s of 49,152."""
+    """Compiler for one tokenizer. Thread-safe. Its construction holds the GIL: 0.3 s for 49,152 tokens."""
 
     def __init__(self, model_dir: Path, *, vocab_size: int) -> None:
-        """vocab_size: of the logits. A model whose tokenizer is not understood has no grammars, and serves the rest."""
+        """vocab_size: of the logits. With an unsupported tokenizer the model is served without grammars."""
         self._tokenizer, self.special_tokens = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
         if self._tokenizer is not None:
             of_tokenizer = self._tokenizer.vocab_size
             self._tokens = bits_of(range(vocab_size), of_tokenizer) & ~bits_of(self._tokenizer.eos_tokens, of_tokenizer)
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
-        """For one request. Mostly some ms, without the interpreter. Raises RequestError that names `param`."""
+        """Compile for one request, mostly within milliseconds and without the GIL. Raises RequestError for `param`."""
         tokenizer = self._understood(param)
         grammar.check(param)
         begin = time.thread_time()
@@ -66,7 +66,7 @@ class GrammarCompiler:
             source = _source(grammar)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
             problem = matcher.get_error() or _first_problem(matcher)
-        except ValueError as error:  # of a schema that is none, and of a grammar that cannot be rewritten
+        except ValueError as error:  # an invalid schema, or a grammar that cannot be rewritten
             problem = str(error)
         took_s = time.thread_time() - begin
         if not problem and took_s > _MAX_COMPILE_S:
@@ -74,25 +74,27 @@ class GrammarCompiler:
         if problem:
             raise RequestError(f"{param}: {_in_one_line(problem)}", param=param)
 
-        def anew() -> LLMatcher:
+        def rebuild() -> LLMatcher:
             return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
-        again = anew if took_s < _QUICK_S else None
-        return CompiledGrammar(matcher, tokens=self._tokens, vocab_size=tokenizer.vocab_size, anew=again)
+        quick_rebuild = rebuild if took_s < _QUICK_S else None
+        return CompiledGrammar(matcher, tokens=self._tokens, vocab_size=tokenizer.vocab_size, rebuild=quick_rebuild)
 
     def bounded(
         self, budget: ThinkingBudget, grammar: GrammarMask | None = None, *, param: str = "thinking"
     ) -> ThinkingMask:
-        """The mask of the first choice of a request, which thinks for so long, around that of its grammar. Raises
-        RequestError that names `param`."""
+        """Return the mask of a request's first choice with a thinking budget, around the mask of its grammar.
+
+        Raises RequestError for `param`.
+        """
         tokenizer = self._understood(param)
 
         markers = (budget.opening.encode(), budget.closing.encode())
 
         def bytes_of(token_id: int) -> bytes:
-            said = tokenizer.decode_bytes([token_id])
-            is_hidden = tokenizer.is_special_token(token_id) and said not in markers
-            return b"" if is_hidden else said
+            text = tokenizer.decode_bytes([token_id])
+            is_hidden = tokenizer.is_special_token(token_id) and text not in markers
+            return b"" if is_hidden else text
 
         return ThinkingMask(budget, bytes_of=bytes_of, vocab_size=tokenizer.vocab_size, grammar=grammar)
 
@@ -103,7 +105,7 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """The compiled grammar of one request, for the masks of its choices: they share what these may cost."""
+    """Compiled grammar of one request. The masks of its choices share its cost limits."""
 
     def __init__(
         self,
@@ -111,27 +113,27 @@ class CompiledGrammar:
         *,
         tokens: NDArray[np.uint32],
         vocab_size: int,
-        anew: Callable[[], LLMatcher] | None,
+        rebuild: Callable[[], LLMatcher] | None,
     ) -> None:
-        """tokens: bits of what the model has, without the matcher's own end. vocab_size: of the matcher. anew: compiles
-        it again, soon; None: it takes long."""
+        """tokens: bitmask of the model's tokens, without the matcher's end token. vocab_size: of the matcher. rebuild:
+        compiles the grammar again; None if that is slow."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._tokens = tokens
-        self._anew = anew
-        self.is_quick = anew is not None  # compiling it took so little that nobody need count how often it is done
+        self._rebuild = rebuild
+        self.is_quick = rebuild is not None  # compiles so fast that it needs no rate limit
 
     def mask(self, stop_token_ids: Iterable[int]) -> GrammarMask:
-        """Of the first choice, at its beginning. stop_token_ids: what may end it where the grammar lets it end."""
+        """Return the mask of a choice at its start. stop_token_ids: tokens that may end it where the grammar may end."""
         ends = bits_of(stop_token_ids, self._vocab_size)
-        return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends, anew=self._anew)
+        return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends, rebuild=self._rebuild)
 
 
 def _open_tokenizer(path: Path, vocab_size: int) -> tuple[LLTokenizer | None, dict[str, int]]:
-    """With one token more, which no model has: the end of an answer. Left to itself, llguidance may take token 0.
+    """Open the tokenizer with one extra token, the end of an answer: by default llguidance may use token 0.
 
-    And the tokens that no text of a grammar matches, only `<[id]>` does, by their text: llguidance takes every added
-    token in angle brackets for one of these.
+    Also returns the special tokens by text, which only `<[id]>` matches: llguidance treats every added token in angle
+    brackets as one.
     """
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -139,30 +141,30 @@ def _open_tokenizer(path: Path, vocab_size: int) -> tuple[LLTokenizer | None, di
         tokenizer.add_special_tokens([_END])
         end = tokenizer.token_to_id(_END)
         if end is None or end in known:
-            raise ValueError("it has no room for a token more")
+            raise ValueError("it has no room for another token")
         opened = LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1, 1 + max(known)), eos_token=[end])
         added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         return opened, {text: i for text, i in added.items() if i != end and opened.is_special_token(i)}
-    except Exception as error:  # of tokenizers, plain Exception
-        logger.warning("no grammars: %s: %s", path, _in_one_line(str(error)))
+    except Exception as error:  # tokenizers raises plain Exception
+        logger.warning("grammars are disabled: %s: %s", path, _in_one_line(str(error)))
         return None, {}
 
 
 def _source(grammar: Grammar) -> str:
-    """As llguidance reads it. Raises ValueError."""
+    """Return the grammar in llguidance's form. Raises ValueError."""
     match grammar.kind:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(SCHEMA_RULE.sub(_exact_rule, _as_lark(grammar.text)))
         case GrammarKind.STRUCTURAL_TAG:
-            raise ValueError("structural tags are Lark before they are compiled")
+            raise ValueError("structural tags must be converted to Lark before they are compiled")
     is_lenient = grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     return LLMatcher.grammar_from_json_schema(_exact_text(grammar.text, {**WRITTEN, "lenient": is_lenient}))
 
 
 def _exact_rule(rule: re.Match[str]) -> str:
-    """Of a grammar in Lark, a rule that is a schema. What is no schema, llguidance says."""
+    """Rewrite a Lark rule that is a schema. Invalid schemas are left to llguidance's error message."""
     try:
         options = json.loads(rule[2]).get("x-guidance", {})
     except (ValueError, AttributeError, RecursionError):
@@ -171,9 +173,9 @@ def _exact_rule(rule: re.Match[str]) -> str:
 
 
 def _exact_text(text: str, options: dict[str, Any]) -> str:
-    """options: how it is written; what the schema says of that is not asked, for it could take back what is done here.
+    """Rewrite a schema with `options`, which override the schema's own: those could undo this rewrite.
 
-    JSON is written as json.dumps does: whoever may add blanks may go on for ever. Raises ValueError.
+    Instances are formatted as by json.dumps: optional blanks could repeat without end. Raises ValueError.
     """
     is_lenient = options.get("lenient") is True
     try:
@@ -189,7 +191,7 @@ def _exact_text(text: str, options: dict[str, Any]) -> str:
 
 
 def _as_lark(text: str) -> str:
-    """Also from llama.cpp's notation. Raises ValueError."""
+    """Return Lark text; converts llama.cpp's GBNF. Raises ValueError."""
     if any(_BEGINS_LARK.match(line) for line in text.splitlines()):
         return text
     try:
@@ -199,15 +201,15 @@ def _as_lark(text: str) -> str:
 
 
 def _first_problem(matcher: LLMatcher) -> str:
-    """Why no answer can even begin."""
+    """Return why no answer can even begin; empty if one can."""
     probe = matcher.deep_copy()
     has_any = any(probe.compute_bitmask())
     if has_any and not probe.is_error():
         return ""
-    said = probe.get_error().partition("\n")[0].replace("NoExtensionBias", "").strip()  # which is that, in its words
-    return f"no answer keeps to it ({said or 'nothing fits'})"
+    detail = probe.get_error().partition("\n")[0].replace("NoExtensionBias", "").strip()  # its name for this error
+    return f"no answer keeps to it ({detail or 'nothing fits'})"
 
 
 def _in_one_line(text: str) -> str:
-    said = text.partition("<backtrace>")[0].replace("<non-verbose/>", "")
-    return " ".join(said.split())[:_MAX_ERROR]
+    message = text.partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    return " ".join(message.split())[:_MAX_ERROR]

@@ -1,4 +1,4 @@
-"""Which tokens may follow those of one sequence, by a compiled grammar."""
+"""Token masks of one sequence, from a compiled grammar."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-# A mask takes some 40 us. What costs ten times as much, again and again, holds up every other row of its steps.
+# A mask takes about 40 us. One that repeatedly costs ten times as much delays every other row of its steps.
 _FREE_S, _S_PER_MASK = 0.5, 0.0005
-_FULL = ("too many states", "too many expressions")  # the matcher has found out all that it may
+_FULL = ("too many states", "too many expressions")  # errors of a matcher whose lexer cache is full
 
 
 class GrammarMask:
-    """Implements engine.sampling.params.TokenMask for one sequence, whose tokens only ever grow. Owned by who steps
-    it."""
+    """Implementation of engine.sampling.params.TokenMask for one append-only sequence. Owned by its step thread."""
 
     def __init__(
         self,
@@ -26,33 +25,34 @@ class GrammarMask:
         *,
         tokens: NDArray[np.uint32],
         ends: NDArray[np.uint32],
-        anew: Callable[[], LLMatcher] | None = None,
+        rebuild: Callable[[], LLMatcher] | None = None,
     ) -> None:
-        """tokens: bits of what the model has, without the matcher's own end. ends: of what may end the sequence where
-        the grammar may end. anew: another such matcher, soon, when this one is full; None: it would take long."""
+        """tokens: bitmask of the model's tokens, without the matcher's end token. ends: bitmask of the tokens that may
+        end the sequence where the grammar may end. rebuild: returns a fresh matcher when this one is full; None if
+        that is slow."""
         self.failure = ""
         self._matcher = matcher
         self._tokens = tokens
         self._ends = ends
-        self._anew = anew
-        self._num_taken = 0  # tokens that the matcher has seen
-        self._cost = _Cost()  # of it and its forks
+        self._rebuild = rebuild
+        self._num_taken = 0  # tokens consumed by the matcher
+        self._cost = _Cost()  # shared with the forks
 
     def may_forbid(self, tokens: Sequence[int], start: int, num_in_flight: int) -> bool:
         return True
 
     def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
-        """None at all once `failure` says why."""
+        """Return the mask of the next token; all zero if `failure` is set."""
         begin = time.thread_time()
         words = self._allowed(tokens, start)
-        if self._anew and any(said in self.failure for said in _FULL):
-            self._matcher, self._num_taken, self.failure = self._anew(), 0, ""
+        if self._rebuild and any(error in self.failure for error in _FULL):
+            self._matcher, self._num_taken, self.failure = self._rebuild(), 0, ""
             words = self._allowed(tokens, start)
         self._check(self._cost.is_borne(time.thread_time() - begin), "following it takes too long")
         return words if not self.failure else words * 0
 
     def only(self, tokens: Sequence[int], start: int) -> int | None:
-        """Known at once where the grammar forces what comes next: its mask has one token then, and takes 5 us."""
+        """Return the next token if the grammar forces one. Faster than `allowed`: such a mask takes 5 us."""
         begin = time.thread_time()
         found = self._only(tokens, start)
         is_borne = self._cost.is_borne(time.thread_time() - begin, num_masks=int(found is not None))
@@ -60,7 +60,7 @@ class GrammarMask:
         return found if not self.failure else None
 
     def take(self, tokens: Sequence[int], start: int) -> None:
-        """See what is new of tokens[start:]."""
+        """Consume the new tokens of tokens[start:]."""
         new = list(tokens[start + self._num_taken :])
         if new:
             self._matcher.consume_tokens(new)
@@ -68,8 +68,8 @@ class GrammarMask:
             self._check(not self._matcher.is_error(), "")
 
     def fork(self) -> GrammarMask:
-        """For another sequence, with the same tokens so far."""
-        twin = GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=self._ends, anew=self._anew)
+        """Return a copy for another sequence with the same tokens so far."""
+        twin = GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=self._ends, rebuild=self._rebuild)
         twin.failure, twin._num_taken, twin._cost = self.failure, self._num_taken, self._cost
         return twin
 
@@ -82,7 +82,7 @@ class GrammarMask:
         return words
 
     def _only(self, tokens: Sequence[int], start: int) -> int | None:
-        """The bytes that are forced may be written in several ways: which of them it is, the mask alone says."""
+        """Return the forced token. Forced bytes may have several tokenizations, so the mask must have one bit."""
         if not self.failure:
             self.take(tokens, start)
         is_forced = not self.failure and (self._matcher.compute_ff_tokens() or self._matcher.is_stopped())
@@ -106,26 +106,26 @@ class GrammarMask:
 
     def _check(self, is_met: bool, why: str) -> None:
         if not is_met and not self.failure:
-            said = self._matcher.get_error().partition("\n")[0]
-            self.failure = f"the grammar cannot be followed any further: {said or why}"
+            error = self._matcher.get_error().partition("\n")[0]
+            self.failure = f"the grammar cannot be followed any further: {error or why}"
 
 
 @dataclass(slots=True)
 class _Cost:
-    """What the masks of one request have cost, in its thread's time."""
+    """Thread time spent on the masks of one request."""
 
     spent_s: float = 0.0
     num_masks: int = 0
 
     def is_borne(self, more_s: float, num_masks: int = 1) -> bool:
-        """By those who share its steps."""
+        """Add a cost; return whether the total is acceptable to the other rows of its steps."""
         self.spent_s += more_s
         self.num_masks += num_masks
         return self.spent_s < _FREE_S + _S_PER_MASK * self.num_masks
 
 
 def bits_of(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
-    """A bit for each token of the vocabulary, 32 in a word, the lowest first; those beyond it are left out."""
+    """Return a bitmask of the vocabulary, 32 tokens per word, lowest bit first; ids outside are ignored."""
     words = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
     for token_id in token_ids:
         if 0 <= token_id < vocab_size:

@@ -1,6 +1,6 @@
-"""A JSON schema said so that llguidance keeps to all of it: what it knows too loosely is said in words that it knows.
+"""Rewriting of JSON schemas so that llguidance enforces them completely: loose keywords become equivalent strict ones.
 
-Found with the specification's own tests (json-schema-org/JSON-Schema-Test-Suite), and with drawn schemas.
+Found with the specification's own tests (json-schema-org/JSON-Schema-Test-Suite) and with random schemas.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from core.types.json_schema import changed
 
-# Two spellings of one key would be two keys to the masks: so no character has a second one. Control characters beside
-# these five have no first one then, and are not written.
+# Each character has exactly one spelling: two spellings of a key would be two keys to the masks. Other control
+# characters than these five have none and cannot be written.
 ESCAPES = 'nrbtf\\"'
-_UNWRITTEN = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01]|7f)")  # in what json.dumps makes
-_MAX_STEP = 16_384  # of `multipleOf`, as _step has it: 0.1 s; a million takes 7
+_UNWRITTEN = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01]|7f)")  # in the output of json.dumps
+_MAX_STEP = 16_384  # limit of `multipleOf` as in _step: compiles in 0.1 s; a million takes 7 s
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-# Beside a whole number that is excluded; of much smaller ones llguidance does not know.
+# Distance from an excluded whole number; llguidance ignores much smaller ones.
 _MARGIN, _RELATIVE = 1e-9, 1e-14
-_RENDEZVOUS = frozenset(("allOf", "anyOf", "oneOf", "$ref"))  # through which several schemas hold for one value
-_LEAP = "(?:0[48]|[2468][048]|[13579][26])"  # two digits of a year
+_RENDEZVOUS = frozenset(("allOf", "anyOf", "oneOf", "$ref"))  # keywords that apply several schemas to one value
+_LEAP = "(?:0[48]|[2468][048]|[13579][26])"  # last two digits of a leap year
 _DAYS = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|(?:[0-9][0-9]{_LEAP}|{_LEAP}00)-02-29)"
-_YEARS = "^[0-9]{0,3}[1-9]"  # from 1, as Python and others count
-_SECONDS = "^[^:]*:[0-9]{2}:[0-5]"  # no leap second, of which only some are
+_YEARS = "^[0-9]{0,3}[1-9]"  # from year 1, as in Python
+_SECONDS = "^[^:]*:[0-9]{2}:[0-5]"  # excludes leap seconds, most of which are invalid
 _LABEL = "(?:[^.]{1,2}|[^.]{2}[^.-][^.]*|[^.]{2}-(?:[^.-][^.]*)?)"
-_LABELS = rf"^(?:{_LABEL}\.)*{_LABEL}\.?$"  # none as xn--…, which stands for other letters by rules of its own
+_LABELS = rf"^(?:{_LABEL}\.)*{_LABEL}\.?$"  # excludes xn--… labels, which have rules of their own
 _FORMATS = {
     "date": (_DAYS, _YEARS),
     "time": (_SECONDS,),
@@ -39,11 +39,11 @@ _FORMATS = {
 
 
 def exact(schema: Any, *, is_lenient: bool) -> Any:
-    """Raises ValueError where it cannot be said, unless it is lenient, and RecursionError."""
+    """Rewrite a schema. Raises RecursionError, and ValueError if it cannot be enforced, unless `is_lenient`."""
     found = _parts(schema)
     is_slow, near = _is_slow(found), _near(found)
     if is_slow and not is_lenient:
-        text = f"such as all together are kept to up to {_MAX_STEP}, zeros at its end and the point aside"
+        text = f"values must have a common multiple of at most {_MAX_STEP}, ignoring trailing zeros and the point"
         raise ValueError(f"multipleOf: {text}")
 
     def change(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def exact(schema: Any, *, is_lenient: bool) -> Any:
 
 
 def has_unwritten(value: Any) -> bool:
-    """Whether a text in it has a character that ESCAPES leave out. value: JSON's."""
+    """Return whether a text in the JSON value has a character that cannot be written with ESCAPES."""
     return bool(_UNWRITTEN.search(json.dumps(value)))
 
 
@@ -83,25 +83,25 @@ def _parts(schema: Any) -> list[Mapping[str, Any]]:
 
 
 def _near(found: Iterable[Mapping[str, Any]]) -> set[int]:
-    """Whole numbers less than 1 away from a bound that is farther from 0: where they are excluded, llguidance lets them
-    through all the same, be the two bounds said in one part or in several."""
+    """Return the whole numbers less than 1 away from a fractional bound that is farther from 0. llguidance allows them
+    even if another bound, in the same or in another part, excludes them."""
     bounds = (keywords[key] for keywords in found for key in _BOUNDS if key in keywords)
     between = [value for value in bounds if isinstance(value, float) and not (math.isinf(value) or value.is_integer())]
     return {around(value) for value in between if value == value for around in (math.floor, math.ceil)}
 
 
 def _is_slow(found: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a number's remainder has more values than can be told apart in time: where several steps may hold for
-    one number, they count as one that all of them divide."""
+    """Return whether `multipleOf` needs too many remainders. If several may apply to one number, their least common
+    multiple counts."""
     steps = {step for keywords in found for step in _step(keywords.get("multipleOf"))}
     is_rendezvous = any(_RENDEZVOUS & keywords.keys() for keywords in found)
     return (lcm(*steps) if is_rendezvous else sum(steps)) > _MAX_STEP
 
 
 def _step(value: Any) -> Iterator[int]:
-    """Its digits, without factors that a decimal's last digits alone tell of."""
+    """Return the digits without factors of 2 and 5, which the last digits of a decimal decide alone."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        return  # whoever compiles it says what is wrong
+        return  # the compiler reports the error
     step = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))
     for factor in (2, 5):
         while step % factor == 0:
@@ -112,16 +112,16 @@ def _step(value: Any) -> Iterator[int]:
 def _check(keywords: Mapping[str, Any]) -> None:
     for key in ("const", "enum"):
         if has_unwritten(keywords.get(key)):
-            raise ValueError(f"{key}: of control characters \\b, \\f, \\n, \\r and \\t can be written, and no other")
+            raise ValueError(f"{key}: the only supported control characters are \\b, \\f, \\n, \\r and \\t")
     least, required = keywords.get("minProperties"), keywords.get("required", [])
     is_open = keywords.get("additionalProperties", True) is not False or "patternProperties" in keywords
     if isinstance(least, int) and isinstance(required, list) and is_open and least > 1 + len(required):
-        text = f"up to {1 + len(required)} can be kept to here, one more than are required: keys that are not named in"
+        text = f"at most {1 + len(required)} is supported, one more than are required: keys that are not named in"
         raise ValueError(f"minProperties: {text} properties may come twice; set additionalProperties to false")
 
 
 def _in_rust(pattern: str) -> str:
-    """With what is a set of characters in Rust alone as ECMA-262 means it. Raises ValueError."""
+    """Escape set operators that only Rust's regex has, so that sets mean the same as in ECMA-262. Raises ValueError."""
     made, is_set, at = list[str](), False, 0
     while at < len(pattern):
         one, two = pattern[at], pattern[at : at + 2]

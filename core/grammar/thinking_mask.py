@@ -1,4 +1,4 @@
-"""A mask that lets an answer think for so many tokens, and then writes the end of its thinking."""
+"""Token mask that limits the thinking of an answer, and then forces its closing marker."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NEVER = 1 << 62
 
 
 class ThinkingMask:
-    """Implements engine.sampling.params.TokenMask for one sequence, whose tokens only ever grow, around the mask of its
-    grammar. Owned by who steps it.
+    """Implementation of engine.sampling.params.TokenMask for one append-only sequence, around the mask of its grammar.
+    Owned by its step thread.
 
-    All that it knows it reads from the tokens so far: wherever a sequence goes on, it goes on as here.
+    Its state is a function of the tokens so far, so a migrated or retried sequence continues alike.
     """
 
     def __init__(
@@ -29,8 +29,7 @@ class ThinkingMask:
         vocab_size: int,
         grammar: GrammarMask | None = None,
     ) -> None:
-        """bytes_of: a token's. vocab_size: that masks have bits for. grammar: what the answer, its thinking with it,
-        keeps to."""
+        """bytes_of: bytes of a token. vocab_size: bits of a mask. grammar: of the whole output, thinking included."""
         self._budget = budget
         self._bytes_of = bytes_of
         self._vocab_size = vocab_size
@@ -42,8 +41,8 @@ class ThinkingMask:
         return self._grammar.failure if self._grammar else ""
 
     def may_forbid(self, tokens: Sequence[int], start: int, num_in_flight: int) -> bool:
-        """Without a grammar only where the end of the thinking may be next: before that and behind it a sequence is as
-        any other, and its steps run ahead."""
+        """Return whether a mask is needed. Without a grammar, only near the end of the thinking; other steps may be
+        scheduled asynchronously."""
         if self._grammar is not None:
             return True
         self._thinking.take(tokens, start)
@@ -66,11 +65,11 @@ class ThinkingMask:
         return forced
 
     def take(self, tokens: Sequence[int], start: int) -> None:
-        """See what is new of tokens[start:]."""
+        """Consume the new tokens of tokens[start:]."""
         self._thinking.take(tokens, start)
 
     def fork(self) -> ThinkingMask:
-        """It reads the tokens again: mostly there are none yet."""
+        """Return a copy. It reads the tokens again; there are rarely any yet."""
         grammar = self._grammar.fork() if self._grammar else None
         return ThinkingMask(self._budget, bytes_of=self._bytes_of, vocab_size=self._vocab_size, grammar=grammar)
 
@@ -80,24 +79,24 @@ class ThinkingMask:
 
 
 class _Thinking:
-    """Reads tokens as frontend.parsers.thinking reads their text: thinking is all behind the token that completes the
-    opening marker, up to the one that completes the closing marker."""
+    """Parser of the thinking part, equivalent to frontend.parsers.thinking on text: thinking starts after the token
+    that completes the opening marker and ends with the one that completes the closing marker."""
 
     def __init__(self, budget: ThinkingBudget, bytes_of: Callable[[int], bytes], *, finishes_characters: bool) -> None:
-        """finishes_characters: no end comes within one. What is thought keeps to a grammar then, which knows nothing
-        of their pieces, and lets the rest of one follow, 3 tokens at most."""
+        """finishes_characters: never end within a multi-token character, which takes up to 3 more tokens. Needed with a
+        grammar, which would reject the incomplete character."""
         self.num_seen = 0
         self._budget = budget
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""  # text in which a marker may have begun
-        self._begin: int | None = 0 if budget.is_open else None  # of the thinking, among the generated tokens
-        self._is_over = False  # or there is none
+        self._held = ""  # text that may contain the start of a marker
+        self._begin: int | None = 0 if budget.is_open else None  # index of the first thinking token
+        self._is_over = False  # the thinking ended, or there is none
         self._finishes_characters = finishes_characters
-        self._num_late = 0  # tokens beyond the budget that finish a character
+        self._num_late = 0  # tokens beyond the budget that complete a character
 
     def take(self, tokens: Sequence[int], start: int) -> None:
-        """See what is new of tokens[start:]."""
+        """Consume the new tokens of tokens[start:]."""
         num_tokens = len(tokens) - start
         while self.num_seen < num_tokens and not self._is_over:
             self._held += self._decoder.decode(self._bytes_of(tokens[start + self.num_seen]))
@@ -111,7 +110,7 @@ class _Thinking:
 
     @property
     def forced(self) -> int | None:
-        """The next token, where it is of the end of the thinking."""
+        """Next token if it belongs to the forced end of the thinking."""
         if self._is_over or self._begin is None:
             return None
         number = self._num_over(self._begin)
@@ -119,7 +118,7 @@ class _Thinking:
 
     @property
     def earliest_end(self) -> int:
-        """How many tokens there are at least when one is forced."""
+        """Minimum number of generated tokens at which one is forced."""
         if self._is_over:
             return _NEVER
         begin = self.num_seen + 1 if self._begin is None else self._begin
@@ -139,9 +138,9 @@ class _Thinking:
         self._held = self._held[1 - len(closing) :] if len(closing) > 1 else ""
 
     def _is_cut(self, begin: int) -> bool:
-        """Whether the end of the thinking would come next, and the last character is in pieces."""
+        """Return whether the thinking would end in the middle of a character."""
         return self._num_over(begin) == 0 and bool(self._decoder.getstate()[0])
 
     def _num_over(self, begin: int) -> int:
-        """Tokens behind the last one of the thinking that may be; below 0: it may have more."""
+        """Return the number of tokens beyond the budget; negative while the budget lasts."""
         return self.num_seen - begin - self._budget.num_tokens - self._num_late

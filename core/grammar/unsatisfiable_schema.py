@@ -1,5 +1,5 @@
-"""Whether a JSON schema has no instance that ends: one whose parts only lead back to themselves has none, and an answer
-to it would go on until its length cuts it."""
+"""Detection of JSON schemas without a finite instance, such as a part that requires itself. An answer to one would
+continue until its length limit."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 from core.types.json_schema import target
 
-_NESTED = ("null", "array", "object")  # the two kinds of values that may not end, and one for all others
+_NESTED = ("null", "array", "object")  # the two kinds of values that may not end; null stands for all others
 
 
 def is_endless(schema: Any) -> bool:
-    """What is not understood is taken to end. Takes as long as the schema is, whatever refers to what in it."""
+    """Return whether no instance ends. Unknown keywords count as finite. Takes time linear in the schema."""
     return not _Needs(schema).are_met()
 
 
 class _Needs:
-    """What each part of a document needs to end: each is looked at once, and told once to those that need it.
+    """Graph of the parts that each part of a document needs in order to end. Each part is visited once.
 
-    A part is a number here, and so is what several parts are together.
+    A node is the number of a part, or of a combination of parts.
     """
 
     def __init__(self, document: Any) -> None:
         self._document = document
-        self._numbers: dict[int, int] = {}  # of parts that may not end, by their identity
+        self._numbers: dict[int, int] = {}  # id() of a part that may not end -> node
         self._unread: list[tuple[int, Mapping[str, Any]]] = []
-        self._num_lacking: list[int] = []  # by number; 0: it ends
+        self._num_lacking: list[int] = []  # unmet needs per node; 0: it ends
         self._needed_by: list[list[int]] = []
 
     def are_met(self) -> bool:
-        """By the whole document."""
+        """Return whether the whole document has a finite instance."""
         whole = self._part(self._document)
         while self._unread:
             number, part = self._unread.pop()
@@ -52,7 +52,7 @@ class _Needs:
         return self._numbers[id(schema)]
 
     def _checks(self, schema: Mapping[str, Any]) -> Iterator[int]:
-        """All that must hold for one value."""
+        """Yield the nodes that one value must satisfy."""
         yield from map(self._part, _list(schema.get("allOf")))
         if isinstance(reference := schema.get("$ref"), str):
             try:
@@ -78,7 +78,7 @@ class _Needs:
         return number
 
     def _any(self, some: Sequence[int]) -> int:
-        """One of these, where there are any."""
+        """Return a node that needs one of `some`, if there are any."""
         number = self._new()
         self._num_lacking[number] = min(1, len(some))
         for one in some:

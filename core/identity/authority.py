@@ -1,4 +1,4 @@
-"""Who issues the certificates of a deployment: an authority of its own, or one that an operator lends it."""
+"""Certificate authority of a deployment: its own, or an intermediate one that the operator provides."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from core.identity.process_name import ProcessName
 from core.types.errors import SpecError
 
 LIFE_S = 24 * 3600.0
-_BACKDATED_S = 600.0  # clocks of machines differ
-_OWN_LIFE = datetime.timedelta(days=3650)  # of an authority that is made for a deployment: it ends with that
+_BACKDATED_S = 600.0  # allows for clock skew
+_OWN_LIFE = datetime.timedelta(days=3650)  # of a generated authority, which is deleted with its deployment
 _MAX_BYTES = 1 << 20
 _OPEN_TO_OTHERS = 0o077
 
@@ -29,17 +29,17 @@ _SigningKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519Pr
 
 
 class Authority:
-    """Holds the one private key that could make another process look like ours; whoever has this object may issue."""
+    """Certificate authority with its private key. Any holder of this object can issue certificates."""
 
     def __init__(self, key: _SigningKey, chain: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> None:
-        """chain: the certificate of `key` first, then those between it and one of `roots`."""
+        """chain: the certificate of `key`, then the intermediates up to one of `roots`."""
         self._key = key
         self._chain = chain
         self._roots = roots
 
     @classmethod
     def create(cls, deployment: str) -> Authority:
-        """A new one, which nobody else knows."""
+        """Generate an authority with a new key."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"xpyd {deployment}")])
         now = _now()
@@ -60,7 +60,7 @@ class Authority:
 
     @classmethod
     def from_files(cls, *, ca: str, certificate: str, key: str) -> Authority:
-        """An operator's: `certificate` may issue others, and comes from `ca`. Raises SpecError, by the file's name."""
+        """Read an operator's authority: `certificate` is a CA issued by `ca`. Raises SpecError that names the file."""
         roots, chain = _read_certificates("ca", ca), _read_certificates("certificate", certificate)
         authority = cls(_read_key(key), chain, roots)
         authority._check(certificate, key)
@@ -68,7 +68,7 @@ class Authority:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Authority:
-        """What to_json has made."""
+        """Parse the result of to_json."""
         tree = json.loads(text)
         key = serialization.load_pem_private_key(tree["key"].encode(), password=None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -76,28 +76,28 @@ class Authority:
         return cls(key, [root], [root])
 
     def to_json(self) -> str:
-        """All of it, the private key too: of an authority made by create()."""
+        """Serialize an authority made by create(), private key included."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         return json.dumps({"key": key.decode(), "certificate": _pem(self._roots).decode()})
 
     def issue(self, name: ProcessName, request: bytes, *, life_s: float = LIFE_S) -> Certificate:
-        """A certificate for whoever holds the key of this request (PEM). What else the request says is not looked at.
+        """Issue a certificate for the key of this request (PEM). All other fields of the request are ignored.
 
-        Raises SpecError for what is no such request, and when the authority's own certificate has ended.
+        Raises SpecError for an invalid request, and if the authority's own certificate has expired.
         """
-        asked = _read_request(request)
+        csr = _read_request(request)
         issuer, now = self._chain[0], _now()
         ends = min(now + datetime.timedelta(seconds=life_s), *(link.not_valid_after_utc for link in self._chain))
         if ends <= now and life_s > 0:
             raise SpecError(f"the authority's own certificate has ended, on {ends:%Y-%m-%d %H:%M} UTC: renew it")
         names = [x509.UniformResourceIdentifier(name.uri), x509.DNSName(name.host)]
-        made = (
+        leaf = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([]))
             .issuer_name(issuer.subject)
-            .public_key(asked.public_key())
+            .public_key(csr.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(min(now, ends) - datetime.timedelta(seconds=_BACKDATED_S))
             .not_valid_after(ends)
@@ -108,11 +108,11 @@ class Authority:
             .sign(self._key, None if isinstance(self._key, ed25519.Ed25519PrivateKey) else hashes.SHA256())
         )
         between = [link for link in self._chain if link not in self._roots]
-        chain, roots = _pem([made, *between]), _pem(self._roots)
+        chain, roots = _pem([leaf, *between]), _pem(self._roots)
         return Certificate(chain=chain, authorities=roots, life_s=(ends - now).total_seconds())
 
     def _check(self, certificate: str, key: str) -> None:
-        """That others will believe what we issue."""
+        """Check that peers will accept what this authority issues. Raises SpecError."""
         own = self._chain[0]
         if own.public_key() != self._key.public_key():
             _reject("key", key, "is not the key of security.certificate")
@@ -146,7 +146,7 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
 
 
 def _is_path(chain: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
-    """Whether each one is issued by the next, and the last by a root, if it is none itself."""
+    """Return whether each certificate is issued by the next, and the last is a root or issued by one."""
     last = chain[-1]
     ends = last in roots or any(_has_issued(root, last) for root in roots)
     return ends and all(_has_issued(issuer, issued) for issued, issuer in pairwise(chain))
@@ -162,12 +162,12 @@ def _has_issued(issuer: x509.Certificate, issued: x509.Certificate) -> bool:
 
 def _read_request(request: bytes) -> x509.CertificateSigningRequest:
     try:
-        asked = x509.load_pem_x509_csr(request)
+        csr = x509.load_pem_x509_csr(request)
     except ValueError as error:
-        raise SpecError(f"this is no request for a certificate: {error}") from None
-    if not asked.is_signature_valid:
-        raise SpecError("this request for a certificate is not signed by the key that it names")
-    return asked
+        raise SpecError(f"invalid certificate request: {error}") from None
+    if not csr.is_signature_valid:
+        raise SpecError("invalid certificate request: it is not signed by the key that it names")
+    return csr
 
 
 def _read_certificates(field: str, path: str) -> list[x509.Certificate]:

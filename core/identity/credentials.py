@@ -1,4 +1,4 @@
-"""Who a process is, and what it shows others as proof."""
+"""Identity of a process, and the TLS credentials that prove it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from core.identity.process_name import ProcessName
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What an authority answers: nothing in it is secret. PEM."""
+    """Issued certificate. Public. PEM."""
 
-    chain: bytes  # the process's own certificate first, then those between it and `authorities`
-    authorities: bytes  # whose certificates are to be accepted
-    life_s: float  # from when it was issued
+    chain: bytes  # the process's own certificate, then the intermediates
+    authorities: bytes  # trusted roots
+    life_s: float  # from its issue
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsCredentials:
-    """A certificate together with its private key, which has never left this process. PEM."""
+    """Certificate with its private key, which never leaves this process. PEM."""
 
     certificate: Certificate
     key: bytes = field(repr=False)
 
 
 class Identity:
-    """The name of this process and its present papers; None where the deployment has `security.tls: off`.
+    """Name and current credentials of this process; credentials are None with `security.tls: off`.
 
-    One thread renews; servers and channels read from any other, at each handshake and at each new call.
+    One thread renews. Servers and channels read from any thread, at each handshake and each new call.
     """
 
     def __init__(self, name: ProcessName, tls_credentials: TlsCredentials | None) -> None:
@@ -39,10 +39,10 @@ class Identity:
         return self._tls_credentials
 
     def renew(self, tls_credentials: TlsCredentials) -> None:
-        """From now on these are shown. A deployment without TLS stays so."""
-        assert self._tls_credentials, f"{self.name} has no papers that could be renewed"
+        """Replace the credentials. A deployment without TLS never calls this."""
+        assert self._tls_credentials, f"{self.name} has no credentials that could be renewed"
         self._tls_credentials = tls_credentials
 
     def rank(self, replica: str, rank: int) -> ProcessName:
-        """A rank of the same deployment."""
+        """Return the name of a rank of the same deployment."""
         return ProcessName.of_rank(self.name.deployment, replica, rank)

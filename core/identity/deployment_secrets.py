@@ -1,4 +1,4 @@
-"""What the processes of one deployment share, and nobody else has."""
+"""Secrets shared by the processes of one deployment."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ _SECRET_BYTES = 32
 
 
 class Purpose(StrEnum):
-    """What the keys of a deployment are for: each has one of its own. Up to 16 bytes."""
+    """Purpose of a derived key. Up to 16 bytes."""
 
-    MEMBERS = "member"  # records of who serves are signed by it
-    ROUTERS = "routers"  # records of where routers answer operators, likewise
-    LINKS = "link"  # the two ends of a link prove by it where they belong
-    API_KEYS = "api keys"  # seals the book of clients' keys
-    SALTS = "cache salts"  # keys the salts of prefix hashes
-    RESPONSES = "responses"  # names stored responses, and seals them
-    TRAFFIC = "traffic"  # keys the hashes by which prompts are remembered
-    REVISIONS = "revisions"  # seals which revisions serve, and what becomes of requests there
-    ANSWERS = "answers"  # encrypts what replicas tell each other of finished answers
+    MEMBERS = "member"  # signs member records
+    ROUTERS = "routers"  # signs records of the routers' admin addresses
+    LINKS = "link"  # authenticates the two ends of a link
+    API_KEYS = "api keys"  # signs the registry of API keys
+    SALTS = "cache salts"  # derives the salts of prefix hashes
+    RESPONSES = "responses"  # names and signs stored responses
+    TRAFFIC = "traffic"  # keys the hashes of recorded prompts
+    REVISIONS = "revisions"  # signs the table of revisions and the counts
+    ANSWERS = "answers"  # encrypts the replicas' messages about finished answers
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentSecrets:
-    """Made when a deployment is, and handed to each of its processes by whoever starts it (core.types.launch). Never
-    in a command line, an environment or a log, and its repr shows nothing."""
+    """Secrets of a deployment, generated once and passed to each process at its start (core.types.launch).
+
+    Never part of a command line, an environment or a log; hidden from repr.
+    """
 
     secret: bytes = field(repr=False)  # the same in every process
-    index_url: str = field(repr=False)  # of its Redis; a password may be in it
+    index_url: str = field(repr=False)  # of its Redis; may contain a password
 
     @classmethod
     def new(cls, *, index_url: str) -> DeploymentSecrets:
         return cls(secret=secrets.token_bytes(_SECRET_BYTES), index_url=index_url)
 
     def key(self, purpose: Purpose) -> bytes:
-        """32 bytes for one use alone: who finds out the key of one use knows that of no other, nor the secret."""
+        """Derive a 32-byte key for one purpose. A leaked key reveals neither the other keys nor the secret."""
         return blake2b(key=self.secret, digest_size=32, person=purpose.value.encode()).digest()

@@ -1,4 +1,4 @@
-"""A private key made where it is used, and the request for a certificate of it."""
+"""Private key generated in its own process, and the request for its certificate."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from core.identity.credentials import Certificate, TlsCredentials
 
 
 class KeyPair:
-    """One process's, on the curve P-256. The key is never written anywhere; `request` (PEM) may be seen by anybody."""
+    """Key pair of one process, on the curve P-256. The key is never written to disk; `request` (PEM) is public."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
-        nobody = x509.Name([])  # whose key it is, the authority is told by those who know
-        request = x509.CertificateSigningRequestBuilder().subject_name(nobody).sign(self._key, hashes.SHA256())
+        # The subject stays empty: the authority takes the name from the caller that it trusts, not from the request.
+        request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(self._key, hashes.SHA256())
         self.request = request.public_bytes(serialization.Encoding.PEM)
 
     def tls_credentials(self, certificate: Certificate) -> TlsCredentials:
-        """With what the authority has answered to `request`."""
+        """Combine the key with the certificate issued for `request`."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )

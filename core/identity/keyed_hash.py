@@ -1,4 +1,4 @@
-"""Hashes of words that only a holder of a key can tell: names that nobody else can guess, or read the words out of."""
+"""Keyed hashes of strings: names that only a holder of the key can compute or link to the strings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ _BYTES = 16
 
 
 def keyed_hash(key: bytes, *words: str, person: bytes) -> str:
-    """In hex. person: what it is of, so that hashes of two kinds are never one. Each word comes with its length: no two
-    lists of words have one hash."""
+    """Return the hash of `words` in hex. Each word is hashed with its length, so different lists never collide.
+
+    person: domain separation; up to 16 bytes.
+    """
     digest = blake2b(key=key, digest_size=_BYTES, person=person)
     for word in words:
         encoded = word.encode()

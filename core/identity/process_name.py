@@ -1,4 +1,4 @@
-"""Names of processes, as their certificates carry them."""
+"""Names of processes, as in their certificates."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _URI = re.compile(rf"xpyd://(?P<deployment>{_LABEL})/(?P<group>{_LABEL})/(?P<member>{_LABEL})")
 _REPLICA = re.compile(r"(?:prefill|decode)-[0-9]+")
-_RANK = re.compile(r"0|[1-9][0-9]*")  # one way to write each
+_RANK = re.compile(r"0|[1-9][0-9]*")  # canonical decimal only
 _ROUTER = "router"
 
 
 @dataclass(frozen=True)
 class ProcessName:
-    """One process: a router ("router", its own name) or a rank (its replica, its rank)."""
+    """Name of one process: (group "router", router name) or (replica, rank)."""
 
     deployment: str
     group: str
@@ -30,7 +30,7 @@ class ProcessName:
 
     @classmethod
     def parse(cls, uri: str) -> ProcessName | None:
-        """What `uri` has made; None for anything else."""
+        """Parse the result of `uri`; None for any other string."""
         match = _URI.fullmatch(uri)
         return cls(**match.groupdict()) if match else None
 
@@ -43,7 +43,7 @@ class ProcessName:
 
     @property
     def host(self) -> str:
-        """The same as a host's name, which is what TLS compares; no name server knows it."""
+        """Host name form of the name, which TLS compares. It does not resolve in DNS."""
         return f"{self.member}.{self.group}.{self.deployment}.xpyd"
 
     @property
@@ -52,7 +52,7 @@ class ProcessName:
 
     @property
     def router(self) -> str:
-        """A router's own name."""
+        """Name of a router."""
         assert self.is_router, self
         return self.member
 
@@ -62,12 +62,12 @@ class ProcessName:
 
     @property
     def replica(self) -> str:
-        """A rank's."""
+        """Replica of a rank."""
         assert not self.is_router, self
         return self.group
 
     @property
     def rank(self) -> int:
-        """A rank's number in its replica."""
+        """Rank number within its replica."""
         assert not self.is_router, self
         return int(self.member)

@@ -1,7 +1,7 @@
-"""The keys under which ranks leave word for each other at a meeting, and by which it is known whose word it is.
+"""Keys of the rendezvous store, by which a receiver can verify who may write them.
 
-gang/...                             of the ranks of one replica among themselves
-SENDER>RECEIVER#EPOCH/UNIQUE/...     of one link: the sending rank's name, the number of the receiving one
+gang/...                             among the ranks of one replica
+SENDER>RECEIVER#EPOCH/UNIQUE/...     of one link: the sending rank's name, the receiving rank's number
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ GANG = "gang"
 
 
 def key_of_link(sender: str, *, receiver: int, epoch: int, unique: str) -> str:
-    """What all keys of one link begin with; two links that differ in any of these share no key.
+    """Return the prefix of all keys of one link; links that differ in any argument share no key.
 
-    sender: str() of its ProcessName. unique: no other link to this receiver has had it.
+    sender: str() of its ProcessName. unique: never used before for a link to this receiver.
     """
     return f"{_of_pair(sender, receiver)}{epoch}/{unique}"
 
@@ -24,7 +24,7 @@ def is_of_gang(key: str) -> bool:
 
 
 def is_of_link(key: str, *, sender: ProcessName, receiver: int) -> bool:
-    """Whether it belongs to a link from `sender` to this rank."""
+    """Return whether the key belongs to a link from `sender` to this rank."""
     return key.startswith(_of_pair(str(sender), receiver))
 
 

@@ -1,4 +1,4 @@
-"""New papers before the present ones end."""
+"""Renewal of credentials before they expire."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from core.identity.credentials import Identity, TlsCredentials
 
 logger = logging.getLogger(__name__)
 
-_AT = 1 / 3  # of a certificate's life: it still holds for as long again and again while nobody renews it
+_AT = 1 / 3  # of a certificate's lifetime: two thirds remain for retries
 _RETRY_S = 60.0
 
 
 class Renewal:
-    """Renews one identity on a thread of its own, for as long as the process lives, or until `stop`.
+    """Thread that renews one identity until `stop`.
 
-    `obtain` asks for a certificate of a new key; whatever it raises is logged, and it is asked again.
+    `obtain` requests a certificate for a new key. Its errors are logged and retried after `retry_s`.
     """
 
     def __init__(self, identity: Identity, obtain: Callable[[], TlsCredentials], *, retry_s: float = _RETRY_S) -> None:
@@ -28,7 +28,7 @@ class Renewal:
         self._thread = threading.Thread(target=self._run, name="renewal", daemon=True)
 
     def start(self) -> None:
-        """There is nothing to renew without TLS."""
+        """Start the thread. Without TLS there is nothing to renew."""
         if self.identity.tls_credentials:
             self._thread.start()
 
@@ -43,10 +43,10 @@ class Renewal:
         while not self._stopped.wait(pause_s):
             try:
                 tls_credentials = self._obtain()
-            except Exception as error:  # the edge of this thread: it must never end while the process lives
-                logger.warning("the certificate of %s is not renewed yet: %s", self.identity.name, error)
+            except Exception as error:  # the thread must live as long as the process
+                logger.warning("failed to renew the certificate of %s, retrying: %s", self.identity.name, error)
                 pause_s = self._retry_s
             else:
                 self.identity.renew(tls_credentials)
                 pause_s = tls_credentials.certificate.life_s * _AT
-                logger.info("the certificate of %s is renewed, for %.0f s", self.identity.name, pause_s / _AT)
+                logger.info("renewed the certificate of %s valid_s=%.0f", self.identity.name, pause_s / _AT)

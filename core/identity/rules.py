@@ -1,4 +1,4 @@
-"""Table of callers per RPC between the processes of a deployment. An RPC without a row is refused."""
+"""Allowed callers of each RPC between the processes of a deployment. An RPC without a rule is rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.identity.rendezvous_key import is_of_gang, is_of_link
 
 
 class CallerKind(StrEnum):
-    """What a caller is to the process that it calls."""
+    """Relation of a caller to the process that it calls."""
 
     ROUTER = "a router"
     SAME_REPLICA = "a rank of the same replica"
@@ -21,32 +21,32 @@ class CallerKind(StrEnum):
 
 @dataclass(frozen=True)
 class RpcRule:
-    """`is_true(message, caller, callee)`: the call's first message claims no more than its caller's certificate."""
+    """Rule of one RPC. `is_true(message, caller, callee)` checks the first message against the caller's certificate."""
 
     callers: frozenset[CallerKind]
     is_true: Callable[[Any, ProcessName, ProcessName], bool] = lambda message, caller, callee: True
 
     def rejection(self, caller: ProcessName | None, callee: ProcessName) -> str | None:
-        """Why `caller` may not call this, whatever it says; None: it may. caller None: nobody of ours."""
+        """Return why `caller` may not call this RPC, whatever its message; None: it may. caller None: unidentified."""
         if (found := relation(caller, callee)) in self.callers:
             return None
         allowed = " or ".join(sorted(self.callers))
         return f"only {allowed} may call this; {_describe(caller, found)}"
 
     def verdict(self, message: Any | None, caller: ProcessName | None, callee: ProcessName) -> str | None:
-        """Return why this call, with this first message, is refused; None: it is allowed."""
+        """Return why this call, with this first message, is rejected; None: it is allowed."""
         if rejection := self.rejection(caller, callee):
             return rejection
-        assert caller, "a stranger is refused"
+        assert caller, "unidentified callers are rejected above"
         if message is None:
-            return "nothing came by which to tell whose call this is"
+            return "the call ended before its first message, which names its owner"
         if not self.is_true(message, caller, callee):
-            return f"this call is for another than {caller} to make"
+            return f"{caller} may not make this call for another process"
         return None
 
 
 def relation(caller: ProcessName | None, callee: ProcessName) -> CallerKind | None:
-    """None: a stranger, be it of another deployment."""
+    """Return the relation; None for unidentified callers and for those of another deployment."""
     if caller is None or caller.deployment != callee.deployment:
         return None
     if caller.is_router:
@@ -59,16 +59,16 @@ def relation(caller: ProcessName | None, callee: ProcessName) -> CallerKind | No
 def _describe(caller: ProcessName | None, found: CallerKind | None) -> str:
     if caller is None:
         return "the caller's certificate names no process"
-    return f"{caller} is {found}" if found else f"{caller.uri} is a stranger"
+    return f"{caller} is {found}" if found else f"{caller.uri} is not of this deployment"
 
 
 def _as_router(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    """The frames, the request or the choice is this router's own."""
+    """Check that the stream, request or choice belongs to the calling router."""
     return bool(message.router == caller.router)
 
 
 def _as_sender(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    """Also of whose rank's heads it brings."""
+    """Check that the sender and its rank number are the caller's."""
     return bool(message.hello.sender == str(caller) and str(message.hello.sender_rank) == caller.member)
 
 
@@ -77,7 +77,7 @@ def _as_leader(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
 
 
 def _as_asking_leader(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    """Rank 0 of the replica to which the prefix is to go."""
+    """Check that the caller is rank 0 of the replica that receives the prefix."""
     return caller.rank == 0 and bool(message.handoff.replica == caller.replica)
 
 
@@ -86,7 +86,7 @@ def _as_rank(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
 
 
 def _as_party(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    """A word of the gang, from one of its ranks; or of a link that the caller has opened."""
+    """Check that the key belongs to the gang of both, or to a link that the caller opened."""
     if caller.replica == callee.replica:
         return is_of_gang(message.key)
     return is_of_link(message.key, sender=caller, receiver=callee.rank)
@@ -96,7 +96,7 @@ _ROUTER = frozenset({CallerKind.ROUTER})
 _SAME = frozenset({CallerKind.SAME_REPLICA})
 _OTHER = frozenset({CallerKind.OTHER_REPLICA})
 
-FRAMES_RULE = RpcRule(_ROUTER, _as_router)  # of the token stream, which is not an RPC
+FRAMES_RULE = RpcRule(_ROUTER, _as_router)  # of the token stream, which is not a gRPC call
 RULES: Mapping[str, RpcRule] = {
     "/cluster.worker.v1.PrefillWorker/Prefill": RpcRule(_ROUTER),
     "/cluster.worker.v1.DecodeWorker/Generate": RpcRule(_ROUTER, _as_router),

@@ -1,4 +1,4 @@
-"""What only a holder of a key can say of some bytes, so that whoever else may write them changes nothing unseen."""
+"""HMAC-SHA256 signatures: detect changes by writers without the key."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _Bytes = bytes | bytearray | memoryview
 
 
 def sign(key: bytes, *parts: _Bytes) -> bytes:
-    """HMAC-SHA256, SEAL_BYTES of it. parts: what the data is, in words of a fixed length, and the data."""
-    made = hmac.new(key, digestmod="sha256")
+    """Return the HMAC-SHA256 of `parts`, SIGNATURE_BYTES long. parts: context words of fixed length, then the data."""
+    digest = hmac.new(key, digestmod="sha256")
     for part in parts:
-        made.update(part)
-    return made.digest()
+        digest.update(part)
+    return digest.digest()
 
 
 def signed(value: bytes, key: bytes, *words: bytes) -> bytes:
-    """The seal of these words and the value, and behind it the value."""
+    """Return the signature of `words` and `value`, followed by `value`."""
     return sign(key, *words, value) + value
 
 
 def verified(found: bytes, key: bytes, *words: bytes) -> bytes | None:
-    """The value behind its seal; None where that is not its own."""
+    """Return the value of a signed record; None if its signature is invalid."""
     shown, value = found[:SIGNATURE_BYTES], found[SIGNATURE_BYTES:]
     return value if is_signed(shown, key, *words, value) else None
 
 
 def is_signed(shown: bytes, key: bytes, *parts: _Bytes) -> bool:
-    """Whether `shown` is their seal. How long it takes says nothing of the right one."""
+    """Compare `shown` with the signature of `parts`, in constant time."""
     return hmac.compare_digest(shown, sign(key, *parts))

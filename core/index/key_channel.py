@@ -1,12 +1,12 @@
-"""Which API keys there are, from the controller, which owns them, to every router.
+"""Distribution of the API keys from the controller, which owns them, to every router.
 
-    <name>:keys                 hash of the book (JSON) and its seal
-    <name>:keys:counted         set of the ids of keys, also revoked ones, for which there may be counts:
-    <name>:key:<id>:used        what a key has asked for in the last minute: of the routers' limits
-    <name>:key:<id>:running     its requests under way
+    <name>:keys                 hash with the registry (JSON) and its signature
+    <name>:keys:counted         set of the ids of keys, revoked ones included, that may have counters:
+    <name>:key:<id>:used        usage of a key in the last minute, for rate limits
+    <name>:key:<id>:running     its running requests
 
-None of these expires: a server that evicts what expires (volatile-lru, as the embedded one is set) keeps them, and one
-that has lost them is told again. Raises redis.RedisError when Redis is away.
+None of these keys has a TTL, so a server that evicts volatile keys only (volatile-lru, as in the embedded one) keeps
+them. The controller publishes again after Redis lost its data. Raises redis.RedisError if Redis is unreachable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyPublisher:
-    """The controller's end."""
+    """Controller side of the key channel."""
 
     def __init__(self, redis: Redis, *, name: str, signing_key: bytes) -> None:
         self._redis = redis
@@ -32,21 +32,21 @@ class KeyPublisher:
         self._signing_key = signing_key
 
     async def publish(self, registry: KeyRegistry) -> None:
-        """Have Redis say this, unless it does already."""
+        """Write the registry to Redis unless it is there already."""
         text = registry.to_json()
-        said = [text.encode(), sign(self._signing_key, text.encode())]
-        # Both: whoever else may write to Redis may have changed either.
-        if await self._redis.hmget(_place(self._name), "book", "seal") != said:
+        values = [text.encode(), sign(self._signing_key, text.encode())]
+        # Compare both fields: other writers of this Redis may have changed either.
+        if await self._redis.hmget(_place(self._name), "book", "seal") != values:
             async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hset(_place(self._name), mapping=dict(zip(("book", "seal"), said, strict=True)))
+                pipeline.hset(_place(self._name), mapping=dict(zip(("book", "seal"), values, strict=True)))
                 if registry.keys:
                     pipeline.sadd(_counted(self._name), *(key.id for key in registry.keys))
                 await pipeline.execute()
 
     async def forget_others(self, kept: Set[str]) -> None:
-        """Nothing is counted any more for keys whose ids are not `kept`, whoever has told of them."""
+        """Delete the counters of all keys whose ids are not in `kept`."""
         known: set[Any] = await self._redis.smembers(_counted(self._name))
-        for member in known:  # others may have written there what no key is called
+        for member in known:  # decode leniently: other writers of this Redis may have added anything
             if (key_id := member.decode(errors="replace")) not in kept:
                 await self._redis.delete(*places_of(self._name, key_id))
                 await self._redis.srem(_counted(self._name), member)
@@ -56,50 +56,50 @@ class KeyPublisher:
 
 
 class KeyReader:
-    """A router's end: remembers what it has read."""
+    """Router side of the key channel. Remembers the last registry it read."""
 
     def __init__(self, redis: Redis, *, name: str, signing_key: bytes, least_version: int = 0) -> None:
-        """least_version: of what is believed; an older book may have keys that were revoked since."""
+        """least_version: lowest accepted version; older registries may contain keys that were revoked since."""
         self._redis = redis
         self._name = name
         self._signing_key = signing_key
         self._version = least_version
-        self._sign: bytes | None = None  # of what was believed last
-        self._passed_over: object = None  # of which we have said so
+        self._sign: bytes | None = None  # signature of the last accepted registry
+        self._rejected: object = None  # the last rejected value, logged once
 
     async def read(self) -> KeyRegistry | None:
-        """The book, where it is newer than what was read before.
+        """Return the registry if it is newer than the last one read, else None.
 
-        What is not believed is looked at again: a right one may come under the same seal.
+        A rejected registry is read again each time: a valid one may follow under the same signature.
         """
         if self._sign and await self._redis.hget(_place(self._name), "seal") == self._sign:
             return None
         found: Any = await self._redis.hmget(_place(self._name), "book", "seal")
         try:
             text, shown = found
-            if text is None or shown is None:  # it has come back empty: what is known still holds
+            if text is None or shown is None:  # Redis lost its data: the registry read before stays valid
                 return None
             registry = self._opened(text, shown)
         except (ValueError, KeyError, TypeError) as error:
-            if self._passed_over != found:
-                logger.error("the keys in Redis are passed over: %s", error)
-            self._passed_over = found
+            if self._rejected != found:
+                logger.error("ignored the API keys in Redis: %s", error)
+            self._rejected = found
             return None
         self._version, self._sign = registry.version, shown
         return registry
 
     def _opened(self, text: bytes, shown: bytes) -> KeyRegistry:
-        """Whoever else may write to Redis makes no keys, and brings none back. Raises ValueError and its kin."""
+        """Parse a signed registry. Raises ValueError and the like for a forged, replayed or malformed one."""
         if not is_signed(shown, self._signing_key, text):
             raise ValueError("their seal is not this deployment's")
         registry = KeyRegistry.from_json(text)
         if registry.version < self._version:
-            raise ValueError(f"version {registry.version} is older than {self._version}, which there was before")
+            raise ValueError(f"version {registry.version} is older than {self._version}, which was read before")
         return registry
 
 
 def places_of(name: str, key_id: str) -> tuple[str, str]:
-    """Where the limits of a key are counted: in the last minute, and under way."""
+    """Return the Redis keys of a key's counters: usage in the last minute, and running requests."""
     return f"{name}:key:{key_id}:used", f"{name}:key:{key_id}:running"
 
 

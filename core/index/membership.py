@@ -1,11 +1,11 @@
-"""Who serves: each replica holds a lease in Redis, and routers read who is there.
+"""Membership: each replica holds a lease in Redis, and routers read the list of replicas.
 
     <name>:members            set of replica ids
-    <name>:member:<replica>   its seal, and the record as JSON; expires 3 s after its last renewal
+    <name>:member:<replica>   signature and record (JSON); expires 3 s after its last renewal
 
-Redis tells a router whom to connect to. Whether that replica lives, the router knows from its own stream to it; so when
-Redis is away, nobody leaves and nobody flaps. Who can write to Redis makes no member: a record counts if a process of
-this deployment has signed it.
+Redis only tells a router where to connect. The router detects a dead replica by its own stream to it, so an outage of
+Redis removes no replica. Write access to Redis is not enough to add one: routers accept only records that are signed by
+a process of this deployment.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 LEASE_S = 3.0
 RENEW_S = 1.0
 
-_UNSAID_VERSION = 3  # of members that do not say theirs
+_DEFAULT_VERSION = 3  # version of records without one
 _MAX_RECORD_BYTES = 16 << 10
-_MAX_REMEMBERED = 1024  # names with bad records, of which we have said so
+_MAX_REMEMBERED = 1024  # rejected names that were logged
 
 
 class RejectionReason(StrEnum):
-    """Why nobody connects to a member."""
+    """Reason for ignoring a member record."""
 
     UNSIGNED = "unsigned"
     OTHER_VERSION = "other version"
@@ -44,7 +44,7 @@ class RejectionReason(StrEnum):
 
 
 class OtherVersion(ValueError):
-    """This member speaks another version of the wire: we do not understand each other."""
+    """Member with an incompatible wire version."""
 
 
 class _Unsigned(ValueError):
@@ -59,7 +59,7 @@ _REASONS: dict[type[ValueError], RejectionReason] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What a router must know to use a replica."""
+    """Record of a replica: everything that a router needs to use it."""
 
     replica: str
     role: Role
@@ -69,21 +69,21 @@ class Member:
     num_blocks: int
     block_size: int
     bytes_per_token: int  # of KV on the wire, all ranks
-    max_tokens: int  # of one sequence: what its context and its pool allow
+    max_tokens: int  # of one sequence, limited by context and pool
     max_running: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
-    keeps_grammars: bool = False  # its version knows the grammar of a request; older ones would pass it over
-    keeps_token_rules: bool = False  # and the token rules of its sampling
-    keeps_thinking_budgets: bool = False  # and for how long it may think
-    tells_prompt_logprobs: bool = False  # and the log-probabilities of its prompt
-    local_decode_share: float = (
-        0.0  # of a prefill replica: of its places and blocks, for answers that it finishes itself
-    )
+    # Features of requests that older versions would silently ignore:
+    keeps_grammars: bool = False
+    keeps_token_rules: bool = False
+    keeps_thinking_budgets: bool = False
+    tells_prompt_logprobs: bool = False
+    # Fraction of a prefill replica's slots and blocks for local decodes.
+    local_decode_share: float = 0.0
     wire_version: int = WIRE_VERSION
 
     @property
     def max_local_decodes(self) -> int:
-        """Choices that it answers itself at a time; 0: none."""
+        """Maximum number of choices that a prefill replica decodes itself at a time; 0: none."""
         return int(self.local_decode_share * self.max_running)
 
     @property
@@ -91,26 +91,28 @@ class Member:
         return int(self.local_decode_share * self.num_blocks)
 
     def understands(self, request: SequenceRequest) -> bool:
-        """Nothing of it that would change its tokens, or what is told of them, is passed over there."""
+        """Return whether this replica supports every feature of the request that affects its tokens or logprobs."""
         needed = (
             (request.grammar is not None, self.keeps_grammars),
             (request.sampling.token_rules is not None, self.keeps_token_rules),
             (request.thinking is not None, self.keeps_thinking_budgets),
             (request.num_prompt_logprobs is not None, self.tells_prompt_logprobs),
         )
-        return all(knows for is_asked, knows in needed if is_asked)
+        return all(supported for is_needed, supported in needed if is_needed)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        """What a newer version says beyond this is left out. Raises ValueError, and says what is missing, and
-        OtherVersion where the rest could mean anything."""
+        """Parse a record. Ignores unknown fields (of newer versions).
+
+        Raises OtherVersion for another wire version, and ValueError with the reason for an invalid record.
+        """
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise ValueError("not an object")
-        if (version := fields.get("wire_version", _UNSAID_VERSION)) != WIRE_VERSION:
+        if (version := fields.get("wire_version", _DEFAULT_VERSION)) != WIRE_VERSION:
             raise OtherVersion(
                 f"it speaks version {version!r:.20} on the wire, and this router {WIRE_VERSION}; update the older"
             )
@@ -122,13 +124,13 @@ class Member:
 
 
 def living_members(redis: BlockingRedis, name: str) -> list[str]:
-    """The replicas that hold a lease under this deployment's name, whoever has signed it. Raises redis.RedisError."""
+    """Return the replicas that hold a lease, without checking signatures. Raises redis.RedisError."""
     replicas = sorted(_text(replica) for replica in redis.smembers(_set_of(name)))
     return [replica for replica in replicas if redis.exists(_record_of(name) + replica)]
 
 
 class Membership:
-    """The members of one deployment. Raises redis.RedisError when Redis is away."""
+    """Members of one deployment. Raises redis.RedisError if Redis is unreachable."""
 
     def __init__(
         self,
@@ -138,8 +140,7 @@ class Membership:
         key: bytes,
         count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
-        """key: 32 bytes that the processes of this deployment have, and nobody else. count_refused: called once for
-        each name under which there is a record that we pass over."""
+        """key: 32-byte signing key of this deployment. count_rejected: called once per name with an invalid record."""
         self._count_rejected = count_rejected
         self._redis = redis
         self._key = key
@@ -148,7 +149,7 @@ class Membership:
         self._rejected: OrderedDict[str, None] = OrderedDict()
 
     async def renew(self, member: Member) -> bool:
-        """Enter or stay for another LEASE_S. False: Redis did not know us any more, nor, perhaps, anything else."""
+        """Join, or stay for another LEASE_S. Returns False if Redis had no lease: it may have lost all its data."""
         text = member.to_json().encode()
         record = signed(text, self._key)
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -158,22 +159,22 @@ class Membership:
         return before is not None
 
     async def leave(self, replica: str) -> None:
-        """Be gone at once."""
+        """End the lease at once."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.delete(self._record + replica)
             pipeline.srem(self._set, replica)
             await pipeline.execute()
 
     async def members(self) -> list[Member]:
-        """Everyone whose lease lives. Forgets those whose lease has ended, and leaves out whom we do not believe."""
+        """Return the members with a valid lease and record. Removes expired names from the set."""
         replicas = sorted(_text(replica) for replica in await self._redis.smembers(self._set))
         if not replicas:
             return []
         records = await self._redis.mget([self._record + replica for replica in replicas])
         if expired := [replica for replica, record in zip(replicas, records, strict=True) if record is None]:
             await self._redis.srem(self._set, *expired)
-        there = [(replica, record) for replica, record in zip(replicas, records, strict=True) if record is not None]
-        return [member for replica, record in there if (member := self._read(replica, record))]
+        found = [(replica, record) for replica, record in zip(replicas, records, strict=True) if record is not None]
+        return [member for replica, record in found if (member := self._read(replica, record))]
 
     def _read(self, replica: str, record: str | bytes) -> Member | None:
         record = record.encode() if isinstance(record, str) else record
@@ -189,7 +190,7 @@ class Membership:
         return member
 
     def _reject(self, replica: str, why: RejectionReason, reason: str) -> None:
-        """Say it once, although the record is read several times a second."""
+        """Count and log a rejected record once, although it is read several times a second."""
         if replica in self._rejected:
             return
         self._count_rejected(why)

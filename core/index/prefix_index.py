@@ -1,4 +1,4 @@
-"""The prefix index in memory: which replica holds which block, and in which tier."""
+"""In-memory prefix index: the replicas and tiers that hold each block."""
 
 from __future__ import annotations
 
@@ -7,40 +7,42 @@ from typing import NamedTuple
 
 from core.types.tier import Tier
 
-_LONG = 256  # blocks of a prefix in which not each is looked at
+_LONG = 256  # blocks of a prefix above which matching bisects
 _WIDTH = len(Tier)
 
 
 class Depths(NamedTuple):
-    """How many leading blocks of a prefix a replica holds."""
+    """Number of leading blocks of a prefix that a replica holds, per tier."""
 
     device: int
-    host: int  # there or in memory
-    disk: int  # anywhere
+    host: int  # on the device or in host memory
+    disk: int  # in any tier
 
 
 class PrefixIndex:
-    """Hash to holders. Matching costs a dictionary look-up per block, or fewer where the prefix is long.
+    """Map from block hash to the replicas that hold it. Matching costs one dictionary look-up per block, fewer for long
+    prefixes.
 
-    Each replica is three bits: that it holds a block on the device; there or in memory; anywhere. A replica that is
-    dropped loses its bits at once, without a walk over its blocks; entries that nobody alive holds are swept when they
-    outnumber the others.
+    Each replica has three bits: block on the device; on the device or in host memory; in any tier. Dropping a replica
+    clears its bits at once without a walk over its blocks. Entries without a live holder are swept when dead bits
+    outnumber the live ones.
     """
 
     def __init__(self) -> None:
         self._prefix_sources: dict[bytes, int] = {}
-        self._shifts: dict[str, int] = {}  # of each replica's bits; the first is the device's
+        self._shifts: dict[str, int] = {}  # position of each replica's bits; the lowest is the device's
         self._names: dict[int, str] = {}
         self._next_shift = 0
         self._alive = 0
-        self._masks: dict[int, int] = {}  # one object for all equal values
-        self._expected: dict[str, dict[bytes, int]] = {}  # blocks to be computed, and the bits that are true meanwhile
+        self._masks: dict[int, int] = {}  # interned masks
+        # Blocks that a replica is about to compute, with the bits that are true until then.
+        self._expected: dict[str, dict[bytes, int]] = {}
 
     def __len__(self) -> int:
         return len(self._prefix_sources)
 
     def store(self, replica: str, hashes: Iterable[bytes], tier: Tier = Tier.DEVICE) -> None:
-        """`replica` holds these blocks in this tier, and in none above it."""
+        """Record that `replica` holds these blocks in this tier and in none above it."""
         hashes = list(hashes)
         if expected := self._expected.get(replica):
             for prefix_hash in hashes:
@@ -48,13 +50,13 @@ class PrefixIndex:
         self._set(replica, hashes, _bits(tier))
 
     def remove(self, replica: str, hashes: Iterable[bytes]) -> None:
-        """`replica` no longer holds these blocks."""
+        """Record that `replica` no longer holds these blocks."""
         self._set(replica, hashes, 0)
 
     def expect(self, replica: str, hashes: Sequence[bytes]) -> None:
-        """`replica` was given a prompt of these blocks: whoever comes meanwhile may count on them.
+        """Treat these blocks as held: `replica` was given a prompt that computes them.
 
-        When that prompt is done with, `settle` it.
+        Call `settle` when that prompt ends.
         """
         shift = self._shift(replica)
         bits = {prefix_hash: self._prefix_sources.get(prefix_hash, 0) >> shift & _ALL for prefix_hash in hashes}
@@ -63,14 +65,14 @@ class PrefixIndex:
         self._set(replica, new, _ALL)
 
     def settle(self, replica: str, hashes: Iterable[bytes]) -> None:
-        """What was expected of these blocks and has not come is forgotten; what came has been stored."""
+        """Withdraw `expect` for these blocks, except for those stored since."""
         if expected := self._expected.get(replica):
             for prefix_hash in hashes:
                 if (held := expected.pop(prefix_hash, None)) is not None:
                     self._set(replica, [prefix_hash], held)
 
     def drop(self, replica: str) -> None:
-        """`replica` is gone, or starts again with nothing."""
+        """Forget all blocks of `replica`, which left or restarted empty."""
         self._expected.pop(replica, None)
         if (shift := self._shifts.pop(replica, None)) is not None:
             del self._names[shift]
@@ -81,14 +83,14 @@ class PrefixIndex:
                 self._sweep()
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of the prefix each replica has on its device; those that have none are left out."""
+        """Return the number of leading blocks on each replica's device; replicas without any are left out."""
         return {replica: depths.device for replica, depths in self.depths(hashes).items() if depths.device}
 
     def depths(self, hashes: Sequence[bytes]) -> dict[str, Depths]:
-        """How deep each replica holds the prefix; replicas that hold nothing of it are left out.
+        """Return how deep each replica holds the prefix; replicas without any block are left out.
 
-        Where a replica drops out of a long prefix is found by bisection: who holds a block has nearly always what comes
-        before it, for tails are evicted before heads.
+        Long prefixes are bisected: a replica that holds a block nearly always holds the blocks before it, because tails
+        are evicted before heads.
         """
         if not self._alive or not hashes:
             return {}
@@ -96,7 +98,7 @@ class PrefixIndex:
         return self._depths_by_replica(walk(hashes, self._alive))
 
     def _walk(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
-        """Look at every block: (who drops out, how many leading blocks they hold)."""
+        """Check every block. Returns pairs (mask of the bits that end here, leading blocks they hold)."""
         depths: list[tuple[int, int]] = []
         for depth, prefix_hash in enumerate(hashes):
             holding = self._prefix_sources.get(prefix_hash, 0) & walking
@@ -109,14 +111,13 @@ class PrefixIndex:
         return [*depths, (walking, len(hashes))]
 
     def _bisect(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
-        """As `_walk`, but look only where somebody drops out: between two blocks that are held by others."""
+        """Like `_walk`, but check only between two blocks with different holders."""
         depths: list[tuple[int, int]] = []
         last = len(hashes) - 1
         walking &= self._prefix_sources.get(hashes[0], 0)
-        spans = [
-            (0, last, self._prefix_sources.get(hashes[last], 0))
-        ]  # (of the first block, of the last, who holds that one)
-        while spans and walking:  # the leftmost span comes next; all that walk hold its first block
+        spans = [(0, last, self._prefix_sources.get(hashes[last], 0))]  # (first block, last block, holders of the last)
+        # Leftmost span first. All bits of `walking` hold its first block.
+        while spans and walking:
             low, high, holding = spans.pop()
             if not walking & ~holding:
                 continue
@@ -140,7 +141,7 @@ class PrefixIndex:
         return {replica: Depths(*depths) for replica, depths in found.items()}
 
     def _set(self, replica: str, hashes: Iterable[bytes], bits: int) -> None:
-        """These and no other bits of the replica are true of these blocks."""
+        """Set the replica's bits of these blocks to exactly `bits`."""
         shift = self._shift(replica)
         others, bits = self._alive & ~(_ALL << shift), bits << shift
         prefix_sources, masks = self._prefix_sources, self._masks
@@ -159,7 +160,7 @@ class PrefixIndex:
         return self._shifts[replica]
 
     def _sweep(self) -> None:
-        """Renumber the bits of those alive from 0 and forget what only the dead held."""
+        """Renumber the live replicas' bits from 0 and drop entries that only dead replicas held."""
         old_shifts = list(self._shifts.values())
         self._shifts = {replica: i * _WIDTH for i, replica in enumerate(self._shifts)}
         self._names = {shift: replica for replica, shift in self._shifts.items()}
@@ -175,5 +176,5 @@ _ALL = (1 << _WIDTH) - 1
 
 
 def _bits(tier: Tier) -> int:
-    """A block counts in its own tier's depth, and in those of the tiers below."""
+    """Return the bits of a block in `tier`: it counts for its own tier and for all slower ones."""
     return _ALL & ~((1 << tier) - 1)

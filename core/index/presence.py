@@ -1,4 +1,4 @@
-"""How one replica is seen from outside: its lease, and the blocks that it holds."""
+"""Presence of one replica in Redis: its lease and the blocks that it holds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from core.index.redis_client import RedisReach
 from core.index.store import IndexWriter
 from core.types.tier import Tier
 
-_FLUSH_S = 0.02  # events of this long travel together
+_FLUSH_S = 0.02  # window in which changes are batched into one event
 
 
 class Presence:
-    """Renews the lease and publishes block events, on the event loop. Serving goes on when Redis does not.
+    """Task that renews the lease and publishes block events. Serving continues while Redis is unreachable.
 
-    `snapshot` says which blocks the replica holds; it is asked at the start, and whenever events may have been lost.
+    `snapshot` returns the blocks that the replica holds. It is called at the start and after events may have been lost.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Presence:
         member: Member,
         snapshot: Callable[[], Awaitable[Mapping[bytes, Tier]]],
     ) -> None:
-        """name: of the deployment. key: by which its members sign."""
+        """name: of the deployment. key: signing key of its members."""
         self._redis = redis
         self._member = member
         self._membership = Membership(redis, name=name, key=key)
@@ -39,23 +39,23 @@ class Presence:
         self._snapshot = snapshot
         self._changes: dict[bytes, Tier | None] = {}
         self._changed = asyncio.Event()
-        self._is_whole = False  # Redis has everything up to what waits here
+        self._is_whole = False  # Redis has all blocks except for `_changes`
         self._is_leaving = False
-        self._reach = RedisReach("serving goes on without it")
+        self._reach = RedisReach("serving continues without it")
 
     def publish(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Where blocks are now held; None: no longer. The last word on each counts."""
+        """Queue the new tier of each block; None: no longer held. Later calls override earlier ones."""
         self._changes.update(changes)
         self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        async with asyncio.TaskGroup() as group:  # one that dies takes the other along
+        """Renew and publish until cancelled."""
+        async with asyncio.TaskGroup() as group:  # the failure of one task cancels the other
             group.create_task(self._every(RENEW_S, self._renew))
             group.create_task(self._flush_forever())
 
     async def leave(self) -> None:
-        """Out of membership and index, at once, as far as Redis can be reached; the connection is closed."""
+        """Leave membership and index at once, if Redis is reachable, and close the connection."""
         self._is_leaving = True
         self._changed.set()
         await self._try(self._leave)
@@ -81,7 +81,7 @@ class Presence:
             self._changes = {}
             await self._writer.reset(await self._snapshot())
             self._is_whole = True
-            self._changed.set()  # what has come meanwhile waits to be flushed
+            self._changed.set()  # flush the changes that arrived during the reset
 
     async def _flush(self) -> None:
         if self._is_whole and self._changes:

@@ -1,4 +1,4 @@
-"""Clients of the deployment's Redis, and what becomes of whoever uses one while Redis is away."""
+"""Async Redis clients with deadlines, and one-time logging of outages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from redis.exceptions import RedisError
 logger = logging.getLogger(__name__)
 
 _REDIS_TIMEOUT_S = 2.0
-_MOST_CONNECTIONS = 64  # of one client: more would only wait in Redis, and a server has some 10,000 for everybody
+_MOST_CONNECTIONS = 64  # of one client: a server accepts about 10,000 in total, and more would only queue in Redis
 
 
 def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
-    """A client with deadlines: within_s of an answer, and as long for a connection where all are in use: that many ask
-    at once is no sign that Redis is away. It connects on first use.
+    """Return a client that connects on first use and never retries.
 
-    It tries nothing twice: whoever uses it must know that Redis was away, for it may have come back empty.
+    within_s: limit for an answer, and for a free connection if all are in use: many concurrent calls are no outage.
+    Without retries the caller notices an outage, after which Redis may be empty.
     """
     pool = BlockingConnectionPool.from_url(
         url,
@@ -33,21 +33,21 @@ def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
 
 
 class RedisReach:
-    """Whether Redis was there when one user of it last asked. The log hears of each change once."""
+    """State of Redis as one of its users last saw it. Logs each change once."""
 
     def __init__(self, meanwhile: str) -> None:
-        """meanwhile: what goes on without it, in a few words."""
+        """meanwhile: short description of the degraded mode, for the log."""
         self._meanwhile = meanwhile
         self.is_unavailable = False
 
     def found(self) -> None:
-        """It has answered."""
+        """Record a successful call."""
         if self.is_unavailable:
-            logger.info("Redis is back")
+            logger.info("Redis is reachable again")
         self.is_unavailable = False
 
     def missed(self, error: RedisError) -> None:
-        """It has not."""
+        """Record a failed call."""
         if not self.is_unavailable:
-            logger.warning("Redis is away; %s: %s", self._meanwhile, error)
+            logger.warning("Redis is unreachable; %s: %s", self._meanwhile, error)
         self.is_unavailable = True

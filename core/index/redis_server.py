@@ -1,7 +1,6 @@
-"""A real Redis-protocol server for the prefix index, on one address of this machine, that dies with its owner.
+"""Redis-compatible server for the prefix index, on one address of this machine, that dies with its owner.
 
-Run as a module, it is what stands between the two: it asks the kernel to be killed with its parent, and then becomes
-the server.
+Run as a module it is the launcher: it asks the kernel to be killed with its parent and then execs the server.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from urllib.parse import urlsplit
 
 from core.types.errors import DeployError
 
-if TYPE_CHECKING:  # whoever only starts a server does without
+if TYPE_CHECKING:  # starting a server does not need the client library
     import redis
 
 _START_S = 10.0
@@ -35,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where the server listens, and the password that keeps out whoever else can reach it."""
+    """Address and password of the server."""
 
     port: int
     password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
@@ -47,7 +46,7 @@ class RedisAddress:
 
 
 class RedisServer:
-    """Owned by one thread: the server dies as soon as the thread that called start() ends, not just its process."""
+    """Server process, owned by one thread: it dies when the thread that called start() ends, not only its process."""
 
     def __init__(self, address: RedisAddress, *, log: Path) -> None:
         self._address = address
@@ -55,13 +54,13 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and return when it answers. Raises DeployError with the last line that it wrote."""
+        """Start the server and wait until it answers. Raises DeployError with the last line of its log."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "core.index.redis_server", str(os.getpid()), _find_binary()]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
         assert self._process.stdin is not None
-        with self._process.stdin as stdin:  # not by arguments: those are public
+        with self._process.stdin as stdin:  # arguments would be visible to other users
             stdin.write(self._config.encode())
         deadline = time.monotonic() + _START_S
         while not self._answers():
@@ -72,23 +71,23 @@ class RedisServer:
             time.sleep(_PAUSE_S)
 
     def wait(self) -> int:
-        """Until it has ended; returns its exit status. May be called from another thread."""
-        assert self._process is not None, "start() comes first"
+        """Wait until the server exits and return its exit status. May be called from another thread."""
+        assert self._process is not None, "call start() first"
         return self._process.wait()
 
     def stop(self) -> None:
-        """Nothing is written anywhere, so there is nothing to wait for."""
+        """Kill the server. It persists nothing, so there is no need to wait for a shutdown."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     @property
     def _config(self) -> str:
-        """Nothing is persisted. Replicas tell again who they are and what they hold, the controller which keys there
-        are; what keys have used of their limits is forgotten.
+        """Configuration without persistence: replicas and the controller publish their state again after a restart.
+        Only the usage counters of API keys are lost.
 
-        volatile-lru evicts the blocks that were not asked for lately; the event stream has no expiry and is never
-        evicted, and the members' leases, although short, are renewed every second.
+        volatile-lru evicts the least recently used blocks. The event stream has no TTL and is never evicted; leases
+        have a short TTL, but are renewed every second.
         """
         lines = [
             f"bind {self._address.host}",
@@ -98,7 +97,7 @@ class RedisServer:
             "appendonly no",
             f"maxmemory {_MAX_MEMORY_BYTES}",
             "maxmemory-policy volatile-lru",
-            f"dir {json.dumps(str(self._log.parent), ensure_ascii=False)}",  # quoted as the server reads it
+            f"dir {json.dumps(str(self._log.parent), ensure_ascii=False)}",  # quoted in the server's syntax
         ]
         return "\n".join(lines) + "\n"
 
@@ -111,15 +110,14 @@ class RedisServer:
 
 
 def ping(url: str, *, within_s: float) -> None:
-    """Raise DeployError, with the URL but not its password, unless a Redis answers there."""
+    """Check that Redis answers at `url`. Raises DeployError, which names the URL without its password."""
     with asked_once(url, within_s=within_s) as client:
         client.ping()
 
 
 @contextmanager
 def asked_once(url: str, *, within_s: float) -> Iterator[redis.Redis]:
-    """A client of the Redis there, which tries nothing twice. Raises DeployError, without the URL's password, for what
-    goes wrong with it inside."""
+    """Yield a client that never retries. Raises DeployError for its errors, without the URL's password."""
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -133,7 +131,7 @@ def asked_once(url: str, *, within_s: float) -> Iterator[redis.Redis]:
 
 
 def place_of(url: str) -> str:
-    """The URL, as it may be shown: without user, password and parameters."""
+    """Return the URL without user, password and parameters, for display."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -152,11 +150,11 @@ def _find_binary() -> str:
 
 
 def _become_server(parent: int, binary: str) -> None:
-    """Replace this process by the server, configured by stdin, that the kernel kills when `parent` is gone."""
+    """Replace this process by the server, with its configuration on stdin. The kernel kills it if `parent` dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before prctl
         return
     os.execv(binary, [binary, "-"])
 

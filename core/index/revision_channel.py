@@ -1,9 +1,9 @@
-"""Which revisions of a deployment serve, from its controller to its routers; and what becomes of requests on each.
+"""Distribution of the serving revisions from the controller to its routers, and of the routers' counts back.
 
-    <name>:revisions            a seal, and the table as JSON
-    <name>:revisions:counts     hash: router -> a seal, and its counts as JSON; of one update
+    <name>:revisions            signature and table (JSON)
+    <name>:revisions:counts     hash: router -> signature and counts (JSON), of one update
 
-Raises redis.RedisError when Redis is away. What it loses is told again; who else may write there is not believed.
+Raises redis.RedisError if Redis is unreachable. Lost records are written again; unsigned ones are ignored.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ logger = logging.getLogger(__name__)
 
 
 class RevisionChannel:
-    """Either end. Belongs to an event loop."""
+    """Both sides of the channel. Belongs to an event loop."""
 
     def __init__(self, redis: Redis, *, name: str, key: bytes, least_version: int = 0) -> None:
-        """name: of the deployment. key: 32 bytes that its processes have, and nobody else. least_version: of a table
-        that is read."""
+        """name: of the deployment. key: its 32-byte signing key. least_version: lowest accepted version of a table."""
         self._redis = redis
         self._key = key
         self._table = f"{name}:revisions"
         self._counts = f"{name}:revisions:counts"
         self._version = least_version - 1  # of the last table read
-        self._passed_over: object = None  # of which we have said so
+        self._rejected: object = None  # the last rejected value, logged once
 
     async def publish(self, table: RevisionTable) -> None:
-        """Have Redis say this."""
+        """Write the table to Redis."""
         await self._redis.set(self._table, signed(table.to_json().encode(), self._key, b"table"))
 
     async def read(self) -> RevisionTable | None:
-        """The table, where it is newer than what was read before."""
+        """Return the table if it is newer than the last one read, else None."""
         found: Any = await self._redis.get(self._table)
         text = verified(found, self._key, b"table") if found else None
         if text is None:
-            if found and found != self._passed_over:
-                logger.error("the revisions in Redis are passed over: their seal is not this deployment's")
-                self._passed_over = found
+            if found and found != self._rejected:
+                logger.error("ignored the revisions in Redis: signature of another deployment")
+                self._rejected = found
             return None
         table = RevisionTable.from_json(text)
         if table.version <= self._version:
@@ -53,13 +52,13 @@ class RevisionChannel:
         return table
 
     async def tell(self, router: str, counts: Mapping[int, RevisionCounts]) -> None:
-        """All that this router has counted so far."""
+        """Write this router's cumulative counts."""
         text = counts_to_json(counts).encode()
         await self._redis.hset(self._counts, router, signed(text, self._key, *_of_router(router.encode())))
 
     async def counts(self, update: Set[int] | None = None) -> dict[int, RevisionCounts]:
-        """Of all routers together. update: the revisions of this one; what was counted in another, by a router that has
-        not heard yet or in a record that somebody has put back, says nothing of it. None: of any."""
+        """Return the sum over all routers. update: revisions of the current update; records with other revisions are
+        ignored, because they are stale or replayed. None: accept all."""
         found: Any = await self._redis.hgetall(self._counts)
         total: dict[int, RevisionCounts] = {}
         for router, record in found.items():
@@ -73,7 +72,7 @@ class RevisionChannel:
         return total
 
     async def forget_counts(self) -> None:
-        """Before another update."""
+        """Delete all counts, before another update."""
         await self._redis.delete(self._counts)
 
     async def close(self) -> None:
@@ -81,5 +80,5 @@ class RevisionChannel:
 
 
 def _of_router(name: bytes) -> tuple[bytes, bytes, bytes]:
-    """Words of a seal, with the name's length: else a name and what follows it could be parted elsewhere."""
+    """Return the signed context of a router's counts. The length keeps name and payload apart."""
     return b"counts", len(name).to_bytes(4), name

@@ -1,9 +1,9 @@
-"""Where the routers of a deployment answer operators: each says so in Redis, and any of them can tell of all.
+"""Directory of the routers' admin addresses: each router registers its own, and each of them can list all.
 
     <name>:routers             set of router names
-    <name>:router:<router>     its seal, and the address; expires 10 s after its last renewal
+    <name>:router:<router>     signature and address; expires 10 s after its last renewal
 
-Where Redis is away, what was known last is told.
+While Redis is unreachable, the last known addresses are kept.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MAX_ROUTERS = 4096
 
 
 class RouterAddresses:
-    """Belongs to the event loop. Owns `redis`."""
+    """Registration of one router and its view of the others. Belongs to the event loop. Owns `redis`."""
 
     def __init__(
         self, redis: Redis, known: dict[str, str], *, name: str, key: bytes, router: str, address: str
     ) -> None:
-        """known: by the names of the routers, for others to read. name: of the deployment. key: 32 bytes by which its
-        routers sign. address: "host:port" of this router's admin listener, as others reach it."""
+        """known: router name -> address, updated in place for its readers. name: of the deployment. key: 32-byte
+        signing key of its routers. address: "host:port" of this router's admin listener, reachable by the others."""
         known[router] = address
         self._known = known
         self._is_leaving = False
@@ -38,10 +38,10 @@ class RouterAddresses:
         self._router = router
         self._address = address
         self._set, self._record = f"{name}:routers", f"{name}:router:"
-        self._reach = RedisReach("the addresses of other routers stay what they were")
+        self._reach = RedisReach("the addresses of other routers stay as they are")
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Renew the registration and read the others' until cancelled."""
         while not self._is_leaving:  # redis-py may swallow a cancellation
             try:
                 await self._renew()
@@ -54,7 +54,7 @@ class RouterAddresses:
             await asyncio.sleep(_RENEW_S)
 
     async def close(self) -> None:
-        """Be gone at once, as far as Redis can be reached."""
+        """Remove the registration at once, if Redis is reachable, and close the connection."""
         self._is_leaving = True
         try:
             async with self._redis.pipeline(transaction=False) as pipeline:
@@ -73,7 +73,7 @@ class RouterAddresses:
             await pipeline.execute()
 
     async def _read(self) -> dict[str, str]:
-        """Of those that live. Who can write to Redis makes no router: a record counts if one of us has signed it."""
+        """Return the live routers. Ignores records that no process of this deployment has signed."""
         members = await self._redis.smembers(self._set)
         names = sorted(name.decode(errors="replace") if isinstance(name, bytes) else name for name in members)
         if not names:
@@ -87,5 +87,5 @@ class RouterAddresses:
     def _opened(self, name: str, record: str | bytes) -> str | None:
         record = record.encode() if isinstance(record, str) else record
         text = verified(record, self._key) if len(record) <= _MAX_RECORD_BYTES else None
-        told = json.loads(text) if text else {}
-        return str(told["address"]) if told.get("router") == name else None
+        fields = json.loads(text) if text else {}
+        return str(fields["address"]) if fields.get("router") == name else None

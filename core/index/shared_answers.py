@@ -1,10 +1,10 @@
-"""Messages that a deployment's replicas write for each other into one stream of Redis, which cannot read them.
+"""Encrypted messages between a deployment's replicas, in one Redis stream that Redis cannot read.
 
-    <name>:answers    stream, of one field to an entry: writer (16 bytes), number (8), the message, encrypted
+    <name>:answers    stream; one field per entry: writer (16 bytes), number (8), encrypted message
 
-Each writer has a key of its own, made of the deployment's and of its random name, and numbers its messages: so no nonce
-is used twice, what was changed or written by a stranger does not open, and what is read again, copied into the stream
-once more or left out is known by its number. Redis sees who is one writer, when it writes, and how much.
+Each writer derives a key from the deployment's key and its own random name, and numbers its messages. So no nonce is
+used twice, forged or modified entries fail to decrypt, and replayed or missing ones are detected by their number. Redis
+sees the writers, the times and the sizes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from redis.exceptions import RedisError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 << 10
-_MAX_ENTRIES = 1536  # of the stream, roughly: 24 MiB at most
-_TTL_S = 3600  # after the last message: of a deployment that is gone nothing stays
-_MAX_READ = 16  # entries in one look: the newest
+_MAX_ENTRIES = 1536  # of the stream, approximately: at most 24 MiB
+_TTL_S = 3600  # after the last message, so that a deleted deployment leaves nothing behind
+_MAX_READ = 16  # newest entries per read
 _MAX_FIRST_READ = 128
-_MAX_WRITERS = 4096  # whose last numbers are known
+_MAX_WRITERS = 4096  # writers whose last number is remembered
 _WRITER_BYTES, _NUMBER_BYTES, _NONCE_BYTES, _TAG_BYTES = 16, 8, 12, 16
 _HEAD_BYTES = _WRITER_BYTES + _NUMBER_BYTES
 _FIELD = b"message"
 
-# KEYS the stream. ARGV from where, how many entries at most, bytes of a value at most: larger ones come as nothing.
+# KEYS: the stream. ARGV: first id, maximum number of entries, maximum bytes of a value (larger ones return empty).
 _LOOK = """
 local found = {}
 for _, entry in ipairs(redis.call('XREVRANGE', KEYS[1], '+', ARGV[1], 'COUNT', ARGV[2])) do
@@ -45,11 +45,13 @@ return found
 
 
 class AnswerStream:
-    """One replica's end of the stream `name`. Belongs to an event loop. Raises redis.RedisError when Redis is away;
-    what was not read then is read later, as far as it is still there."""
+    """One replica's end of the stream `name`. Belongs to an event loop.
+
+    Raises redis.RedisError if Redis is unreachable; a later read returns the messages that still exist.
+    """
 
     def __init__(self, redis: Redis, *, name: str, key: bytes) -> None:
-        """key: 32 bytes, of the deployment, for this alone."""
+        """key: 32 bytes of the deployment, for this purpose only."""
         self._redis = redis
         self._stream = f"{name}:answers"
         self._words = name.encode()
@@ -57,17 +59,17 @@ class AnswerStream:
         self._writer = secrets.token_bytes(_WRITER_BYTES)
         self._cipher = self._cipher_of(self._writer)
         self._num_written = 0
-        # Id and value that were read last; None: begin with what is there.
+        # Id and value of the last entry read; None: start with the existing entries.
         self._last: tuple[bytes, bytes] | None = None
-        self._numbers: OrderedDict[bytes, int] = OrderedDict()  # of each writer's last message, whoever is one
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()  # number of each writer's last message
         self._look = redis.register_script(_LOOK)
-        self.num_rejected = 0  # entries that nobody of this deployment has written so
-        self.num_missed = 0  # messages that were not among those read
+        self.num_rejected = 0  # entries that fail to decrypt or to parse
+        self.num_missed = 0  # messages trimmed before they were read
 
     async def write(self, message: bytes) -> None:
-        """At most MAX_MESSAGE_BYTES."""
+        """Append a message of at most MAX_MESSAGE_BYTES."""
         assert len(message) <= MAX_MESSAGE_BYTES
-        self._num_written += 1  # also of one that nobody gets: no nonce is used again
+        self._num_written += 1  # counts failed writes too: a nonce is never reused
         head = self._writer + self._num_written.to_bytes(_NUMBER_BYTES, "big")
         entry: dict[Any, Any] = {_FIELD: head + self._cipher.encrypt(_nonce(head), message, self._words)}
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -76,24 +78,26 @@ class AnswerStream:
             await pipeline.execute()
 
     async def read(self) -> list[bytes]:
-        """What others have written since the last call, the oldest first; of much, the newest. The first call gives
-        some of what is there."""
+        """Return the messages of other writers since the last call, oldest first; of many, only the newest.
+
+        The first call returns some of the existing messages.
+        """
         last = self._last
-        # From the one that was read last, which should be there: where it is not, the stream began anew.
+        # Start at the last entry read. If it is missing, the stream was recreated.
         start, count = (last[0], _MAX_READ) if last else (b"-", _MAX_FIRST_READ)
         max_bytes = _HEAD_BYTES + MAX_MESSAGE_BYTES + _TAG_BYTES
         try:
             found = await self._look(keys=[self._stream], args=[start, count, max_bytes])
         except RedisError:
-            self._last = None  # it may come back empty, and number its entries as it likes
+            self._last = None  # Redis may return empty and number its entries from the start
             raise
-        entries = list(zip(found[::2], found[1::2], strict=True))  # the newest first
+        entries = list(zip(found[::2], found[1::2], strict=True))  # newest first
         self._last = entries[0] if entries else None
         verified = [self._open(value) for id, value in reversed(entries) if (id, value) != last]
         return [message for message in verified if message is not None]
 
     def _open(self, value: bytes) -> bytes | None:
-        """The message, if it is another replica's and was not read before."""
+        """Decrypt an entry. Returns None for own, forged and repeated messages."""
         head, signed = value[:_HEAD_BYTES], value[_HEAD_BYTES:]
         writer, number = head[:_WRITER_BYTES], int.from_bytes(head[_WRITER_BYTES:], "big")
         if writer == self._writer:
@@ -114,9 +118,9 @@ class AnswerStream:
         return message
 
     def reject(self, reason: str) -> None:
-        """Count a message that is left out. It is said once: whoever writes one may write many."""
+        """Count a rejected message. Logged once only: an attacker may write many."""
         if not self.num_rejected:
-            logger.warning("a message about finished answers %s and is left out", reason)
+            logger.warning("ignored a message about finished answers: it %s", reason)
         self.num_rejected += 1
 
     def _cipher_of(self, writer: bytes) -> AESGCM:

@@ -1,10 +1,10 @@
-"""The prefix index in Redis. A hint, never a promise: the holder has the last word.
+"""Prefix index in Redis. Entries are hints: the holder decides what it can serve.
 
-    <name>:events                    stream of what replicas stored and removed, or that one began anew, for routers
-    <name>:blocks:<replica>:<tier>   set of the hashes that a replica holds there, for routers that have missed events
+    <name>:events                    stream of stored, removed and reset blocks per replica, for routers
+    <name>:blocks:<replica>:<tier>   set of the hashes that a replica holds there, for routers that missed events
 
-Both are written in one pipeline, hashes packed 16 bytes each, some hundred to an event. Replica ids are never reused:
-a dead replica's entries are forgotten with its name, and its sets die by themselves, or when a router sees it gone.
+Both are written in one pipeline, with hashes packed to 16 bytes each, up to 512 per event. Replica ids are never
+reused: a dead replica's sets expire, or are deleted by the first router that sees it gone.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from core.types.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-_MAX_EVENTS = 20_000  # of the stream, roughly: 160 MB at most; who has missed more reads the sets instead
-_EVENT_BLOCKS = 512  # hashes in one event, 8 KiB at most
-_RESET_BLOCKS = 4096  # hashes in one command that no event tells of
-_SCAN_BLOCKS = 2048  # hashes that Redis looks at in one go
+_MAX_EVENTS = 20_000  # of the stream, approximately: at most 160 MB; readers that missed more read the sets
+_EVENT_BLOCKS = 512  # hashes per event, 8 KiB at most
+_RESET_BLOCKS = 4096  # hashes per command without an event
+_SCAN_BLOCKS = 2048  # hashes that Redis scans per call
 _SET_TTL_S = 60
-_FIELDS: dict[Tier | None, str] = {None: "removed", **{tier: tier.name.lower() for tier in Tier}}  # of an event
+_FIELDS: dict[Tier | None, str] = {None: "removed", **{tier: tier.name.lower() for tier in Tier}}  # fields of an event
 
 
 class IndexWriter:
-    """One replica's entries. Raises redis.RedisError when Redis is away; then `reset` makes it whole again."""
+    """Writer of one replica's entries. Raises redis.RedisError if Redis is unreachable; call `reset` afterwards."""
 
     def __init__(self, redis: Redis, *, name: str, replica: str) -> None:
         self._redis = redis
         self._events = f"{name}:events"
         self._sets = _set_names(name, replica)
-        self._sizes = dict.fromkeys(Tier, 0)  # of the sets, as Redis has counted them
+        self._sizes = dict.fromkeys(Tier, 0)  # sizes of the sets, as counted by Redis
         self._replica = replica
 
     async def publish(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Make known where blocks are now; None: no longer here."""
+        """Publish the new tier of each block; None: no longer held."""
         items = list(changes.items())
         for start in range(0, len(items), _EVENT_BLOCKS):
             await self._write(_by_tier(items[start : start + _EVENT_BLOCKS]))
 
     async def reset(self, held: Mapping[bytes, Tier]) -> None:
-        """Start again from exactly these blocks; with none, the replica leaves the index."""
+        """Replace all entries by exactly these blocks. With none, the replica leaves the index."""
         self._sizes = dict.fromkeys(Tier, 0)
         await self._redis.unlink(*self._sets.values())
         items = list(held.items())
         for start in range(0, len(items), _RESET_BLOCKS):
-            await self._write(_by_tier(items[start : start + _RESET_BLOCKS]), is_told=False)
+            await self._write(_by_tier(items[start : start + _RESET_BLOCKS]), has_event=False)
         event: dict[Any, Any] = {"replica": self._replica, "reset": b"1"}
         await self._redis.xadd(self._events, event, maxlen=_MAX_EVENTS, approximate=True)
 
     async def renew(self) -> bool:
-        """Keep the sets for another _SET_TTL_S. False: Redis has thrown some of it away; `reset` it."""
+        """Extend the TTL of the sets to _SET_TTL_S. Returns False if Redis lost one of them: call `reset`."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in self._sets.values():
                 pipeline.expire(name, _SET_TTL_S)
-            is_there = await pipeline.execute()
-        return all(there or not self._sizes[tier] for tier, there in zip(self._sets, is_there, strict=True))
+            exists = await pipeline.execute()
+        return all(found or not self._sizes[tier] for tier, found in zip(self._sets, exists, strict=True))
 
-    async def _write(self, blocks: Mapping[Tier | None, Sequence[bytes]], *, is_told: bool = True) -> None:
+    async def _write(self, blocks: Mapping[Tier | None, Sequence[bytes]], *, has_event: bool = True) -> None:
         async with self._redis.pipeline(transaction=False) as pipeline:
-            changed: list[tuple[Tier, int]] = []  # which set each answer is of, and its sign
+            changed: list[tuple[Tier, int]] = []  # tier and sign of each counting command
             for tier, name in self._sets.items():
                 if self._sizes[tier] and (gone := [h for to, hashes in blocks.items() if to != tier for h in hashes]):
                     pipeline.srem(name, *gone)
@@ -77,7 +77,7 @@ class IndexWriter:
                     changed.append((tier, 1))
             for name in self._sets.values():
                 pipeline.expire(name, _SET_TTL_S)
-            if is_told:
+            if has_event:
                 event: dict[Any, Any] = {_FIELDS[tier]: b"".join(hashes) for tier, hashes in blocks.items()}
                 event["replica"] = self._replica
                 pipeline.xadd(self._events, event, maxlen=_MAX_EVENTS, approximate=True)
@@ -87,22 +87,25 @@ class IndexWriter:
 
 
 class IndexReader:
-    """Keeps a PrefixIndex as Redis has it. Raises redis.RedisError when Redis is away; the index stays as it was."""
+    """Follower that keeps a PrefixIndex in sync with Redis. Raises redis.RedisError if Redis is unreachable; the index
+    then keeps its state."""
 
     def __init__(self, redis: Redis, index: PrefixIndex, *, name: str) -> None:
         self._redis = redis
         self._index = index
         self._name = name
         self._events = f"{name}:events"
-        self._last_id: bytes | None = None  # of the last event folded in; None: nothing yet
-        self._position = 0  # how many events the stream had had when that one was added
-        self._members: set[str] = set()  # of whom events are taken
-        self._is_changing = asyncio.Lock()  # what is loaded is not older than what was folded in meanwhile
-        self.num_rejected = 0  # events that make no sense
+        self._last_id: bytes | None = None  # of the last applied event; None: none yet
+        self._position = 0  # number of events that the stream had up to that one
+        self._members: set[str] = set()  # replicas whose events are applied
+        self._is_changing = asyncio.Lock()  # so that a load never overwrites newer events
+        self.num_rejected = 0  # malformed events
 
     async def follow(self, replicas: Iterable[str], *, wait_ms: int) -> None:
-        """Fold in what is new of these replicas and of those that were loaded, waiting up to wait_ms for it. If events
-        were missed, `load` the replicas first."""
+        """Apply the new events of these and all loaded replicas; wait up to wait_ms for the first one.
+
+        Loads `replicas` first if events were missed.
+        """
         replicas = list(replicas)
         self._members.update(replicas)
         num_added, num_trimmed, newest_id = await self._stream()
@@ -111,7 +114,7 @@ class IndexReader:
             for replica in replicas:
                 await self._load(replica)
         elif num_added < self._position or _is_before(newest_id, self._last_id):
-            # Redis began anew. What we know holds until each replica has written all that it has again.
+            # Redis restarted empty. The index stays valid until each replica has written all its blocks again.
             self._last_id, self._position = b"0-0", 0
         streams: dict[Any, Any] = {self._events: self._last_id}
         answer: Any = await self._redis.xread(streams, count=1000, block=wait_ms)
@@ -120,23 +123,23 @@ class IndexReader:
                 try:
                     async with self._is_changing:
                         await self._fold(event)
-                except (KeyError, ValueError, ResponseError) as error:  # the same event would only fail again
+                except (KeyError, ValueError, ResponseError) as error:  # skip it: it would fail every time
                     self._reject(event_id, error)
                 self._last_id = event_id
                 self._position += 1
 
     async def _stream(self) -> tuple[int, int, bytes]:
-        """How many events were ever added, how many of them are trimmed away, and the id of the newest."""
+        """Return the number of events ever added, the number trimmed, and the id of the newest."""
         try:
             stream: Any = await self._redis.xinfo_stream(self._events)
-        except ResponseError:  # no such key: nothing was ever published, or Redis began anew
+        except ResponseError:  # no such key: nothing was published yet, or Redis restarted empty
             return 0, 0, b"0-0"
         return stream["entries-added"], stream["entries-added"] - stream["length"], stream["last-generated-id"]
 
     async def load(self, replicas: Iterable[str]) -> None:
-        """Read all that these replicas hold: for those that were there before this reader, or that began anew.
+        """Read all blocks of these replicas: for those older than this reader, or restarted.
 
-        Other clients have their turn meanwhile. What changes meanwhile comes as an event afterwards.
+        Other Redis clients are served in between. Changes during the load arrive as events afterwards.
         """
         for replica in replicas:
             self._members.add(replica)
@@ -144,12 +147,12 @@ class IndexReader:
 
     async def _load(self, replica: str) -> None:
         async with self._is_changing:
-            if replica in self._members:  # it may have been forgotten meanwhile
+            if replica in self._members:  # `forget` may have removed it while we waited
                 await self._read_sets(replica)
 
     async def _read_sets(self, replica: str) -> None:
         held = {}
-        for tier, name in reversed(_set_names(self._name, replica).items()):  # the upper ones have the last word
+        for tier, name in reversed(_set_names(self._name, replica).items()):  # upper tiers win
             held[tier] = [prefix_hash async for prefix_hash in self._redis.sscan_iter(name, count=_SCAN_BLOCKS)]
         self._index.drop(replica)
         for tier, hashes in held.items():
@@ -157,15 +160,15 @@ class IndexReader:
                 self._index.store(replica, hashes, tier)
 
     async def forget(self, replica: str) -> None:
-        """A replica's lease has ended: drop it here and in Redis, however much it held."""
+        """Drop a replica whose lease ended, here and in Redis."""
         self._members.discard(replica)
-        async with self._is_changing:  # not in the midst of being loaded
+        async with self._is_changing:  # wait for a running load
             self._index.drop(replica)
         await self._redis.unlink(*_set_names(self._name, replica).values())
 
     async def _fold(self, event: dict[bytes, bytes]) -> None:
         replica = event[b"replica"].decode()
-        if replica not in self._members:  # whoever writes to Redis may invent any number of them
+        if replica not in self._members:  # bounds the index: other writers of this Redis may invent replicas
             return
         if b"reset" in event:
             await self._read_sets(replica)
@@ -176,9 +179,9 @@ class IndexReader:
         self._index.remove(replica, _unpack(event.get(_FIELDS[None].encode(), b"")))
 
     def _reject(self, event_id: bytes, error: Exception) -> None:
-        """Say it once: whoever writes one may write many."""
+        """Count a malformed event. Logged once only: an attacker may write many."""
         if not self.num_rejected:
-            logger.warning("event %s of the prefix index makes no sense and is left out: %r", event_id.decode(), error)
+            logger.warning("ignored malformed event %s of the prefix index: %r", event_id.decode(), error)
         self.num_rejected += 1
 
 
@@ -194,11 +197,11 @@ def _by_tier(items: Iterable[tuple[bytes, Tier | None]]) -> dict[Tier | None, li
 
 
 def _is_before(one: bytes, other: bytes) -> bool:
-    """Of two ids in a stream, "milliseconds-number"."""
+    """Compare two ids of a stream, "milliseconds-number"."""
     return [int(part) for part in one.split(b"-")] < [int(part) for part in other.split(b"-")]
 
 
 def _unpack(packed: bytes) -> list[bytes]:
     if len(packed) % HASH_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no whole hashes")
+        raise ValueError(f"{len(packed)} bytes are not a multiple of the hash size, {HASH_BYTES}")
     return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]

@@ -1,4 +1,4 @@
-"""Configuration of draft heads: Medusa, EAGLE-1, EAGLE-3 and MTP. Reads config.json, and of EAGLE-1 a tensor's shape.
+"""Configuration of draft heads: Medusa, EAGLE-1, EAGLE-3 and MTP. Reads config.json and, for EAGLE-1, a tensor's shape.
 
 EAGLE-3 comes in two layouts. EAGLE's own repository and SpecForge write a Llama's config.json and tensors named
 `midlayer.*`. `speculators` writes `speculators_model_type`, the layer under `transformer_layer_config`, and tensors
@@ -19,18 +19,19 @@ from core.types.errors import SpecError
 
 HeadsKind = Literal["medusa", "eagle", "mtp"]
 
-STEPS_KEPT = 4  # features of positions that sequences may go on from are kept of so many full steps
+# Full steps whose features are kept for the positions from which sequences may continue.
+STEPS_KEPT = 4
 _FURTHER = "num_nextn_predict_layers"
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _VARIANT_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-_MOST = 64  # heads of Medusa, and blocks of each: as many as tokens are ever drafted
+_MOST = 64  # heads of Medusa and residual blocks of each; also the longest draft
 
 
 class HeadsPlace(NamedTuple):
-    """Where heads are."""
+    """Kind and directory of draft heads."""
 
     kind: HeadsKind
-    directory: Path  # mtp: the model's own
+    directory: Path  # mtp: the model's directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,30 +39,30 @@ class Eagle3Variant:
     """Differences between EAGLE-3 heads, named as in the config.json of `speculators`."""
 
     layer: str = "midlayer"  # prefix of its tensors
-    norm_before_fc: bool = False  # norms the three hidden states side by side
-    fc_norm: bool = False  # norms each of the three
+    norm_before_fc: bool = False  # norm over the concatenation of the three hidden states
+    fc_norm: bool = False  # norm of each hidden state
     norm_before_residual: bool = False
     norm_output: bool = False  # the next feature is the layer's output after the final norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
-    """Heads that draft beside one model."""
+    """Configuration of the draft heads of one model."""
 
     kind: HeadsKind
-    directory: Path  # mtp: the model's own
+    directory: Path  # mtp: the model's directory
     fingerprint: str
-    layers: tuple[int, ...]  # hidden states that it wants: those after so many layers of the model
-    num_kv_layers: int = 0  # of its own, behind the model's in the KV pool
-    keeps_features: bool = False  # of the last position of every block, beside the block's KV
-    num_heads: int = 0  # medusa: each guesses one token further
-    num_residuals: int = 0  # medusa: blocks before each head's projection
-    shape: ModelConfig | None = None  # eagle, mtp: of its layer
-    draft_vocab_size: int = 0  # EAGLE-3: tokens that its own head predicts
+    layers: tuple[int, ...]  # hidden states it reads: those after this many layers of the model
+    num_kv_layers: int = 0  # its own layers in the KV pool, after the model's
+    keeps_features: bool = False  # whether each KV block has a feature of its last position
+    num_heads: int = 0  # medusa: head i predicts token i + 1 after the next
+    num_residuals: int = 0  # medusa: residual blocks before each head's projection
+    shape: ModelConfig | None = None  # eagle, mtp: shape of its layer
+    draft_vocab_size: int = 0  # EAGLE-3: size of its own vocabulary
     eagle3: Eagle3Variant | None = None
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Raises SpecError where so many ranks cannot draft by them. What keeps nothing in the pool is rank 0's."""
+        """Raise SpecError unless the heads can run on `size` ranks. Heads without KV run on rank 0 and always can."""
         if size == 1 or not self.num_kv_layers:
             return
         try:
@@ -71,18 +72,20 @@ class HeadsConfig:
             raise SpecError(f"speculation.model: {self.directory}: {error}") from None
 
     def feature_bytes(self, model: ModelConfig, *, itemsize: int) -> int:
-        """Beside each block. itemsize: of a number of the model's activations."""
+        """Return the bytes of features per block. itemsize: of the model's activations."""
         return model.hidden_size * itemsize if self.keeps_features else 0
 
     def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, layer_bytes: int) -> int:
-        """On each rank, whatever the pool's size: features of the positions that rows may go on from, and a spare block
-        of the heads' own layers for every row. layer_bytes: of one block of one layer."""
+        """Return the memory per rank beside the pool: features for max_running rows, and one spare block per row for
+        the heads' own layers. layer_bytes: of one block of one layer."""
         return max_running * (STEPS_KEPT * model.hidden_size * itemsize + self.num_kv_layers * layer_bytes)
 
 
 def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
-    """Read the config.json of a directory of heads; of `mtp` the model's own. Raises SpecError where they are no such
-    heads, or not for this model."""
+    """Read the config.json of a directory of heads (for `mtp`, the model's own).
+
+    Raises SpecError if they are not heads of this kind, or do not fit the model.
+    """
     raw = _read_json(directory / "config.json")
     try:
         return _READERS[kind](directory, raw, model)
@@ -106,10 +109,12 @@ def _medusa(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Head
 
 
 def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
-    """EAGLE-3: Li et al. 2025, arXiv:2503.01840. EAGLE-1: Li et al. 2024, arXiv:2401.15077; its config.json is often a
-    Llama's, so that its weights tell it from a model."""
+    """Read EAGLE-3 heads (Li et al. 2025, arXiv:2503.01840) or EAGLE-1 heads (Li et al. 2024, arXiv:2401.15077).
+
+    EAGLE-1 often has a plain Llama's config.json; only its weights tell it from a model.
+    """
     if model.latent:
-        raise SpecError(f"{directory}: EAGLE heads keep keys and values, and {model.architecture} keeps latents")
+        raise SpecError(f"{directory}: EAGLE heads need keys and values, but {model.architecture} caches latents")
     architecture = str((raw.get("architectures") or ["(none)"])[0])
     variant, layer = None, raw
     if "speculators_model_type" in raw:
@@ -161,10 +166,11 @@ def _speculators_variant(directory: Path, raw: Mapping[str, Any]) -> Eagle3Varia
 
 
 def _aux_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> tuple[int, ...]:
-    """Number of the model's layers behind each of the three hidden states that the head reads.
+    """Return the number of model layers below each of the three hidden states that the head reads.
 
-    `speculators` counts as we do. `eagle_config`, which SpecForge and SGLang read, names the layer whose output it is,
-    from 0 on. Without either the three are those that vLLM and SGLang take by default."""
+    `speculators` counts layers like us. `eagle_config`, as in SpecForge and SGLang, has the zero-based index of the
+    layer whose output is read. The default is that of vLLM and SGLang.
+    """
     found = raw.get(_AUX_LAYERS)
     if not found and (ids := (raw.get("eagle_config") or {}).get(_AUX_LAYERS)):
         found = [layer + 1 for layer in ids]
@@ -179,7 +185,7 @@ def _aux_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> 
 
 
 def is_eagle1(directory: Path) -> bool:
-    """By the tensors that it holds. Raises SpecError where it holds none."""
+    """Return whether the tensors are those of EAGLE-1. Raises SpecError if the directory has none."""
     from safetensors import SafetensorError, safe_open
 
     for file in model_config.weight_files(directory):
@@ -194,15 +200,15 @@ def is_eagle1(directory: Path) -> bool:
 
 
 def predicts_further(directory: Path) -> bool:
-    """Whether a model directory has layers of its own that predict further tokens."""
+    """Return whether a model directory has MTP layers."""
     return bool(_read_json(directory / "config.json").get(_FURTHER))
 
 
 def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
-    """DeepSeek-V3, arXiv:2412.19437, section 2.2: a layer more, behind the model's last."""
+    """Read the MTP layer after the model's last one. DeepSeek-V3, arXiv:2412.19437, section 2.2."""
     if model.architecture != "DeepseekV3ForCausalLM" or not raw.get(_FURTHER):
         raise SpecError(
-            f"{directory}: mtp drafts by layers of a DeepseekV3ForCausalLM's own ({_FURTHER} in config.json), and this "
+            f"{directory}: mtp needs the MTP layers of a DeepseekV3ForCausalLM ({_FURTHER} in config.json), and this "
             f"{model.architecture} has none; choose another speculation.method"
         )
     if raw[_FURTHER] != 1:
@@ -211,7 +217,7 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
     return HeadsConfig(
         kind="mtp",
         directory=directory,
-        fingerprint="mtp",  # beside that of the weights, whose part it is
+        fingerprint="mtp",  # the layer is part of the weights, which have a fingerprint
         layers=(model.num_layers,),
         num_kv_layers=1,
         keeps_features=True,
@@ -234,9 +240,9 @@ def _count(found: Any, name: str, *, least: int) -> int:
     return found
 
 
-def _check_same(directory: Path, name: str, found: int, wanted: int) -> None:
-    if found != wanted:
-        raise SpecError(f"{directory}: {name} is {found}, and the model's is {wanted}: these heads are for another one")
+def _check_same(directory: Path, name: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise SpecError(f"{directory}: {name} is {found}, and the model's is {expected}: use heads made for this model")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What drafts beside the served model, by what a spec says of it: a smaller model, or heads."""
+"""Sources of drafts: the small model or the draft heads that a spec names."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A directory, and what of it drafts; `mtp`: that of the served model."""
+    """Kind and directory of a draft model or of draft heads; for `mtp`, the directory of the served model."""
 
     kind: Literal["draft"] | HeadsKind
     directory: Path
 
     @property
     def heads(self) -> HeadsKind | None:
-        """Which; None: it is a model of its own."""
+        """Kind of the heads; None: a draft model."""
         return None if self.kind == "draft" else self.kind
 
 
 def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource | None:
-    """What `speculation` names beside what looks up; None: nothing. May download. Raises SpecError."""
+    """Resolve the draft model or heads of `speculation`; None for none. May download. Raises SpecError."""
     method, source = spec.speculation.method, spec.speculation.model
     if method == "mtp" or (method == "auto" and source == spec.model.source):
         own = model_source.resolve(spec.model.source, progress=progress)
@@ -57,27 +57,29 @@ def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource
 
 
 def heads_source(spec: Spec) -> DraftSource | None:
-    """The heads that every replica loads with its model; None: there are none, and a smaller model that `draft` names
-    need not be on this host. May download. Raises SpecError."""
+    """Resolve the heads that every replica loads with its model; None for none. May download. Raises SpecError.
+
+    A draft model is left out: prefill replicas do not need it on their hosts.
+    """
     source = None if spec.speculation.method == "draft" else draft_source(spec)
     return source if source and source.heads else None
 
 
 def fetch_for_a_switch(spec: Spec, role: Role) -> None:
-    """What a replica that may become a decode replica will load then, fetched with its model, so that the switch waits
-    for no download. May download. What cannot be had here is the switch's to say."""
-    from core.types.role_switch import hindrance  # the engine loads without specs
+    """Fetch the draft model on a prefill replica that may become a decode replica, so that the switch needs no
+    download. Errors are logged only: the switch itself reports them."""
+    from core.types.role_switch import hindrance  # imported here: the engine loads without specs
 
     if role is Role.DECODE or spec.speculation.method != "draft" or hindrance(spec):
         return
     try:
         draft_source(spec)
     except SpecError as error:
-        logger.info("as a decode replica this one would not start: %s", error)
+        logger.info("this replica could not become a decode replica: %s", error)
 
 
 def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:
-    """Raises SpecError unless the same text is the same tokens for both models."""
+    """Raise SpecError unless both models have the same vocabulary."""
     from tokenizers import Tokenizer
 
     ours, theirs = (
@@ -93,17 +95,17 @@ def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:
 
 
 def _heads(source: str, progress: Progress | None) -> DraftSource | None:
-    """Where a source holds heads: which they are, by their config.json."""
+    """Detect draft heads in a source, by their config.json; None if there are none."""
     is_of_hub, place = source.startswith("hf:"), Path(source).expanduser()
     if source.endswith(".gguf") or not (is_of_hub or place.is_dir()):
         return None
     if not is_of_hub and any(place.glob("*.gguf")) and not any(place.glob("*.safetensors")):
-        return None  # a model
+        return None  # a GGUF model
     directory = model_source.resolve_heads(source, progress=progress)
     try:
         raw = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
-        return None  # whoever reads it as a model says what is wrong
+        return None  # reported when it is loaded as a model
     if not isinstance(raw, dict):
         return None
     if "medusa_num_heads" in raw:
@@ -117,7 +119,7 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
 
 
 def _heads_here(source: str) -> HeadsKind | None:
-    """Of a directory on this host; None also where nothing can be said."""
+    """Detect draft heads in a local directory; None if there are none, or if that is unknown."""
     try:
         found = None if source.startswith("hf:") else _heads(source, None)
     except SpecError:
@@ -129,4 +131,4 @@ def _is_eagle1(directory: Path) -> bool:
     try:
         return is_eagle1(directory)
     except SpecError:
-        return False  # whoever reads it as a model says what is wrong
+        return False  # reported when it is loaded as a model

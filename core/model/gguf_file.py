@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata and where its tensors lie.
+"""Reader of a GGUF file's header: its metadata and the location of its tensors.
 
-The `gguf` package's reader makes an array of every string, which takes seconds for a vocabulary; this one reads the
-same header in a fraction of one. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3).
+The `gguf` package's reader makes an array of every string, which takes seconds for a vocabulary; this one takes a
+fraction of a second. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor of the file. `shape` is in torch's order: rows first, the dimension that is stored densely last."""
+    """Tensor of the file. `shape` is in torch's order: rows first, the contiguous dimension last."""
 
     name: str
     ggml_type: int
     shape: tuple[int, ...]
-    offset: int  # from the beginning of the file, in bytes
+    offset: int  # bytes from the start of the file
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What stands before the tensors' data."""
+    """Metadata and tensor table."""
 
     metadata: dict[str, Any]
     tensors: tuple[GGUFTensor, ...]
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read metadata and tensor table; no tensor data. Raises SpecError if this is not a whole GGUF header."""
+    """Read metadata and tensor table, without tensor data. Raises SpecError if the header is invalid or truncated."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Cursor(data).header()
@@ -51,7 +51,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class _Cursor:
-    """Reads the header from front to back. Any value that leaves the file raises struct.error or ValueError."""
+    """Sequential reader of the header. Raises struct.error or ValueError beyond the end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -62,7 +62,7 @@ class _Cursor:
             raise ValueError("it does not begin with GGUF")
         version = self._scalar("I")
         if version not in _VERSIONS:
-            raise ValueError(f"format version {version}; known are {_VERSIONS}")
+            raise ValueError(f"format version {version} is not supported; supported: {_VERSIONS}")
         num_tensors, num_values = self._scalar("Q"), self._scalar("Q")
         metadata = {self._string(): self._value(self._scalar("I")) for _ in range(num_values)}
         entries = [self._tensor() for _ in range(num_tensors)]

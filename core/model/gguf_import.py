@@ -1,6 +1,6 @@
-"""From a GGUF file to a model directory: the JSON files that a Hugging Face checkpoint has, and a table of its tensors.
+"""Conversion of a GGUF file to a model directory: the JSON files of a Hugging Face checkpoint, and a tensor table.
 
-The weights stay in the GGUF. Names and layout follow llama.cpp's convert_hf_to_gguf.py, read backwards.
+The weights stay in the GGUF. Names and layout invert llama.cpp's convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from core.model.gguf_table import GGML_TYPES, StoredTensor, write_table
 from core.model.gguf_tokenizer import adds_bos, build_tokenizer, end_token_ids, special_token
 from core.types.errors import SpecError
 
-IMPORT_VERSION = 2  # raised when the files written here change, so that older imports are made again
+IMPORT_VERSION = 2  # increment it when the written files change, so that cached imports are made again
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
@@ -36,14 +36,14 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _MAX_COUNT = 1 << 31
-_ROPE_FACTORS = "rope_freqs.weight"  # what Llama 3.1's scaling divides each frequency by
+_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies (Llama 3.1)
 
 
 def import_gguf(gguf: Path, into: Path) -> None:
     """Write config.json, generation_config.json, tokenizer.json, tokenizer_config.json and the table of tensors.
 
-    `gguf`: the file, or the first of a split one; it must stay where it is. `into`: an existing directory.
-    Raises SpecError that names the file and what is not known about it.
+    gguf: the file, or the first part of a split one; it must stay in place. into: an existing directory.
+    Raises SpecError that names the file and the unsupported property.
     """
     files = [(path, read_header(path)) for path in _parts(gguf)]
     header = files[0][1]
@@ -63,9 +63,9 @@ def import_gguf(gguf: Path, into: Path) -> None:
         _write_tokenizer(header.metadata, into)
     except SpecError as error:
         raise SpecError(f"{gguf}: {error}") from error
-    except Exception as error:  # an edge: whatever the file says, it goes to code that expects what converters write
+    except Exception as error:  # hostile metadata may fail anywhere in code that expects a converter's output
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise SpecError(f"{gguf}: its metadata makes no model: {text}") from error
+        raise SpecError(f"{gguf}: invalid metadata: {text}") from error
     write_table(into, tensors)
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_token_ids(header.metadata)}
     (into / "generation_config.json").write_text(json.dumps(ends, indent=2))
@@ -78,12 +78,12 @@ def _parts(gguf: Path) -> list[Path]:
     num_parts = int(match["parts"])
     parts = [gguf.with_name(f"{match['stem']}-{i:05}-of-{num_parts:05}.gguf") for i in range(1, num_parts + 1)]
     if missing := [path.name for path in parts if not path.exists()]:
-        raise SpecError(f"{gguf}: other parts of this split file are missing beside it: {', '.join(missing)}")
+        raise SpecError(f"{gguf}: parts of this split file are missing: {', '.join(missing)}")
     return parts
 
 
 def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
-    """config.json as Hugging Face writes it."""
+    """Return config.json in Hugging Face's form."""
     architecture = header.metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
@@ -111,7 +111,7 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
 
     num_heads, hidden_size = count("attention.head_count"), count("embedding_length")
     num_layers = count("block_count")
-    if num_layers > len(names):  # what is made for each layer, before its tensors are looked for, must be little
+    if num_layers > len(names):  # bounds the work per layer that precedes the look-up of its tensors
         raise SpecError(f"{architecture}.block_count is {num_layers}, and there are {len(names)} tensors")
     window = value("attention.sliding_window", 0) if architecture == "llama" else 0
     return {
@@ -158,7 +158,7 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any]) -> StoredTen
         known = ", ".join(sorted(kind.name for kind in GGML_TYPES.values()))
         raise SpecError(f"tensor {tensor.name} has ggml type {tensor.ggml_type}; supported: {known}")
     kind, row = GGML_TYPES[tensor.ggml_type], tensor.shape[-1] if len(tensor.shape) > 1 else 1
-    if row % kind.block:  # a part of them would not begin where a block does
+    if row % kind.block:  # a slice of rows would not start at a block boundary
         raise SpecError(f"tensor {tensor.name} of shape {tensor.shape} has no rows of whole blocks of {kind.name}")
     role = tensor.name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -182,7 +182,7 @@ def _hugging_face_name(name: str) -> str:
     match stem.split("."):
         case ["blk", layer, role] if role in _IN_LAYER:
             return f"model.layers.{layer}.{_IN_LAYER[role]}.{suffix}"
-    raise SpecError(f"tensor {name} has no place in a dense Llama or Qwen model")
+    raise SpecError(f"tensor {name} does not belong to a dense Llama or Qwen model")
 
 
 def _read_f32(path: Path, tensor: GGUFTensor) -> list[float]:

@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file describes in its metadata, as the files that Hugging Face tools read.
+"""Conversion of a GGUF file's tokenizer metadata to Hugging Face's tokenizer.
 
-Two kinds exist for the models that we run. "gpt2" is byte-level BPE with ranked merges, whose pre-tokenizer is known
-by name only; "llama" is SentencePiece BPE with byte fallback, whose merges follow from the tokens' scores.
+Two kinds exist for the supported models. "gpt2" is byte-level BPE with ranked merges and a named pre-tokenizer; "llama"
+is SentencePiece BPE with byte fallback, whose merges follow from the tokens' scores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from core.types.errors import SpecError
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types
-# Control tokens that end a turn wherever they occur; a file often names only one of those that it has.
+# Control tokens that end a turn. Files often name only one of those they contain.
 _END_OF_GENERATION = frozenset(
     ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 )
@@ -31,7 +31,7 @@ _TEKKEN_WORDS = (
 )
 _DEFAULT_WORDS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")
 
-# Each regular expression splits what the one before it left. Names: `tokenizer.ggml.pre` as llama.cpp writes it.
+# Each regular expression splits the pieces of the one before it. Keys: `tokenizer.ggml.pre`, as in llama.cpp.
 _WORDS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT_WORDS,
     "gpt-2": (_GPT2_WORDS,),
@@ -44,26 +44,26 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "deepseek-r1-qwen": (_QWEN2_WORDS,),
     "tekken": (_TEKKEN_WORDS,),
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # a word in the vocabulary is not merged
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is brought to Unicode's NFC first
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # words in the vocabulary are not split
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is normalized to NFC
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer; it adds a beginning-of-sequence token where the file says so. Raises SpecError."""
+    """Return the tokenizer. It adds a beginning-of-sequence token if the file requires one. Raises SpecError."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata)
     elif kind == "llama":
         tokenizer = _sentence_piece(metadata)
     else:
-        raise SpecError(f"the GGUF's tokenizer.ggml.model is {kind!r}; known here: gpt2, llama")
-    # Both kinds are found in text as they stand, and keep the ids that they have in the vocabulary.
+        raise SpecError(f"the GGUF's tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama")
+    # Both kinds match their literal text and keep their ids in the vocabulary.
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _tokens_of_type(metadata, _CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in _tokens_of_type(metadata, _USER_DEFINED)])
     if adds_bos(metadata):
         bos = special_token(metadata, "bos")
         if bos is None:
-            raise SpecError("the GGUF asks for a beginning-of-sequence token and names none")
+            raise SpecError("the GGUF requires a beginning-of-sequence token and does not name it")
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])]
         )
@@ -71,7 +71,7 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def adds_bos(metadata: dict[str, Any]) -> bool:
-    """Whether prompts begin with the beginning-of-sequence token; where the file is silent, as llama.cpp decides."""
+    """Return whether prompts start with the beginning-of-sequence token. The default is llama.cpp's."""
     is_default = (
         metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
     )
@@ -79,23 +79,23 @@ def adds_bos(metadata: dict[str, Any]) -> bool:
 
 
 def special_token(metadata: dict[str, Any], role: str) -> str | None:
-    """The text of the token of a role ("bos", "eos", "unknown", "padding"), or None."""
+    """Return the text of a special token ("bos", "eos", "unknown", "padding"), or None."""
     index = metadata.get(f"tokenizer.ggml.{role}_token_id")
     tokens = _tokens(metadata)
     return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
 
 def end_token_ids(metadata: dict[str, Any]) -> list[int]:
-    """The ids that end generation: the file's own first, then its control tokens that are known to."""
+    """Return the ids that end generation: the file's own, then the known control tokens in its vocabulary."""
     own = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
     known = set(_tokens_of_type(metadata, _CONTROL)) & _END_OF_GENERATION
     others = (index for index, token in enumerate(_tokens(metadata)) if token in known)
     return list(dict.fromkeys([*(index for index in own if index is not None), *others]))
 
 
-def _tokens_of_type(metadata: dict[str, Any], wanted: int) -> list[str]:
+def _tokens_of_type(metadata: dict[str, Any], token_type: int) -> list[str]:
     types = metadata.get("tokenizer.ggml.token_type", ())
-    return [token for token, kind in zip(_tokens(metadata), types, strict=False) if kind == wanted]
+    return [token for token, kind in zip(_tokens(metadata), types, strict=False) if kind == token_type]
 
 
 def _tokens(metadata: dict[str, Any]) -> list[str]:
@@ -109,11 +109,11 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _WORDS:
         raise SpecError(
-            f"the GGUF's pre-tokenizer (tokenizer.ggml.pre) is {pre!r}; known here: {', '.join(sorted(_WORDS))}. "
-            "Use the model's Hugging Face directory instead"
+            f"the GGUF's pre-tokenizer (tokenizer.ggml.pre) {pre!r} is not supported; supported: "
+            f"{', '.join(sorted(_WORDS))}. Use the model's Hugging Face directory instead"
         )
     vocab = {token: index for index, token in enumerate(_tokens(metadata))}
-    # A merge is two tokens with a space between; the tokens themselves hold none, for a space is spelled Ġ.
+    # A merge is two tokens separated by a space; tokens contain no space, because it is spelled Ġ.
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
     if not merges:
         raise SpecError("the GGUF has no merges (tokenizer.ggml.merges)")
@@ -157,8 +157,8 @@ def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins whichever neighbours make the token of the highest score: so each way to make a token from
-    two others is a merge, and the token's score is its rank."""
+    """Return ranked merges for SentencePiece, which joins the neighbours that form the token of the highest score:
+    each split of a token into two others is a merge, ranked by the token's score."""
     index_of = {token: index for index, token in enumerate(tokens)}
     merges: list[tuple[float, int, int, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):

@@ -1,4 +1,4 @@
-"""How much KV memory a model needs, and how much context a replica can hold. Arithmetic only."""
+"""Arithmetic of KV memory: bytes per token, and the context that a replica can hold."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from core.model.draft_heads import HeadsConfig
 from core.model.shape import ModelConfig
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
-_SCALE_BYTES = 2  # bf16, one per token and head, for keys and for values
+_SCALE_BYTES = 2  # bf16, one per token and head, for keys and for values each
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVArithmetic:
-    """One model on replicas of `tensor_parallel` ranks, with `memory_bytes` for KV on each rank."""
+    """KV memory of one model on replicas of `tensor_parallel` ranks with `memory_bytes` for KV each."""
 
     config: ModelConfig
     dtype: str  # of the pool: "bfloat16", "float16", "float32", "fp8_e4m3" or "int8"
     block_size: int
     tensor_parallel: int
     memory_bytes: float
-    heads: HeadsConfig | None = None  # that draft beside the model
-    activations: str = "bfloat16"  # dtype of what they keep, where they keep anything
-    max_running: int = 0  # sequences that they are asked about at a time
+    heads: HeadsConfig | None = None  # draft heads
+    activations: str = "bfloat16"  # dtype of the heads' features
+    max_running: int = 0  # concurrent sequences, for the heads' features
 
     @property
     def bytes_per_token_per_rank(self) -> int:
-        """With more ranks than KV heads, heads are held more than once."""
+        """KV of all layers. With more ranks than KV heads, heads are replicated."""
         num_layers = self.config.num_layers + (self.heads.num_kv_layers if self.heads else 0)
         return num_layers * self._layer_bytes_per_token
 
     @property
     def block_bytes_per_rank(self) -> int:
-        """With what heads keep of its last position."""
+        """KV block, with the heads' feature of its last position."""
         features = self.heads.feature_bytes(self.config, itemsize=self._itemsize) if self.heads else 0
         return self.bytes_per_token_per_rank * self.block_size + features
 
     @property
     def bytes_per_token(self) -> int:
-        """All ranks of a replica."""
+        """KV on all ranks of a replica."""
         return self.bytes_per_token_per_rank * self.tensor_parallel
 
     @property
     def num_blocks(self) -> int:
-        """Of one replica."""
+        """Blocks of one replica's pool."""
         beside = 0
         if self.heads:
             layer_bytes = self._layer_bytes_per_token * self.block_size
@@ -53,7 +53,7 @@ class KVArithmetic:
         return max(0, int((self.memory_bytes - beside) // self.block_bytes_per_rank))
 
     def max_batch(self, context: int) -> int:
-        """How many sequences of `context` tokens fit at a time."""
+        """Return how many sequences of `context` tokens fit at once."""
         return self.num_blocks // -(-context // self.block_size)
 
     @property

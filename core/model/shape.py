@@ -1,4 +1,4 @@
-"""The shape of a decoder-only model: what its layers are made of, and how large. Numbers only; see model_config."""
+"""Shape of a decoder-only model: the kinds and sizes of its layers. Numbers only; core.model.config reads them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from core.types.errors import SpecError
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched; `kind` and the parameters are those of transformers' rope types.
+    """Scaling of rotary frequencies; `kind` and the parameters are those of transformers' rope types.
 
-    One kind is ours: "factors" divides each frequency by its own number, as GGUF files of Llama 3.1 and later say it.
+    One kind is ours: "factors" divides each frequency by its own number, as in GGUF files of Llama 3.1 and later.
     """
 
     kind: str = "default"
@@ -27,45 +27,45 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    factors: tuple[float, ...] = ()  # factors: head_dim / 2 of them
+    factors: tuple[float, ...] = ()  # kind "factors": head_dim / 2 divisors
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The experts of a mixture-of-experts model: gated MLPs, of which each token passes through a few."""
+    """Experts of a mixture-of-experts model: gated MLPs, a few of which are active per token."""
 
-    num_experts: int  # of each sparse layer
+    num_experts: int  # per sparse layer
     num_per_token: int
     intermediate_size: int  # of one expert
-    normalizes_weights: bool  # whether the weights of a token's experts are made to sum to 1
-    is_sparse: tuple[bool, ...]  # per layer; the others have one dense MLP
-    shared_size: int = 0  # features of the expert through which every token passes; 0: there is none
-    has_shared_gate: bool = False  # whether each token weighs its shared expert
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # of a token's logits; sigmoids come with a bias for the choice
-    num_groups: int = 1  # experts lie in groups of equal size,
-    num_groups_per_token: int = 1  # of which a token's experts come from so many
-    weight_scale: float = 1.0  # of the chosen experts' weights
-    scores_in_fp32: bool = False  # whether the router multiplies in fp32 whatever the model's dtype
+    normalizes_weights: bool  # whether the weights of a token's experts are normalized to sum 1
+    is_sparse: tuple[bool, ...]  # per layer; the others have a dense MLP
+    shared_size: int = 0  # features of the shared expert; 0: none
+    has_shared_gate: bool = False  # whether the shared expert has a gate per token
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # router's activation; sigmoid has a bias for the selection
+    num_groups: int = 1  # equal groups of experts
+    num_groups_per_token: int = 1  # groups from which a token's experts are selected
+    weight_scale: float = 1.0  # factor of the selected experts' weights
+    scores_in_fp32: bool = False  # whether the router's matmul is in fp32 for every model dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Multi-head latent attention: keys and values of all heads are made from one short row per token.
+    """Multi-head latent attention: keys and values of all heads are projections of one latent per token.
 
-    DeepSeek-V2, arXiv:2405.04434, section 2.1. What is kept of a token is its latent and one rotated key.
+    DeepSeek-V2, arXiv:2405.04434, section 2.1. The cache holds a token's latent and one rotated key.
     """
 
     latent_dim: int  # kv_lora_rank
-    rope_dim: int  # of the rotated part of queries and keys, which has one key for all heads
-    nope_dim: int  # of the part that is not rotated
+    rope_dim: int  # rotated part of queries and keys; its key is shared by all heads
+    nope_dim: int  # unrotated part
     value_dim: int
-    query_dim: int | None  # q_lora_rank: queries are made from a short row, too; None: from the hidden state
-    is_interleaved: bool  # whether rotary pairs lie side by side in the weights, not half a head apart
+    query_dim: int | None  # q_lora_rank: queries are low-rank projections; None: full-rank
+    is_interleaved: bool  # whether rotary pairs are adjacent in the weights instead of half a head apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only model. Counts are the whole model's, before any tensor parallelism."""
+    """Shape of a decoder-only model. Counts are of the whole model, before tensor parallelism."""
 
     architecture: str
     num_layers: int
@@ -75,8 +75,8 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_position: int  # positions that the rotary embedding was trained for
-    max_context: int  # tokens, prompt and output together; max_position stretched by the rope scaling
+    max_position: int  # positions that the model was trained for
+    max_context: int  # tokens of prompt and output; max_position after rope scaling
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling
@@ -85,43 +85,43 @@ class ModelConfig:
     has_output_bias: bool  # of the attention's output projection
     has_mlp_bias: bool
     has_qk_norm: bool
-    sliding_windows: tuple[int | None, ...]  # per layer; a token attends to itself and window - 1 before it
+    sliding_windows: tuple[int | None, ...]  # per layer; a token attends to itself and to window - 1 tokens before it
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
     experts: ExpertsConfig | None = None
-    latent: LatentConfig | None = None  # then num_kv_heads is 1, and head_dim that of queries: nope_dim + rope_dim
+    latent: LatentConfig | None = None  # implies num_kv_heads == 1 and head_dim == nope_dim + rope_dim
 
     @property
     def rotary_dim(self) -> int:
-        """How much of a head is rotated."""
+        """Rotated dimensions of a head."""
         return self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def kv_sides(self) -> int:
-        """Rows that the KV cache keeps per token and head: keys and values, or one latent for both."""
+        """Rows per token and head in the KV cache: keys and values, or one latent for both."""
         return 1 if self.latent else 2
 
     @property
     def kv_dim(self) -> int:
-        """Numbers of such a row."""
+        """Numbers per row of the KV cache."""
         return self.latent.latent_dim + self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def kv_exact_dim(self) -> int:
-        """How many, the last, stay in bf16 in a cache of 8 bits: the rotated key, as in DeepSeek's own FP8 cache."""
+        """Trailing numbers of a row that stay bf16 in an 8-bit cache: the rotated key, as in DeepSeek's FP8 cache."""
         return self.latent.rope_dim if self.latent else 0
 
     @property
     def attention_scale(self) -> float:
-        """What queries are multiplied by: 1 / sqrt(head_dim), and for DeepSeek what YaRN adds to it."""
+        """Scale of attention scores: 1 / sqrt(head_dim), times DeepSeek's YaRN factor."""
         scale, rope = 1 / math.sqrt(self.head_dim), self.rope_scaling
         if self.latent and rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
             scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
         return scale
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer has experts in the place of its MLP."""
+        """Return whether the layer has experts instead of a dense MLP."""
         return self.experts is not None and self.experts.is_sparse[layer]
 
     @property
@@ -132,13 +132,13 @@ class ModelConfig:
         return layers + embeddings + self.hidden_size
 
     def _attention_parameters(self) -> int:
-        """Of one layer."""
+        """Return the number of attention parameters of one layer."""
         if not (latent := self.latent):
             return self.head_dim * (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.hidden_size
         inputs = latent.query_dim or self.hidden_size
         matrices = self.num_q_heads * self.head_dim * inputs
         if latent.query_dim:
-            matrices += latent.query_dim * (self.hidden_size + 1)  # and a norm
+            matrices += latent.query_dim * (self.hidden_size + 1)  # with a norm
         matrices += self.kv_dim * self.hidden_size + latent.latent_dim
         matrices += self.num_q_heads * (latent.nope_dim + latent.value_dim) * latent.latent_dim
         return matrices + self.num_q_heads * latent.value_dim * self.hidden_size
@@ -149,12 +149,12 @@ class ModelConfig:
         return self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size
 
     def tensor_parallel_choices(self) -> list[int]:
-        """The tensor-parallel sizes that fit: query heads divide evenly, and KV heads divide or are replicated."""
+        """Return the possible sizes: query heads divide evenly, and KV heads divide or are replicated."""
         sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)
         return [size for size in sizes if self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0]
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Raise SpecError, naming the sizes that fit, unless `size` does."""
+        """Raise SpecError with the possible sizes unless `size` is one of them."""
         choices = self.tensor_parallel_choices()
         if size not in choices:
             raise SpecError(
@@ -163,16 +163,16 @@ class ModelConfig:
             )
 
     def check_expert_parallel(self, size: int, *, redundant: int = 0) -> None:
-        """Raise SpecError unless there are experts to spread over `size` ranks, and room for so many copies."""
+        """Raise SpecError unless the experts can be spread over `size` ranks with `redundant` copies per layer."""
         if self.experts is None:
             raise SpecError(f"expert_parallel: {self.architecture} has no experts; leave it out")
         if self.experts.num_experts < size:
             raise SpecError(f"expert_parallel: {self.experts.num_experts} experts do not fill {size} ranks")
         if redundant > (most := (size - 1) * self.experts.num_experts):
-            raise SpecError(f"redundant_experts: {redundant} are more than the {most} that {size} ranks do not hold")
+            raise SpecError(f"redundant_experts: {redundant} exceed {most}, the experts that {size} ranks do not hold")
 
     def check_deterministic(self) -> None:
-        """Raise SpecError unless a row of a step can be computed without regard to the rows beside it."""
+        """Raise SpecError unless each row of a step is computed independently of the other rows."""
         if self.experts is not None or self.latent is not None:
             raise SpecError(
                 f"engine: deterministic is not supported for {self.architecture}: torch computes experts and latents"

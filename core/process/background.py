@@ -1,4 +1,4 @@
-"""A thread whose failure is not lost."""
+"""Background threads whose exceptions are re-raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundThread:
-    """Runs `work` on a daemon thread. `run` waits for it, and raises what it raised."""
+    """Daemon thread that runs `work`. `run` waits for it and re-raises its exception."""
 
     def __init__(self, work: Callable[[], None], *, name: str) -> None:
         self.failure: BaseException | None = None
@@ -28,7 +28,7 @@ class BackgroundThread:
         return self._thread.is_alive()
 
     def run(self) -> None:
-        """Wait until the work has ended; raise its error if it failed."""
+        """Wait until the work has ended. Raises its exception if it failed."""
         self._thread.join()
         if self.failure:
             raise self.failure
@@ -36,6 +36,6 @@ class BackgroundThread:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # the edge of this thread: whatever ended it must be known
+        except BaseException as error:  # kept for `run`, whatever ended the thread
             logger.exception("%s ended", self._thread.name)
             self.failure = error

@@ -1,4 +1,4 @@
-"""A process of our own that does what it is told: one JSON order a line over a connection, and an answer to each."""
+"""Child process that executes commands: one JSON command per line over a connection, and a reply to each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _END_S = 10.0
 
 
 class ChildProcess:
-    """Runs `python -m MODULE PORT ARGUMENTS…`, which calls `obey`. Orders come as (a method's name, its arguments)."""
+    """Client of `python -m MODULE PORT ARGUMENTS…`, which calls `obey`. Commands are (method name, arguments)."""
 
     def __init__(self, module: str, *arguments: str, answer_s: float) -> None:
-        """answer_s: for it to start, and for each answer. Raises ReplicaLost."""
+        """answer_s: limit for its start and for each reply. Raises ReplicaLost."""
         self._answer_s = answer_s
         with socket.create_server((_HOST, 0)) as server:
             server.settimeout(answer_s)
@@ -30,33 +30,33 @@ class ChildProcess:
                 self._connection, _ = server.accept()
             except TimeoutError as error:
                 self._process.kill()
-                raise ReplicaLost(f"{module} does not start") from error
+                raise ReplicaLost(f"{module} did not start within {answer_s:.0f} s") from error
         self._connection.settimeout(answer_s)
-        # One file for both ways would forget what it has read ahead whenever it writes.
+        # Two files: a single one for both directions would drop its read-ahead at each write.
         self._answers, self._orders = self._connection.makefile("r"), self._connection.makefile("w")
 
     def ask(self, order: str, **arguments: Any) -> Any:
-        """Give an order, and wait for its answer. Raises ReplicaLost."""
+        """Send a command and return its reply. Raises ReplicaLost."""
         self.tell(order, **arguments)
         return self.answer()
 
     def tell(self, order: str, **arguments: Any) -> None:
-        """Give an order, whose `answer` is waited for later."""
+        """Send a command without waiting; call `answer` for its reply."""
         self._orders.write(json.dumps([order, arguments]) + "\n")
         self._orders.flush()
 
     def answer(self) -> Any:
-        """Of the oldest order. Raises ReplicaLost."""
+        """Return the reply to the oldest pending command. Raises ReplicaLost."""
         try:
             if line := self._answers.readline():
                 return json.loads(line)
         except TimeoutError as error:
             raise ReplicaLost(f"a measuring process did not answer within {self._answer_s:.0f} s") from error
-        raise ReplicaLost("a measuring process is gone")
+        raise ReplicaLost("a measuring process has exited")
 
     def close(self) -> None:
-        """End it."""
-        with suppress(OSError):  # it is gone already
+        """Close the connection and wait for the process to exit; kill it after 10 s."""
+        with suppress(OSError):  # it exited already
             self._orders.close()
         self._answers.close()
         self._connection.close()
@@ -68,14 +68,14 @@ class ChildProcess:
 
 
 def obey(make: Callable[[], object]) -> None:
-    """In such a process: carry out orders with what `make` returns, until the connection ends."""
+    """Run in the child process: execute commands on the object that `make` returns until the connection closes."""
     with (
         socket.create_connection((_HOST, int(sys.argv[1]))) as connection,
         connection.makefile("r") as orders,
         connection.makefile("w") as answers,
     ):
-        obedient = make()
+        target = make()
         for line in orders:
             order, arguments = json.loads(line)
-            answers.write(json.dumps(getattr(obedient, order)(**arguments)) + "\n")
+            answers.write(json.dumps(getattr(target, order)(**arguments)) + "\n")
             answers.flush()

@@ -1,25 +1,23 @@
-"""What Python's collector of cycles may cost a process that answers many at a time.
+"""Tuning of Python's cycle collector for processes with many concurrent requests.
 
-Almost all that a request leaves is freed when nothing refers to it any more. The collector is for the rest, circles,
-which requests leave when they fail; and it stops every thread while it looks for them.
+Nearly all objects of a request are freed by reference counting. Only failed requests leave reference cycles, and each
+collection stops every thread.
 """
 
 from __future__ import annotations
 
 import gc
 
-# New objects that are alive at the same time, after which the collector looks. A thousand streams that get a token at
-# once have 19,000, none of which is garbage: at Python's own 700 they are looked at again and again, count as old after
-# two looks, and so bring about looks at everything.
+# Allocation threshold of the youngest generation. A token for each of a thousand streams has 19,000 live objects and no
+# garbage. At Python's default of 700 they are scanned repeatedly, promoted, and so trigger full collections.
 _MANY = 50_000
 
 
 def spare_the_old() -> None:
-    """Once a process has all that it keeps for good: none of that is looked through again, and the rest less often.
+    """Exempt all current objects from collection and raise the threshold. Call it once start-up is complete.
 
-    What a router has when it opens, 85,000 objects, takes 53 ms to look through, in which no stream gets a token; that
-    came about every hundred requests or so. With 1,000 streams it is 358,000 objects and 200 ms, which came about every
-    4 seconds: see docs/benchmarks/router.md.
+    A router starts with 85,000 objects, which take 53 ms to scan, and every stream pauses meanwhile: about once every
+    hundred requests. With 1,000 streams it is 358,000 objects and 200 ms, every 4 s. See docs/benchmarks/router.md.
     """
     gc.collect()
     gc.freeze()
@@ -27,5 +25,5 @@ def spare_the_old() -> None:
 
 
 def collect_the_new() -> None:
-    """What has become garbage of all that came after `spare_the_old`; milliseconds, as a rule."""
+    """Collect the garbage created since `spare_the_old`. Takes milliseconds as a rule."""
     gc.collect()

@@ -1,4 +1,4 @@
-"""A file of JSON, one object to a line, that only its owner can read."""
+"""JSON-lines file with one object per line, readable by its owner only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def append_line(path: Path, line: Mapping[str, object]) -> None:
-    """Add it whole. What cannot be written is left out: a full disk must keep nobody from operating."""
+    """Append the line atomically. Write errors are ignored: a full disk must not block the operator."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

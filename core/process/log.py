@@ -1,4 +1,4 @@
-"""The log of a process: one file, on the process's own node, that outlives it."""
+"""Log file of a process, on its own node. It outlives the process."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_MAX_READ_BYTES = 1 << 20  # of one answer; a tail longer than this is cut at its head
+_MAX_READ_BYTES = 1 << 20  # per read; longer tails are truncated at their start
 
 
 @dataclass(frozen=True)
 class LogPart:
-    """A piece of a log and where it ends, so that the next piece can begin there."""
+    """Part of a log and its end offset, from which the next read can continue."""
 
     text: str
     end: int  # bytes
 
 
 def log_path(log_dir: str, replica: str, rank: int) -> Path:
-    """Where the rank writes, on its own node."""
+    """Return the log path of a rank on its node."""
     return Path(log_dir) / f"{replica}-r{rank}.log"
 
 
 def find_logs(log_dir: str, who: str) -> list[Path]:
-    """On this node, those of the processes called `who`-…."""
+    """Return the logs on this node of the processes named `who`-…."""
     return list(Path(log_dir).glob(f"{who}-*.log"))
 
 
 def clear_logs(log_dir: str) -> None:
-    """Begin with an empty directory."""
+    """Delete all logs and create an empty directory."""
     shutil.rmtree(log_dir, ignore_errors=True)
     Path(log_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 def redirect_output(path: Path, *, who: str) -> None:
-    """Send everything that this process prints or logs to `path`, behind what is there: what native code writes as it
-    crashes, too. `who` stands in every line that is logged."""
+    """Append everything that this process prints or logs to `path`, crash output of native code included.
+
+    who: prefix of every logged line.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
@@ -55,7 +57,7 @@ def redirect_output(path: Path, *, who: str) -> None:
 
 
 def read_log(path: Path, *, lines: int = 50, start: int | None = None) -> LogPart:
-    """The last `lines` lines, or, with `start`, what has been written since that byte. A log not yet there is empty."""
+    """Return the last `lines` lines or, with `start`, everything from that byte on. A missing log reads as empty."""
     if not path.exists():
         return LogPart("", 0)
     with path.open("rb") as file:

@@ -8,13 +8,13 @@ import socket
 
 from core.types.errors import DeployError
 
-# Below the range from which the kernel gives ports to outgoing connections, and above Ray's worker ports (10002-19999):
-# so a server that restarts finds its port as it left it.
+# Below the kernel's ephemeral ports and above Ray's worker ports (10002-19999), so that a server that restarts finds
+# its port free.
 _RANGE = range(20_000, 32_000)
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now. Raises DeployError when `host` is no address of this machine."""
+    """Return whether the port is free. Raises DeployError if `host` is not an address of this machine."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -30,7 +30,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
-    """The first of `count` ports in a row on which nobody listens."""
+    """Return the first of `count` consecutive free ports. Raises DeployError if there are none."""
     for first in random.sample(_RANGE, 200):
         if all(is_free(host, port) for port in range(first, first + count)):
             return first
@@ -38,5 +38,5 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port on which nobody listens, at random so that two deployments that start together seldom meet."""
+    """Return a free port, chosen at random so that two deployments started together rarely collide."""
     return free_ports(1, host)

@@ -1,10 +1,10 @@
-"""The processes of this machine, read from /proc: whose children they are by the mark in their environment.
+"""Processes of this machine, read from /proc, and grouped by a mark in their environment.
 
-A session or a process group is not enough to find all that a program has started: each may leave it. The environment
-with which a process was started stays readable and goes on to its children. Only our own user's processes are seen.
+Sessions and process groups do not find every descendant of a program: a child may leave them. The initial environment
+stays readable and is inherited. Only processes of our own user are visible.
 
-Not by psutil: a process that gives itself a title, as Ray's do, overwrites the first variables of its environment, and
-psutil reads no further. It also costs every command 70 ms to import.
+psutil is not used: Ray's processes overwrite the first variables of their environment with a title, and psutil reads no
+further. Its import also costs every command 70 ms.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import time
 from pathlib import Path
 
 _PAUSE_S = 0.02
-_KILL_S = 5.0  # one that waits for a disk does not die at once
-_BEGIN_S = 1.0  # from the end of the old program to the beginning of the new one, on a machine with much else to do
-_IS_OF_THE_KERNEL = 0x00200000  # PF_KTHREAD, in the flags of a process
+_KILL_S = 5.0  # a process in disk wait does not die at once
+_BEGIN_S = 1.0  # limit of an exec on a busy machine
+_IS_OF_THE_KERNEL = 0x00200000  # PF_KTHREAD in a process's flags
 
 
 def marked(mark: str) -> list[int]:
-    """Living processes that were started with `mark`, a NAME=VALUE, in their environment."""
+    """Return the live processes that were started with `mark`, a NAME=VALUE, in their environment."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [pid for pid in pids if has_mark(pid, mark)]
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """Whether this process lives, and was started with `mark`."""
+    """Return whether the process is alive and was started with `mark`."""
     path = Path(f"/proc/{pid}")
     try:
         return mark.encode() in _environment(path).split(b"\0") and _is_alive(path)
-    except OSError:  # it ended meanwhile, or it belongs to somebody else
+    except OSError:  # it has exited, or belongs to another user
         return False
 
 
 def leader(mark: str) -> int | None:
-    """The one among them that leads their session: the first to be started. None when that has ended."""
+    """Return the session leader among the marked processes, which was started first; None if it has exited."""
     for pid in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(pid) == pid:
@@ -46,9 +46,10 @@ def leader(mark: str) -> int | None:
 
 
 def end(mark: str, *, grace_s: float) -> list[int]:
-    """End every process that carries `mark`; returns those that had to be forced.
+    """Terminate every process that carries `mark`. Returns the pids that had to be killed.
 
-    The leader is asked, and has `grace_s` to end the others and itself; what is left then, or has no leader, is killed.
+    The leader receives SIGTERM and has `grace_s` to end the others and itself. Remaining processes are killed; without
+    a leader, all at once.
     """
     first = leader(mark)
     if first is not None:
@@ -64,7 +65,7 @@ def end(mark: str, *, grace_s: float) -> list[int]:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in ticks since boot; with the pid it names one process for ever. None: there is none."""
+    """Return a process's start time in ticks since boot, which together with the pid is unique; None if it exited."""
     try:
         return int(_stat(Path(f"/proc/{pid}"))[19])
     except OSError:
@@ -72,7 +73,7 @@ def start_time(pid: int) -> int | None:
 
 
 def children(pid: int) -> list[int]:
-    """Living processes that it has started itself."""
+    """Return the live direct children of a process."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -82,7 +83,7 @@ def children(pid: int) -> list[int]:
 
 
 def title(pid: int) -> str:
-    """Its command line, or what it has put in its place; "" when it has ended."""
+    """Return the command line or the title that replaced it; empty if the process has exited."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
@@ -90,7 +91,7 @@ def title(pid: int) -> str:
 
 
 def resident_bytes(pid: int) -> int:
-    """Its memory that is in RAM; 0 when it has ended."""
+    """Return the resident memory in bytes; 0 if the process has exited."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -104,10 +105,10 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def _environment(path: Path) -> bytes:
-    """Raises OSError where it may not be read.
+    """Read the environment. Raises OSError if it is not readable.
 
-    While a process takes up a new program its environment reads as empty, though whoever started it has been told
-    already that it has: that moment is waited for.
+    During an exec the environment reads as empty although the parent's call has returned already; this waits for the
+    end of the exec.
     """
     give_up_at = time.monotonic() + _BEGIN_S
     while True:
@@ -119,7 +120,7 @@ def _environment(path: Path) -> bytes:
 
 
 def _is_beginning(path: Path) -> bool:
-    """Whether it has no program yet, thus no place where its environment ends."""
+    """Return whether the process is in the middle of an exec and has no environment yet."""
     stat = _stat(path)
     return stat[0] not in ("Z", "X") and stat[48] == "0" and not int(stat[6]) & _IS_OF_THE_KERNEL
 
@@ -129,5 +130,5 @@ def _is_alive(path: Path) -> bool:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields after the command's name, which may itself contain anything."""
+    """Return the fields after the command name, which may contain any character."""
     return (path / "stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Where the time of a long procedure goes."""
+"""Timing of the phases of a long procedure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 
 
 class Stopwatch:
-    """Laps, each from the end of the one before. A name that comes again is added up."""
+    """Consecutive laps. Laps of the same name are added up."""
 
     def __init__(self) -> None:
         self.laps_s: dict[str, float] = {}
         self._last = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """What has just ended."""
+        """End the current lap and add it to `name`."""
         now = time.monotonic()
         self.laps_s[name] = self.laps_s.get(name, 0.0) + now - self._last
         self._last = now

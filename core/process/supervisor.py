@@ -1,4 +1,4 @@
-"""Background tasks that are to live as long as their process: one that dies is heard of, counted and started again."""
+"""Supervision of background tasks: a task that dies is logged, counted and restarted."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 10.0
-_WELL_S = 30.0  # a task that has lived so long has got over what killed it before
-_MAX_DEATHS = 5  # in a row: beyond, starting it again will not help, but a new process may
+_WELL_S = 30.0  # a task that ran this long counts as recovered
+_MAX_DEATHS = 5  # in a row; beyond, the process should be restarted
 
 
 class Supervisor:
-    """The tasks of one event loop. Belongs to it."""
+    """Supervised tasks of one event loop."""
 
     def __init__(
         self, *, died: Callable[[str], None] = lambda name: None, first_pause_s: float = _FIRST_PAUSE_S
     ) -> None:
-        """died: called with a task's name, each time."""
+        """died: called with the task's name at each death."""
         self._died = died
         self._first_pause_s = first_pause_s
         self._tasks: dict[asyncio.Task[None], str] = {}
@@ -31,26 +31,25 @@ class Supervisor:
         self._began_at: dict[str, float] = {}
 
     def start(self, name: str, work: Work) -> asyncio.Task[None]:
-        """Run `work` again and again, until the task that is returned is cancelled or this is closed. It should not
-        end by itself."""
+        """Run `work` and restart it when it ends, until the returned task is cancelled or this object is closed."""
         task = asyncio.create_task(self.keep_running(name, work))
         self._tasks[task] = name
         task.add_done_callback(self._forget)
         return task
 
     async def keep_running(self, name: str, work: Work) -> None:
-        """The same, in the caller's task."""
-        me = asyncio.current_task()
+        """Like `start`, in the caller's task."""
+        this_task = asyncio.current_task()
         while True:
             self._began_at[name] = time.monotonic()
             error: Exception | None = None
             try:
                 await work()
-            except Exception as died:  # an edge: nobody waits for it
+            except Exception as died:  # logged below: no caller awaits the task
                 error = died
-            if me and me.cancelling():  # libraries may swallow that, and end in whatever way
+            if this_task and this_task.cancelling():  # libraries may swallow the cancellation
                 return
-            logger.error("task %s %s, and is started again", name, "died" if error else "ended", exc_info=error)
+            logger.error("restarting task %s: it %s", name, "died" if error else "ended", exc_info=error)
             if time.monotonic() - self._began_at[name] > _WELL_S:
                 self._deaths.pop(name, None)
             deaths = self._deaths[name] = self._deaths.get(name, 0) + 1
@@ -59,7 +58,7 @@ class Supervisor:
 
     @property
     def failing(self) -> list[str]:
-        """Tasks that keep dying."""
+        """Names of the tasks that keep dying."""
         now = time.monotonic()
         return [
             name

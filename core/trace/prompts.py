@@ -1,4 +1,4 @@
-"""Prompts made from a trace: equal ids give equal tokens, and nothing else does."""
+"""Prompts synthesized from a trace: equal ids give equal tokens, different ids different ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 from core.trace.trace import TraceRequest
 
-_VOCABULARY = 100  # token ids below this: every model has them, and 100^8 blocks of eight differ
+_VOCABULARY = 100  # token ids below this exist in every model; 100^8 different blocks of eight tokens
 
 
 class TracePrompts:
-    """Token ids for a trace's requests. Another `seed` makes other ones, of which nothing is cached yet."""
+    """Generator of token ids for a trace's requests. Another `seed` gives other prompts, which miss every cache."""
 
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
@@ -18,7 +18,7 @@ class TracePrompts:
     def of(self, request: TraceRequest) -> list[int]:
         size = request.tokens_per_id
         ids = request.ids
-        if ids is None:  # ids of its own; those of a trace are not negative
+        if ids is None:  # unique ids; those of a trace are not negative
             first = -(request.number + 1) << 16
             ids = tuple(range(first, first + -(-request.num_tokens // size)))
         tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""Mean and quantiles, as every report of this project prints them."""
+"""Mean and quantiles, in the form of this project's reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _QUANTILES = (50, 90, 99)
 
 
 def spread(values: ArrayLike, counts: ArrayLike | None = None) -> dict[str, float]:
-    """Of `values`, each of which stands for `counts` equal ones: mean, p50, p90, p99. All 0 where there are none."""
+    """Return mean, p50, p90 and p99 of `values`, weighted by `counts`; all 0 for no values."""
     found = np.asarray(values, dtype=float)
     if not len(found):
         return {"mean": 0.0} | {f"p{q}": 0.0 for q in _QUANTILES}

@@ -1,8 +1,8 @@
-"""Traces of traffic: when requests came, how long they were, and which of them began alike.
+"""Traffic traces: arrival times, lengths and shared prefixes of requests.
 
 mooncake   JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens: equal ids, equal prefixes);
-           where blocks are of other sizes, as `cluster capture` writes them, tokens_per_id says so
-azure      CSV: TIMESTAMP, ContextTokens, GeneratedTokens; nothing is known of shared prefixes
+           tokens_per_id overrides the 512, as in files of `cluster capture`
+azure      CSV: TIMESTAMP, ContextTokens, GeneratedTokens; without shared prefixes
 
 `cluster bench` replays them against a deployment, `cluster simulate` against a simulated one.
 """
@@ -28,10 +28,10 @@ _MAX_TOKENS = 1 << 31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRequest:
-    """One request. `ids` name its blocks of `tokens_per_id`; None: it shares nothing with anyone."""
+    """Request of a trace. `ids` name its blocks of `tokens_per_id` tokens; None: it shares no prefix."""
 
     number: int
-    arrival_s: float  # after the first
+    arrival_s: float  # after the first request
     num_tokens: int
     num_output: int
     ids: tuple[int, ...] | None
@@ -41,10 +41,10 @@ class TraceRequest:
 def read_trace(
     path: Path, *, format: str | None = None, speedup: float = 1.0, scale: str = "1", max_requests: int | None = None
 ) -> list[TraceRequest]:
-    """Requests in order of arrival, `speedup` times as fast, with all lengths times `scale`. Raises SpecError.
+    """Return the requests in order of arrival, `speedup` times as fast, with all lengths times `scale`.
 
-    format: "mooncake" or "azure"; None: what the file's name says. scale: such as "1/16"; a block of the trace must
-    have a whole number of tokens.
+    format: "mooncake" or "azure"; None: by the file's suffix. scale: such as "1/16"; the scaled blocks must have whole
+    numbers of tokens. Raises SpecError.
     """
     factor = _fraction(scale)
     if not 0 < speedup < math.inf:
@@ -58,7 +58,7 @@ def read_trace(
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         raise SpecError(f"{path}: not a trace in {kind} format: {error}") from None
     if not rows:
-        raise SpecError(f"{path}: holds no request")
+        raise SpecError(f"{path}: contains no requests")
     begin = rows[0][0]
     return [
         TraceRequest(
@@ -74,7 +74,7 @@ def read_trace(
 
 
 def poisson(*, rate: float, num_requests: int, num_tokens: int, num_output: int, seed: int) -> list[TraceRequest]:
-    """Requests without a common prefix that come at random, `rate` a second, all equally long."""
+    """Return requests without shared prefixes, with Poisson arrivals at `rate` per second, all equally long."""
     draw = random.Random(seed)
     arrivals = [0.0, *itertools.accumulate(draw.expovariate(rate) for _ in range(num_requests - 1))]
     return [
@@ -96,7 +96,7 @@ def _fraction(scale: str) -> Fraction:
 
 
 def write_trace(trace: Sequence[TraceRequest], path: Path) -> None:
-    """In mooncake format. Requests that share nothing get ids that nobody else has."""
+    """Write the trace in mooncake format. Requests without ids get unique ones."""
     unknown = 1 + max((id for request in trace for id in request.ids or ()), default=0)
     with path.open("w") as lines:
         for request in trace:
@@ -143,12 +143,12 @@ def _azure(lines: Iterator[str]) -> Iterator[_Row]:
 
 def _time(when: float) -> float:
     if not math.isfinite(when):
-        raise ValueError(f"{when} is no time")
+        raise ValueError(f"timestamp {when} is not finite")
     return when
 
 
 def _count(number: int) -> int:
-    """Tokens; at least one."""
+    """Check a number of tokens; the minimum is one."""
     if number > _MAX_TOKENS:
-        raise ValueError(f"{number} tokens are too many")
+        raise ValueError(f"{number} tokens exceed the limit of {_MAX_TOKENS}")
     return max(1, number)

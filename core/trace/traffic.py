@@ -1,4 +1,4 @@
-"""Traffic as it is remembered: hashes, lengths and times, and never a word of what was asked or answered."""
+"""Traffic records: hashes, lengths and times, without any text of prompts or answers."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from core.types.json_records import known_fields
 from core.types.request import Role
 from core.types.step_timing import StepTiming
 
-TOKENS_PER_HASH = 64  # of a prompt, behind one hash of all before them
-KEPT_S = 1080.0  # what whoever decides looks at, and what may be in caches since before
+TOKENS_PER_HASH = 64  # of a prompt; a hash covers all tokens before, too
+KEPT_S = 1080.0  # window of the autoscaler's decisions, plus the age of cached prefixes
 
 
 @dataclass(kw_only=True, slots=True)
 class SeenRequest:
-    """One request: told when it arrives, filled in at its first token and when it is over. Times are seconds of whoever
-    holds it."""
+    """Record of one request, updated at its first token and at its end. Times are on the clock of its owner."""
 
     arrival_s: float
     num_tokens: int  # of the prompt
-    ids: Sequence[int] | None  # one per `tokens_per_id` tokens: equal ids are equal prefixes. None: shares nothing
+    ids: Sequence[int] | None  # one per `tokens_per_id` tokens; equal ids are equal prefixes. None: shares no prefix
     tokens_per_id: int = TOKENS_PER_HASH
-    num_output: int | None = None  # tokens of the answer; None: it is not over
-    ttft_s: float | None = None  # None: no token came
-    itl_s: float | None = None  # mean between two tokens; None: there were no two
+    num_output: int | None = None  # tokens of the answer; None: running
+    ttft_s: float | None = None  # None: no token yet
+    itl_s: float | None = None  # mean inter-token latency; None: fewer than two tokens
 
     @property
     def is_over(self) -> bool:
         return self.num_output is not None
 
     def is_good(self, *, slo_ttft_s: float, slo_itl_s: float) -> bool:
-        """It was answered within both limits."""
+        """Return whether the request met both limits."""
         return self.ttft_s is not None and self.ttft_s <= slo_ttft_s and (self.itl_s or 0.0) <= slo_itl_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaReport:
-    """One replica as a router knows it; a rate of 0 was not measured yet."""
+    """State of one replica as a router sees it. A rate of 0 is not measured yet."""
 
     replica: str
     role: Role
@@ -54,31 +53,31 @@ class ReplicaReport:
     available_blocks: int
     block_size: int
     bytes_per_token: int  # of KV on the wire
-    tokens_per_row: float = 0.0  # that a row of a step gets: with drafts more than 1
-    drafted_per_row: float = 0.0  # tokens that it computes beside its own
+    tokens_per_row: float = 0.0  # accepted tokens per row and step; above 1 with drafts
+    drafted_per_row: float = 0.0  # draft tokens verified per row and step
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ReplicaReport:
-        """Of what asdict has made, by any version."""
+        """Parse the asdict form of any version."""
         timing = tree["timing"] and StepTiming(**known_fields(StepTiming, tree["timing"]))
         return cls(**{**known_fields(cls, tree), "role": Role(tree["role"]), "timing": timing})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficReport:
-    """What a router has seen since it last told. A request's arrival_s is how long ago it came."""
+    """Traffic of a router since its last report. arrival_s of a request is its age in seconds."""
 
     router: str
-    arrived: dict[int, SeenRequest]  # by the router's own number; those that are over already included
-    changed: dict[int, SeenRequest]  # told of before: their first token has come, or they are over
-    num_lost: int  # that it had no room for until now
-    num_waiting: int = 0  # requests, for a replica with room
+    arrived: dict[int, SeenRequest]  # by the router's own number; finished ones included
+    changed: dict[int, SeenRequest]  # reported before; since then got a first token or finished
+    num_lost: int  # requests dropped for lack of room
+    num_waiting: int = 0  # requests queued for a replica
     replicas: tuple[ReplicaReport, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownDecision:
-    """One of the autoscaler's, for people who look at a router."""
+    """Autoscaler decision, for the routers' status pages."""
 
     at: float  # seconds since 1970
     text: str  # "2P2D -> 3P1D"
@@ -87,7 +86,7 @@ class ShownDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficAnswer:
-    """Of the controller to a router's news."""
+    """Reply of the controller to a traffic report."""
 
-    life: str  # which of its own knows of them: a new one is to be told everything
-    scaling: tuple[ShownDecision, ...] = ()  # the last ones, the latest first
+    life: str  # id of the controller's process: a new one needs a full report
+    scaling: tuple[ShownDecision, ...] = ()  # latest decisions, newest first
