@@ -124,7 +124,7 @@ class CompiledGrammar:
         self.is_quick = rebuild is not None  # compiles so fast that it needs no rate limit
 
     def mask(self, stop_token_ids: Iterable[int]) -> GrammarMask:
-        """Return the mask of a choice at its start. stop_token_ids: tokens that may end it where the grammar may end."""
+        """Return the mask of a new choice. stop_token_ids: tokens that may end it where the grammar may end."""
         ends = bits_of(stop_token_ids, self._vocab_size)
         return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends, rebuild=self._rebuild)
 

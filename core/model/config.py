@@ -1,4 +1,4 @@
-"""What a model directory says of its model: the shape of its layers, and a fingerprint of its weights."""
+"""Configuration of a model directory: the shape of its layers, and a fingerprint of its weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ROPE_PARAMETERS = (
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
 )
-_SAMPLES = 16  # places at which fingerprint() looks into each weight file
+_SAMPLES = 16  # samples per weight file in fingerprint()
 _SAMPLE_BYTES = 16 * 1024
 
-# Numbers of config.json: those that count, and of rotary positions those that are multiplied and divided by.
+# Numbers of config.json: counts, and real numbers of the rotary embedding.
 _COUNTS = (
     "num_hidden_layers",
     "hidden_size",
@@ -59,7 +59,8 @@ def parse(
 ) -> ModelConfig:
     """Parse the contents of a config.json. Raises SpecError, which names `origin`.
 
-    architecture: replaces the one in the file."""
+    architecture: overrides the one in the file.
+    """
     if architecture:
         raw = {**raw, "architectures": [architecture]}
     try:
@@ -73,7 +74,7 @@ def parse(
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights of a model directory, sorted. Raises SpecError if there are none."""
+    """Return the weight files of a model directory, sorted. Raises SpecError if there are none."""
     index = path / "model.safetensors.index.json"
     if (path / TABLE).exists():
         files = sorted({Path(tensor.file) for tensor in read_table(path)})
@@ -89,14 +90,14 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def quantization_config(path: Path) -> dict[str, Any] | None:
-    """What config.json says of quantised weights; None if they are not."""
+    """Return config.json's settings of quantized weights; None if the weights are not quantized."""
     return _read_json(path / "config.json").get("quantization_config")
 
 
 def fingerprint(path: Path) -> str:
-    """A name for these weights: equal on every machine that holds the same files, quick whatever their size.
+    """Return an identity of the weights: equal on every machine with the same files, and fast for any size.
 
-    Hashes config.json and, of each weight file, its size and samples of its bytes.
+    Hashes config.json and the size and byte samples of each weight file.
     """
     digest = blake2b(digest_size=16, person=b"model")
     digest.update((path / "config.json").read_bytes())
@@ -162,7 +163,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
 
 
 def _check_numbers(raw: Mapping[str, Any]) -> None:
-    """What tensors are made of, and what is computed with. null: as if it were not there."""
+    """Check the numbers that define tensors and arithmetic. null counts as missing."""
     for name in _COUNTS:
         if (found := raw.get(name)) is not None and not (type(found) is int and 1 <= found <= _MOST):
             raise SpecError(f"{name} is {found!r}, and must be a whole number from 1 to {_MOST}")
@@ -217,7 +218,7 @@ def _deepseek_experts(raw: Mapping[str, Any], *, is_v3: bool) -> ExpertsConfig |
         num_experts=raw["n_routed_experts"],
         num_per_token=raw["num_experts_per_tok"],
         intermediate_size=raw["moe_intermediate_size"],
-        # V2 says norm_topk_prob, and neither its own code for greedy models nor transformers' heeds it.
+        # V2 configs set norm_topk_prob, but DeepSeek's code for greedy models and transformers both ignore it.
         normalizes_weights=is_v3 and bool(raw.get("norm_topk_prob", True)),
         is_sparse=tuple(i >= raw.get("first_k_dense_replace", 0) for i in range(num_layers)),
         shared_size=raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
@@ -257,7 +258,7 @@ def _reject_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings in transformers 5's form: theta and scaling together."""
+    """Return the rotary settings in transformers 5's form: theta and scaling together."""
     settings = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     for key in ("rope_theta", "partial_rotary_factor"):
         if settings.get(key) is None and raw.get(key) is not None:
@@ -287,7 +288,7 @@ def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling:
 
 
 def _max_context(max_position: int, scaling: RopeScaling) -> int:
-    """Linear and dynamic scaling leave max_position_embeddings as it was trained; yarn may or may not."""
+    """Return the context length. Linear and dynamic scaling are not included in max_position_embeddings; yarn may be."""
     if scaling.kind in ("linear", "dynamic"):
         return math.floor(max_position * scaling.factor)
     if scaling.kind == "yarn":

@@ -1,4 +1,4 @@
-"""Where the weights of a model directory lie that was made from GGUF files, and still points into them."""
+"""Tensor table of a model directory that was made from GGUF files: the location of each weight in them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ TABLE = "gguf.json"
 
 
 class GGMLType(NamedTuple):
-    """How ggml stores numbers: blocks of `block` values in `num_bytes` bytes."""
+    """Storage format of ggml: blocks of `block` values in `num_bytes` bytes."""
 
     name: str
     block: int
     num_bytes: int
 
 
-# By ggml's own number. Those that the gguf package can turn back into floats, without the rarely used IQ and TQ ones.
+# Keyed by ggml's type number. Those that the gguf package can dequantize, except for the rare IQ and TQ types.
 GGML_TYPES = {
     0: GGMLType("F32", 1, 4),
     1: GGMLType("F16", 1, 2),
@@ -39,9 +39,9 @@ GGML_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor, under the name that it has in a Hugging Face checkpoint.
+    """Location of one tensor, under its Hugging Face name.
 
-    `interleaved_heads` > 0: its rows are that many heads, in each of which llama.cpp put row i + D/2 behind row i.
+    interleaved_heads: if above 0, the rows are that many heads, in which llama.cpp placed row i + D/2 after row i.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Who calls, by its certificate, and whether it may: asked before any handler of a server sees the call."""
+"""Authorization of gRPC calls by the caller's certificate, before any handler sees the call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from core.identity.rules import RULES, RpcRule
 
 logger = logging.getLogger(__name__)
 
-_FIRST_S = 10.0  # for the message in which a stream says whose it is
+_FIRST_S = 10.0  # limit for the first message of a stream, which names its owner
 
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
-class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing else
-    """Stands before the handlers of `callee`. What has no row in core.identity.rules gets PERMISSION_DENIED."""
+class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC requires this base class
+    """Server interceptor of `callee`. An RPC without a rule in core.identity.rules gets PERMISSION_DENIED."""
 
     def __init__(self, callee: ProcessName) -> None:
         self._callee = callee
@@ -39,7 +39,7 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
         return handler and self._guarded(method, rule, handler)
 
     def _guarded(self, method: str, rule: RpcRule, handler: Any) -> Any:
-        """The same handler, called only by those who may, and who say the truth about themselves."""
+        """Wrap the handler: it is called only if the rule accepts the caller and the first message."""
 
         async def answer(request: Any, context: _Context) -> Any:
             await self._admit(method, rule, request, context)
@@ -63,7 +63,7 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
             "response_serializer": handler.response_serializer,
         }
         if handler.request_streaming:
-            assert handler.response_streaming, "no RPC of ours streams requests alone"
+            assert handler.response_streaming, "client-streaming RPCs are not used"
             return grpc.stream_stream_rpc_method_handler(converse, **codec)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(stream, **codec)
@@ -77,13 +77,13 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
     def _reject_unknown(self, method: str) -> Callable[[Any, _Context], AsyncIterator[Any]]:
         async def reject(requests: Any, context: _Context) -> AsyncIterator[Any]:
             await _reject(method, "no such RPC", context)
-            yield  # a generator
+            yield  # makes this function a generator
 
         return reject
 
 
 async def _first(requests: AsyncIterator[Any]) -> Any | None:
-    """None where nothing comes, and where it does not come for long."""
+    """Return the first message; None if the stream ends or times out without one."""
     try:
         async with asyncio.timeout(_FIRST_S):
             return await anext(aiter(requests), None)
@@ -104,7 +104,7 @@ async def _reject(method: str, rejection: str, context: _Context) -> NoReturn:
 
 
 def _uri(context: _Context) -> bytes:
-    """The one URI in the caller's certificate; empty where there is none, or several."""
+    """Return the URI in the caller's certificate; empty for none or several."""
     found = context.auth_context().get("peer_uri", ())
     return found[0] if len(found) == 1 else b""
 

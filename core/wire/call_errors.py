@@ -1,4 +1,4 @@
-"""Errors of ours that end a gRPC call, and are of the same kind on its other side."""
+"""Transport of ClusterError through gRPC calls: the caller gets an error of the same class."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from core.types import errors
 from core.types.errors import CapacityError, ClusterError, ReplicaLost, RequestError, outcome_of
 
 _MAX_RETRY_S = 3600.0
-# Of an error that crosses a call: its class, and what a caller acts upon.
+# Metadata of an error: its class, and the facts that a caller acts on.
 _ERROR_KEY, _PARAM_KEY, _RETRY_KEY = "cluster-error", "cluster-error-param", "cluster-error-retry-after-s"
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 
 async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError) -> NoReturn:
-    """End a call with `error`; the other side gets it back from `error_of`."""
+    """End a call with `error`. The caller converts it back with `error_of`."""
     status = getattr(grpc.StatusCode, outcome_of(error).grpc)
     facts = [(_ERROR_KEY, type(error).__name__)]
     if isinstance(error, RequestError) and error.param is not None:
@@ -33,7 +33,7 @@ async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError
 
 
 def rejects(method: Method) -> Method:
-    """A method of a servicer, of one request and one answer, that may raise ClusterError: the call ends with it."""
+    """Decorate a unary-unary servicer method: a ClusterError ends the call with that error."""
 
     @functools.wraps(method)
     async def call(servicer: Any, request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
@@ -46,12 +46,12 @@ def rejects(method: Method) -> Method:
 
 
 def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:
-    """What a failed call to `peer` means here: its own error, or ReplicaLost if it could not even answer."""
+    """Return the error of a failed call to `peer`: the peer's own, or ReplicaLost if it sent none."""
     facts = {key: str(value) for key, value in error.trailing_metadata() or ()}
     kind = getattr(errors, facts.get(_ERROR_KEY, ""), None)
     text = error.details() or ""
     if isinstance(kind, type) and issubclass(kind, ClusterError):
-        with suppress(TypeError, ValueError):  # what a peer says of its error may make no sense
+        with suppress(TypeError, ValueError):  # the peer's metadata may be malformed
             if issubclass(kind, CapacityError) and _RETRY_KEY in facts:
                 return kind(text, retry_after_s=_seconds(facts[_RETRY_KEY]))
             return kind(text, param=facts.get(_PARAM_KEY)) if issubclass(kind, RequestError) else kind(text)
@@ -59,7 +59,7 @@ def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:
 
 
 def _seconds(text: str) -> float:
-    """Until a caller may try again. Raises ValueError."""
+    """Parse a retry delay. Raises ValueError."""
     if not 0 <= (seconds := float(text)) <= _MAX_RETRY_S:
-        raise ValueError(f"{text} is no time to wait")
+        raise ValueError(f"retry delay {text} is out of range [0, {_MAX_RETRY_S:g}]")
     return seconds

@@ -1,9 +1,9 @@
-"""gRPC channels and servers between our own processes: limits, keepalive, and who is at either end.
+"""gRPC channels and servers between our own processes: limits, keepalive and TLS.
 
-A killed peer ends its streams in milliseconds. A silent one (stopped, partitioned) is found by keepalive within about
-three seconds: all three of time, timeout and ping timeout must be set, or the last one's default of a minute governs.
-Two seconds for the answer to a ping are not many: a process on an overloaded host has missed one of one second. Calls
-that nobody retries, those of clients who know one door only, are given longer.
+The streams of a killed peer end within milliseconds. Keepalive detects a silent peer (stopped, partitioned) within
+about three seconds. All of keepalive time, keepalive timeout and ping timeout must be set, or the last one's default of
+a minute governs. The ping timeout is two seconds because a process on an overloaded host has missed one second. Clients
+with a single endpoint do not retry elsewhere and wait longer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from core.wire.authorization import Guard
 from core.wire.renewing_channel import LastingChannel
 from core.wire.server_credentials import renewable
 
-MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
-PING_EVERY_S = 1.0  # while nothing comes of a peer, which then has two more seconds to say anything
+MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt has 4 MB; KV is not sent over these channels
+PING_EVERY_S = 1.0  # while the peer is silent; it is lost two seconds later
 _ANSWER_WITHIN_S = 2.0
 
 
 def keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
-    """All that finds a silent peer, for either side of a connection."""
+    """Return the options that detect a silent peer, for either side of a connection."""
     return [
         ("grpc.keepalive_time_ms", ping_every_ms),
         ("grpc.keepalive_timeout_ms", answer_within_ms),
@@ -35,7 +35,7 @@ def keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, A
     ]
 
 
-# Without these two a server answers its clients' keepalive with GOAWAY and kills a quiet stream after five seconds.
+# Without these two a server answers clients' pings with GOAWAY and kills a quiet stream after five seconds.
 PINGS_ALLOWED: list[tuple[str, Any]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
@@ -46,15 +46,14 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
+    ("grpc.enable_http_proxy", 0),  # a proxy in the environment is not meant for internal traffic
 ]
 _PEER_OPTIONS = [
     *_CHANNEL_OPTIONS,
     *keepalive(ping_every_ms=round(1e3 * PING_EVERY_S), answer_within_ms=round(1e3 * _ANSWER_WITHIN_S)),
 ]
 CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
-# Of several doors, each call is at the next one of those that are open, and one that has fallen silent is none of them
-# after two and a half seconds.
+# With several endpoints, calls rotate among the connected ones. A silent endpoint is removed after 2.5 s.
 _ENDPOINT_OPTIONS = [
     *_CHANNEL_OPTIONS,
     *keepalive(ping_every_ms=500, answer_within_ms=2000),
@@ -64,21 +63,21 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_PEER_OPTIONS,
     *PINGS_ALLOWED,
     ("grpc.so_reuseport", 0),
-    ("grpc.server_handshake_timeout_ms", 20_000),  # so long one that connects waits, too; who says nothing is not kept
+    ("grpc.server_handshake_timeout_ms", 20_000),  # equals the client's connect timeout
 ]
 
 
 def to_endpoints(endpoints: str) -> tuple[str, list[tuple[str, Any]]]:
-    """The target and the options of a client's channel to "host:port", or to several: "host:port,host:port"."""
+    """Return the target and the options of a client channel to "host:port" or "host:port,host:port"."""
     return (f"ipv4:{endpoints}", _ENDPOINT_OPTIONS) if "," in endpoints else (endpoints, CLIENT_OPTIONS)
 
 
 def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.Channel:
-    """A channel to another process of the deployment. Connects on first use, to `peer` and to nobody else who may be at
-    `address`: by mutual TLS where `identity` has papers.
+    """Open a channel to another process of the deployment. Connects on first use.
 
-    It shows the papers of now for as long as it lives. A connection outlives them, but no new one can be made with
-    papers that have ended: for calls that begin later, see `open_lasting_channel`.
+    With TLS the connection is mutual, and only a peer whose certificate names `peer` is accepted. The channel uses the
+    identity's current certificate for its lifetime. A connection outlives the certificate, but a new one fails once it
+    has expired; for calls that start later use `open_lasting_channel`.
     """
     if (tls_credentials := identity.tls_credentials) is None:
         return aio.insecure_channel(address, options=_PEER_OPTIONS)
@@ -89,23 +88,23 @@ def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.
 
 
 def open_lasting_channel(address: str, *, peer: ProcessName, identity: Identity) -> LastingChannel:
-    """The same for as long as this process lives: it takes up renewed papers, and breaks no call for that."""
+    """Open a channel that uses renewed certificates without breaking running calls."""
     return LastingChannel(lambda: open_channel(address, peer=peer, identity=identity), identity)
 
 
 def make_server(identity: Identity) -> aio.Server:
-    """A server of this process, to which servicers are added, and then `listen`.
+    """Return a server of this process. Add servicers, then call `listen`.
 
-    Where `identity` has papers, each call is allowed by core.identity.rules, or refused.
+    With TLS, core.identity.rules decides about each call.
     """
     guards = [Guard(identity.name)] if identity.tls_credentials else []
     return aio.server(options=_SERVER_OPTIONS, interceptors=guards)
 
 
 def listen(server: aio.Server, address: str, identity: Identity) -> int:
-    """Open a port, by mutual TLS where `identity` has papers; returns its number. Raises RuntimeError.
+    """Open a port, with mutual TLS if `identity` has credentials, and return its number. Raises RuntimeError.
 
-    Renewed papers are shown from the next handshake on.
+    Renewed certificates are used from the next handshake on.
     """
     if identity.tls_credentials is None:
         return int(server.add_insecure_port(address))

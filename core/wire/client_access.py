@@ -1,4 +1,4 @@
-"""How our own commands enter a door: their API key, the certificate that they expect, the model that they mean."""
+"""Client access to the API endpoints for our own commands: API key, trusted certificate and model."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _TLS = "grpcs://"
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointAccess:
-    """The key is never printed."""
+    """Access settings of a client. The key is hidden from repr."""
 
     api_key: str | None = field(default=None, repr=False)
-    # A PEM file of what is believed: over https:// beside what the system believes, over grpcs:// in its place.
+    # PEM file of trusted certificates: in addition to the system's for https://, instead of them for grpcs://.
     certificate: str | None = None
-    is_tls: bool = False  # of the gRPC door; https:// says it of the other
-    model: str = ""  # that is meant behind it; empty: whichever the door serves by itself
+    is_tls: bool = False  # gRPC endpoint; for HTTP the URL scheme decides
+    model: str = ""  # requested model; empty: the endpoint's default
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of each call at the gRPC door."""
+        """Metadata of each gRPC call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of each request at the HTTP door."""
+        """Headers of each HTTP request."""
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def channel(self, endpoints: str) -> aio.Channel:
-        """To HOST:PORT, or several with commas between them; grpcs:// in front asks for TLS."""
+        """Open a channel to HOST:PORT, or several separated by commas. The prefix grpcs:// requires TLS."""
         target, credentials, options = self._way_to(endpoints)
         if credentials is None:
             return aio.insecure_channel(target, options=options)
@@ -52,7 +52,7 @@ class EndpointAccess:
         return grpc.secure_channel(target, credentials, options=options)
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For https://. Raises SpecError."""
+        """Return the context for https://. Raises SpecError."""
         context = ssl.create_default_context()
         if self.certificate:
             try:
@@ -65,7 +65,7 @@ class EndpointAccess:
         return self.is_tls or endpoints.startswith(_TLS)
 
     def _way_to(self, endpoints: str) -> tuple[str, grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
-        """The target, the credentials where there is TLS, and the options of a channel."""
+        """Return a channel's target, credentials (None without TLS) and options."""
         target, options = to_endpoints(endpoints.removeprefix(_TLS))
         if not self._needs_tls(endpoints):
             return target, None, options
@@ -80,12 +80,13 @@ class EndpointAccess:
 
 
 def _name_of(endpoints: str) -> list[tuple[str, str]]:
-    """gRPC has no name to expect of several addresses: the certificate must be that of the first, among others."""
+    """Return the expected name for several addresses, where gRPC has no default: the first address's host name, which
+    the certificate of every endpoint must contain."""
     first, *others = endpoints.removeprefix(_TLS).split(",")
     return [("grpc.ssl_target_name_override", first.rpartition(":")[0])] if others else []
 
 
 def is_from_router(error: Any) -> bool:
-    """Whether a router has ended this call of gRPC's with an error of its own; otherwise the way to it broke."""
+    """Return whether a router ended this gRPC call with an error of its own, rather than the connection failing."""
     status = rpc_status.from_call(error)
     return status is not None and any(detail.Is(ErrorInfo.DESCRIPTOR) for detail in status.details)

@@ -1,4 +1,4 @@
-"""The router's end of a worker's token frames: one connection for each worker."""
+"""Router side of a worker's token frames: one connection per worker."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ async def follow_frames(
     take: Callable[[pb.Frame], None],
     connect_s: float = _CONNECT_S,
 ) -> None:
-    """Connect to `peer` at `address`, and hand each frame to `take` until the worker closes the stream.
+    """Connect to `peer` at `address`, and pass each frame to `take` until the worker closes the stream.
 
-    The connection is mutual TLS where `identity` has papers; `peer` must be the name in the worker's certificate.
-    Raises ReplicaLost where the worker cannot be reached, refuses this router, or does not keep to the format; and what
+    With TLS the connection is mutual, and the worker's certificate must name `peer`.
+    Raises ReplicaLost if the worker is unreachable, rejects this router or breaks the protocol, and anything that
     `take` raises.
     """
 
@@ -57,7 +57,7 @@ async def follow_frames(
         raise ReplicaLost(f"{peer.replica}: {error!r} on the token stream from {address}") from error
     if error:
         raise error
-    if not has_begun:  # TLS tells a refused client no more than that
+    if not has_begun:  # a TLS client that is rejected gets no other information
         raise ReplicaLost(f"{peer.replica}: {address} closed the token stream at once; see the worker's log")
 
 
@@ -75,5 +75,5 @@ async def _connect(
                 ssl=tls,
                 server_hostname=peer.host if tls else None,
             )
-    except (OSError, ValueError, OverflowError) as error:  # TLS errors are OSErrors; an address may make no sense
+    except (OSError, ValueError, OverflowError) as error:  # TLS errors are OSErrors; ValueError: malformed address
         raise ReplicaLost(f"{peer.replica}: no connection to {address}: {error!r}") from error

@@ -1,8 +1,8 @@
-"""The worker's end of token frames: a port beside gRPC's, and one connection for each router.
+"""Worker side of the token frames: a port beside gRPC's, and one connection per router.
 
-A router connects, by mutual TLS where this worker has papers, and names itself in a FramesRequest. Frames follow until
-either end closes the connection. A refusal is one frame with `error`. To be seen alive, the router sends an empty
-message each second, and the worker a frame (HEARTBEAT_S).
+A router connects, with mutual TLS if this worker has credentials, and names itself in a FramesRequest. Frames follow
+until either end closes the connection. A rejection is one frame with `error`. As a sign of life the router sends an
+empty message each second, and the worker a frame every HEARTBEAT_S.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 _OPEN_S = 10.0  # for TLS and the request
 _MAX_REQUEST_BYTES = 4096
-MAX_UNNAMED = 128  # connections that have not named a router yet; of more, the oldest is dropped
-_DRAIN_S = 20.0  # a router that is alive and takes nothing for so long is dropped, before its frame grows further
+MAX_UNNAMED = 128  # connections before their FramesRequest; beyond, the oldest is dropped
+_DRAIN_S = 20.0  # a router that reads nothing for this long is dropped, which bounds its next frame
 _CLOSE_S = 1.0
-_LOOK_S, _MAX_QUIET_LOOKS = 0.5, 6  # a router sends something each second; one that is silent for longer is dropped
+_LOOK_S, _MAX_QUIET_LOOKS = 0.5, 6  # checks without a byte from the router, which sends something each second
 _ACCEPT_AGAIN_S = 0.5
 
 
 class FrameServer:
-    """Serves the frames of `hub`. Lives on one event loop."""
+    """Server of the frames of `hub`. Lives on one event loop."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class FrameServer:
         self._open_s = open_s
         self._drain_s = drain_s
         self._look_s = look_s
-        self._tls_credentials: TlsCredentials | None = None  # of the context below
+        self._tls_credentials: TlsCredentials | None = None  # credentials of `_tls`
         self._tls: ssl.SSLContext | None = None
         self._listening: socket.socket | None = None
         self._loops: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
-        self._unnamed: dict[asyncio.Task[None], None] = {}  # of these, the oldest first
+        self._unnamed: dict[asyncio.Task[None], None] = {}  # tasks without a request yet, oldest first
         self._streams: dict[MessageStream, str] = {}  # of named routers; the value is for logs
 
     def start(self, host: str) -> int:
-        """Listen on a free port of `host`, and return it. Raises OSError."""
+        """Listen on a free port of `host` and return it. Raises OSError."""
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = self._listening = socket.create_server((host, 0), family=family)
@@ -73,7 +73,7 @@ class FrameServer:
         return int(listening.getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening, and drop every connection."""
+        """Stop listening and drop every connection."""
         for tasks in (self._loops, [*self._serving]):
             for task in tasks:
                 task.cancel()
@@ -86,7 +86,7 @@ class FrameServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listening)
-            except OSError as error:  # no file descriptor is left, for example
+            except OSError as error:  # out of file descriptors, for example
                 logger.warning("cannot accept a router's connection: %s", error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
@@ -94,7 +94,7 @@ class FrameServer:
             self._serving.add(task)
             self._unnamed[task] = None
             task.add_done_callback(self._forget)
-            await asyncio.sleep(0)  # the task owns the connection from here on; in a burst, others have their turn
+            await asyncio.sleep(0)  # let the task take ownership of the connection, and others run in a burst
             if len(self._unnamed) > MAX_UNNAMED:
                 oldest = next(iter(self._unnamed))
                 del self._unnamed[oldest]
@@ -105,7 +105,7 @@ class FrameServer:
         self._unnamed.pop(task, None)
 
     async def _drop_silent(self) -> None:
-        """Count looks, not seconds: after this process itself stood still, pending bytes are read first."""
+        """Drop silent routers. Counts checks instead of seconds: after a pause of this process, pending bytes count."""
         while True:
             await asyncio.sleep(self._look_s)
             for stream, router in list(self._streams.items()):
@@ -144,7 +144,7 @@ class FrameServer:
             stream.abort()
 
     async def _connect(self, stream: MessageStream, connection: socket.socket) -> ProcessName | None:
-        """Return the name in the caller's certificate; None where it has none, or this worker has no papers."""
+        """Return the name in the caller's certificate; None if it has none, or without TLS."""
         try:
             tls = self._context()
         except OSError as error:
@@ -157,7 +157,7 @@ class FrameServer:
         return ProcessName.parse(uris[0]) if len(uris) == 1 else None
 
     async def _answer(self, stream: MessageStream, message: bytes, caller: ProcessName | None) -> None:
-        """Send frames until the connection or the hub ends. Raises ClusterError for a refusal."""
+        """Send frames until the connection or the hub ends. Raises ClusterError for a rejection."""
         try:
             request = pb.FramesRequest.FromString(message)
         except DecodeError as error:
@@ -188,14 +188,14 @@ class FrameServer:
         await self._close(stream)
 
     async def _close(self, stream: MessageStream) -> None:
-        """Let the router read the last frames; one that does not is dropped."""
+        """Close after the router has read the last frames, or after a timeout."""
         stream.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.wait({stream.ended})
 
     def _context(self) -> ssl.SSLContext | None:
-        """Return the context of the present papers. Raises OSError where they cannot be used."""
+        """Return the context of the current credentials. Raises OSError if they are unusable."""
         if (tls_credentials := self._identity.tls_credentials) is not self._tls_credentials:
             self._tls = server_context(tls_credentials) if tls_credentials else None
             self._tls_credentials = tls_credentials
@@ -205,5 +205,5 @@ class FrameServer:
 def _peer(connection: socket.socket) -> str:
     try:
         return str(connection.getpeername())
-    except OSError:  # it has left already
+    except OSError:  # disconnected already
         return "unknown"

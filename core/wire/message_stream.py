@@ -1,6 +1,6 @@
 """Length-prefixed messages over one asyncio connection: the transport of token frames, for either end.
 
-A message is its length in four bytes, big-endian, and then so many bytes. An empty message is a keep-alive.
+A message is a four-byte big-endian length and that many bytes. An empty message is a keep-alive.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable
 from typing import cast
 
 _LENGTH = struct.Struct(">I")
-_HIGH_WATER_BYTES = 64 << 10  # unsent, beyond which `drained` waits
+_HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which `drained` waits
 
 
 class BadMessage(ValueError):
-    """The peer does not keep to this format."""
+    """Violation of the message format by the peer."""
 
 
 class MessageStream(asyncio.Protocol):
-    """One end of a connection, over TCP or TLS. Belongs to the event loop.
+    """End of a connection, over TCP or TLS. Belongs to the event loop.
 
-    `take` gets each message within the read callback, so TCP itself holds back a sender that is faster. An exception of
-    `take` ends the connection. At most one incomplete message of `max_message_bytes` is kept.
+    `take` is called with each message inside the read callback, so that TCP flow control slows down a faster sender. An
+    exception of `take` ends the connection. At most one incomplete message of `max_message_bytes` is buffered.
     """
 
     def __init__(self, take: Callable[[bytes], None], *, max_message_bytes: int) -> None:
         loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[Exception | None] = loop.create_future()  # None: closed between two messages
-        self.num_quiet = 0  # how often the owner has looked since the peer's last byte
+        self.ended: asyncio.Future[Exception | None] = loop.create_future()  # None: closed between messages
+        self.num_quiet = 0  # checks by the owner since the peer's last byte
         self._take = take
         self._max_message_bytes = max_message_bytes
         self._buffer = bytearray()
@@ -42,18 +42,18 @@ class MessageStream(asyncio.Protocol):
             self._transport.write(_LENGTH.pack(len(message)) + message)
 
     async def drained(self, within_s: float) -> None:
-        """Wait until the peer has taken most messages, or the connection has ended. Raises TimeoutError."""
+        """Wait until the peer has read most messages, or the connection has ended. Raises TimeoutError."""
         if not self._can_write.is_set():
             async with asyncio.timeout(within_s):
                 await self._can_write.wait()
 
     def close(self) -> None:
-        """Send the queued messages, and then the end of this direction; the peer closes the other."""
+        """Send the queued messages, then close this direction; the peer closes the other."""
         if not self._transport:
             return
-        if self._transport.can_write_eof():  # TCP: to close it while bytes arrive would reset it, and lose the rest
+        if self._transport.can_write_eof():  # TCP: a full close while bytes arrive would reset and lose the rest
             self._transport.write_eof()
-        else:  # TLS does the same by itself
+        else:  # TLS: close() sends close_notify first
             self._transport.close()
 
     def abort(self, error: Exception | None = None) -> None:
@@ -88,7 +88,7 @@ class MessageStream(asyncio.Protocol):
         self.num_quiet = 0
         try:
             self._read(data)
-        except Exception as error:  # it ends this connection, and no other
+        except Exception as error:  # ends this connection only
             self.abort(error)
 
     def _read(self, data: bytes) -> None:

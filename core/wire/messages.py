@@ -1,4 +1,4 @@
-"""Requests and tokens as protobuf messages, and back. The dataclasses are what the code speaks; this is the wire."""
+"""Conversion of requests and tokens between dataclasses and protobuf messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from core.types.thinking_budget import ThinkingBudget
 from core.types.token_rules import TokenRules
 from core.wire.proto_fields import from_message, to_message
 
-_MOST_STEPS, _MOST_DRAFTED = 256, 64  # of a tally, for it is told often; and tokens of a draft
-_MOST_FLOOR = 1000.0  # more than 1 where no draft pays
+_MOST_STEPS, _MOST_DRAFTED = 256, 64  # steps between two reports of a tally; tokens of a draft
+_MOST_FLOOR = 1000.0  # above 1 if no draft pays off
 
 
 def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
@@ -27,7 +27,7 @@ def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
 
 
 def sequence_from_proto(message: pb.Sequence) -> SequenceRequest:
-    """Raises RequestError for a grammar of a kind that we do not know: without it, other tokens would be chosen."""
+    """Parse a request. Raises RequestError for an unknown kind of grammar, without which tokens would differ."""
     grammar = _grammar_from_proto(message.grammar) if message.HasField("grammar") else None
     thinking = from_message(ThinkingBudget, message.thinking) if message.HasField("thinking") else None
     sampling = _sampling_from_proto(message.sampling)
@@ -54,14 +54,14 @@ def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:
     messages = []
     for token in tokens:
         messages.append(message := pb.SampledToken(token_id=token.token_id))
-        _tell_more(message, token)
+        _add_details(message, token)
     return messages
 
 
 def stream_token_to_proto(stream: int, token: SampledToken) -> pb.StreamTokens:
-    """A step makes one for each of its rows: where a message is made inside another, nothing is copied."""
+    # Adding to the repeated field in place avoids a copy; this runs for each row of each step.
     message = pb.StreamTokens(stream=stream)
-    _tell_more(message.tokens.add(token_id=token.token_id), token)
+    _add_details(message.tokens.add(token_id=token.token_id), token)
     return message
 
 
@@ -78,8 +78,7 @@ def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]
 
 
 def _drafts_from_proto(message: pb.DraftTally) -> DraftTally:
-    """Figures that are shown and added up, and nothing else: what cannot be is made the nearest that can, so that no
-    answer fails by it."""
+    """Parse draft statistics. They are only displayed, so implausible values are clamped instead of failing."""
     steps = min(message.steps, _MOST_STEPS)
     drafts = min(message.drafts, steps)
     drafted = min(message.drafted, drafts * _MOST_DRAFTED)
@@ -98,18 +97,18 @@ def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:
     if rules is None:
         return to_message(pb.Sampling, sampling, token_rules=None)
     bad_words = [pb.BadWord(token_ids=word) for word in rules.bad_words]
-    told = to_message(pb.TokenRules, rules, logit_bias=dict(rules.logit_bias), bad_words=bad_words)
-    return to_message(pb.Sampling, sampling, token_rules=told)
+    token_rules = to_message(pb.TokenRules, rules, logit_bias=dict(rules.logit_bias), bad_words=bad_words)
+    return to_message(pb.Sampling, sampling, token_rules=token_rules)
 
 
 def _sampling_from_proto(message: pb.Sampling) -> Sampling:
     if not message.HasField("token_rules"):
         return from_message(Sampling, message, token_rules=None)
-    told = message.token_rules
+    fields = message.token_rules
     rules = TokenRules(
-        logit_bias=tuple(sorted(told.logit_bias.items())),
-        allowed_token_ids=tuple(told.allowed_token_ids),
-        bad_words=tuple(tuple(word.token_ids) for word in told.bad_words),
+        logit_bias=tuple(sorted(fields.logit_bias.items())),
+        allowed_token_ids=tuple(fields.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in fields.bad_words),
     )
     return from_message(Sampling, message, token_rules=None if rules.says_nothing else rules)
 
@@ -118,19 +117,19 @@ def _grammar_from_proto(message: pb.Grammar) -> Grammar:
     try:
         return Grammar(kind=GrammarKind(message.kind), text=message.text)
     except ValueError:
-        raise RequestError(f"grammar: no kind {message.kind[:64]!r} is known here", param="grammar") from None
+        raise RequestError(f"grammar: unknown kind {message.kind[:64]!r}", param="grammar") from None
 
 
 def _reason_from(text: str) -> FinishReason:
-    """A reason that we do not know, as a newer worker may have one, is an end all the same."""
+    """Parse a finish reason. An unknown one, of a newer worker, still ends the sequence."""
     try:
         return FinishReason(text)
     except ValueError:
         return FinishReason.STOP
 
 
-def _tell_more(message: pb.SampledToken, token: SampledToken) -> None:
-    """What is there beside its id: mostly nothing, and each further field would cost time, token by token."""
+def _add_details(message: pb.SampledToken, token: SampledToken) -> None:
+    """Set the optional fields that the token has. Setting each of them always would cost time per token."""
     if token.logprob:
         message.logprob.CopyFrom(_logprob_to_proto(token.logprob))
     if token.finish_reason:

@@ -1,5 +1,4 @@
-"""What is said of a prompt's own tokens, as messages and back. What has come is looked through here, and nowhere
-else."""
+"""Conversion of prompt log-probabilities to protobuf messages and back. The only place that validates them."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ Number = TypeVar("Number", np.float32, np.int32)
 _FLOAT, _INT = np.dtype("<f4"), np.dtype("<i4")
 
 
-def prompt_logprobs_to_proto(told: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
-    """In order; none of no token."""
-    for part in told.parts():
+def prompt_logprobs_to_proto(logprobs: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
+    """Yield messages in order; none for no tokens."""
+    for part in logprobs.parts():
         yield pb.PromptLogprobs(
             logprobs=part.logprobs_P.astype(_FLOAT).tobytes(),
             ranks=part.ranks_P.astype(_INT).tobytes(),
@@ -30,17 +29,17 @@ def prompt_logprobs_to_proto(told: PromptLogprobs) -> Iterator[pb.PromptLogprobs
 
 
 def prompt_logprobs_from_proto(message: pb.PromptLogprobs, *, num_top: int, vocab_size: int) -> PromptLogprobs:
-    """num_top: likeliest tokens that were asked for, of each. Raises TransferError for what no model says."""
+    """Parse and validate a message. num_top: requested top tokens. Raises TransferError for impossible values."""
     num_tokens, num_top = len(message.logprobs) // _FLOAT.itemsize, min(num_top, vocab_size)
     logprobs = _column(message.logprobs, _FLOAT, num_tokens)
     ranks = _column(message.ranks, _INT, num_tokens)
     top_ids = _column(message.top_ids, _INT, num_tokens * num_top)
     top_logprobs = _column(message.top_logprobs, _FLOAT, num_tokens * num_top)
-    # Not a number is not at most 0 either.
+    # This form rejects NaN, too.
     if not ((logprobs <= 0).all() and (top_logprobs <= 0).all()):
-        raise TransferError("log-probabilities of a prompt have come that are none")
+        raise TransferError("invalid log-probabilities of a prompt: above 0, or NaN")
     if not (_is_within(ranks, 1, vocab_size) and _is_within(top_ids, 0, vocab_size - 1)):
-        raise TransferError(f"tokens of a prompt have come that are not among the {vocab_size} of the vocabulary")
+        raise TransferError(f"invalid tokens or ranks of a prompt: not within the vocabulary of {vocab_size}")
     shape = num_tokens, num_top
     return PromptLogprobs(
         logprobs_P=logprobs,
@@ -52,7 +51,7 @@ def prompt_logprobs_from_proto(message: pb.PromptLogprobs, *, num_top: int, voca
 
 def _column(packed: bytes, kind: np.dtype[Number], size: int) -> NDArray[Number]:
     if len(packed) != size * kind.itemsize:
-        raise TransferError(f"{len(packed)} bytes of what was said of a prompt's tokens are not {size} numbers")
+        raise TransferError(f"invalid log-probabilities of a prompt: {len(packed)} bytes are not {size} numbers")
     return np.frombuffer(packed, kind)
 
 

@@ -1,4 +1,4 @@
-"""Dataclasses as protobuf messages whose fields have the same names, and back."""
+"""Conversion between dataclasses and protobuf messages with equal field names."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ R = TypeVar("R", bound=Record)
 
 
 def to_message(kind: type[M], record: Record, **given: object) -> M:
-    """Every field of the message is `given`, or the record's of that name."""
+    """Fill every field of the message from `given`, or else from the record's attribute of the same name."""
     return kind(
         **{name: getattr(record, name) for name, _, _ in _described(kind.DESCRIPTOR) if name not in given}, **given
     )
 
 
 def from_message(kind: type[R], message: Message, **given: object) -> R:
-    """Every field of the record is `given`, or the message's of that name, or else has its default.
+    """Fill every field of the record from `given`, or else from the message; other fields keep their defaults.
 
-    What repeats becomes a tuple; what the message may leave out, and does, None.
+    Repeated fields become tuples. An unset optional field becomes None.
     """
     for name, is_repeated, may_be_missing in _described(message.DESCRIPTOR):
         if name in given or name not in kind.__dataclass_fields__:
@@ -40,5 +40,5 @@ def from_message(kind: type[R], message: Message, **given: object) -> R:
 
 @cache
 def _described(kind: Descriptor) -> list[tuple[str, bool, bool]]:
-    """Of each field: its name, whether it repeats, and whether a message can be without it."""
+    """Return (name, is repeated, has presence) of each field."""
     return [(field.name, field.is_repeated, field.has_presence) for field in kind.fields]

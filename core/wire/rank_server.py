@@ -1,4 +1,4 @@
-"""The event loop of a rank's process, on its thread, and the servers on it: gRPC and token frames."""
+"""Event loop of a rank's process, on its own thread, and its servers: gRPC and token frames."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class RankHost:
-    """Owns the event loop. The loop never blocks on a device, and the step thread never awaits; they meet in
+    """Owner of the event loop. The loop never blocks on a device and the step thread never awaits; they communicate by
     `call_soon_threadsafe` and `StepLoop.post`."""
 
     def __init__(self, host: str, identity: Identity) -> None:
-        """host: where it listens. identity: of this process, to whoever calls it and whom it calls."""
+        """host: listening address. identity: of this process, for incoming and outgoing calls."""
         self.host = host
         self.identity = identity
         self.loop = uvloop.new_event_loop()
@@ -35,7 +35,7 @@ class RankHost:
         self._thread.start()
 
     def serve(self, register: Callable[[aio.Server], None], *, timeout_s: float = 30.0) -> str:
-        """Open a port of our own and serve what `register` adds. Returns "host:port"."""
+        """Open a port and serve the servicers that `register` adds. Returns "host:port"."""
         return self.call(self._serve(register), timeout_s=timeout_s)
 
     def serve_frames(self, hub: FrameHub, *, timeout_s: float = 30.0) -> str:
@@ -43,14 +43,14 @@ class RankHost:
         return self.call(self._serve_frames(hub), timeout_s=timeout_s)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
-        """Run a coroutine on the event loop and wait for it. Never from the event loop itself."""
+        """Run a coroutine on the event loop and wait for its result. Not callable from the event loop itself."""
         return self.spawn(coroutine).result(timeout_s)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def post(self, callback: Callable[..., object], *args: Any) -> None:
-        """Run a callback on the event loop; from any thread. Does nothing once the loop has ended."""
+        """Run a callback on the event loop. Thread-safe. Does nothing once the loop has ended."""
         try:
             self.loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
@@ -92,7 +92,7 @@ class RankHost:
             await frames.close()
         if self._server:
             await self._server.stop(None)
-        ours = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in ours:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*ours, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

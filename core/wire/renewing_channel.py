@@ -1,4 +1,4 @@
-"""A channel that is there for as long as its process, while the certificates that it shows come and go."""
+"""gRPC channel that lives as long as its process and changes its certificate when it is renewed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.identity.credentials import Identity, TlsCredentials
 
 @dataclass(eq=False)
 class _Line:
-    """One gRPC channel, and what it was opened with."""
+    """One gRPC channel and the credentials that it was opened with."""
 
     channel: aio.Channel
     tls_credentials: TlsCredentials | None
@@ -22,10 +22,10 @@ class _Line:
 
 
 class LastingChannel:
-    """What generated stubs need of a channel: a call that begins after a renewal goes by a connection of the new
-    certificate; those under way stay where they are, and the old connection ends with the last of them.
+    """Channel for generated stubs. Calls that start after a renewal use a connection with the new certificate; running
+    calls stay on the old connection, which is closed after the last of them.
 
-    `open` opens a gRPC channel with the present papers of `identity`. Lives on one event loop.
+    `open` opens a gRPC channel with the current credentials of `identity`. Lives on one event loop.
     """
 
     def __init__(self, open: Callable[[], aio.Channel], identity: Identity) -> None:
@@ -45,19 +45,19 @@ class LastingChannel:
         return self._calls("stream_stream", method, codec)
 
     async def close(self) -> None:
-        """Calls under way are cancelled."""
+        """Close all connections. Running calls are cancelled."""
         lines = [self._line, *self._old]
         await asyncio.gather(*(line.channel.close() for line in lines), *self._closing)
 
     def _calls(self, kind: str, method: tuple[Any, ...], codec: dict[str, Any]) -> Callable[..., Any]:
-        """Makes each call on the line that is there by then."""
+        """Return a callable that starts each call on the connection of that moment."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             line = self._present()
-            made = getattr(line.channel, kind)(*method, **codec)(*args, **kwargs)
+            running = getattr(line.channel, kind)(*method, **codec)(*args, **kwargs)
             line.num_calls += 1
-            made.add_done_callback(lambda _: self._ended(line))
-            return made
+            running.add_done_callback(lambda _: self._ended(line))
+            return running
 
         return call
 
@@ -70,9 +70,8 @@ class LastingChannel:
         return self._line
 
     def _new_line(self) -> _Line:
-        tls_credentials = (
-            self._identity.tls_credentials
-        )  # before the channel: one that is renewed meanwhile is opened once more
+        # Read before the channel is opened: after a renewal in between, the channel is only replaced once more.
+        tls_credentials = self._identity.tls_credentials
         return _Line(self._open(), tls_credentials)
 
     def _ended(self, line: _Line) -> None:

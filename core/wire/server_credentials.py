@@ -1,10 +1,9 @@
-"""What a gRPC server shows of itself in handshakes, renewed while others are under way.
+"""Renewable TLS credentials of a gRPC server, safe against concurrent handshakes.
 
-gRPC (1.85) asks for a newer certificate at each handshake, under a lock; where it is told one, it frees what it had at
-once. A handshake on another thread that has asked already, and now makes use of that without the lock, is then a
-segmentation fault: with a new one for each, some hundred handshakes side by side ended a process, and any stranger can
-begin those. So gRPC is told one only where there is one, and while it waits for that, under its lock, those that have
-asked get time to go on.
+gRPC (1.85) asks for a newer certificate at each handshake, under a lock, and frees the old one at once. A handshake on
+another thread that has read the old one and uses it without the lock then crashes the process. A new certificate per
+handshake crashed it after some hundred concurrent handshakes, which any client can start. So this module returns a
+certificate only when there is a new one, and sleeps before under gRPC's lock, so that running handshakes can finish.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 
 import grpc
 
-_GO_ON_S = 0.25  # they need a microsecond, and a turn on a core; threads of the server that shake hands wait as long
+_GO_ON_S = 0.25  # running handshakes need a microsecond and a time slice; the server's handshakes pause as long
 
 
 def renewable(
@@ -23,7 +22,7 @@ def renewable(
     *,
     asks_clients: bool = False,
 ) -> grpc.ServerCredentials:
-    """newer: called at each handshake, on a thread of gRPC's; None: as before. asks_clients: for a certificate."""
+    """newer: called at each handshake, on a gRPC thread; returns None if unchanged. asks_clients: mutual TLS."""
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         if found := newer():

@@ -1,4 +1,4 @@
-"""What a router makes sure of in what a replica says of itself, before costs are computed from it."""
+"""Plausibility check of a replica's reported metrics, on which the router bases its costs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ _MEASURED = (
     "tokens_per_row", "drafted_per_row",
 )  # fmt: skip
 _ADDED_UP = ("transfer_seconds", "pull_seconds")
-_SMALLEST, _LARGEST = 1e-12, 1e18  # of anything that is measured: seconds, and things per second
+_SMALLEST, _LARGEST = 1e-12, 1e18  # of any measurement: seconds, and things per second
 
 
 def make_plausible(status: pb.Status) -> bool:
-    """Take out of a status, in place, what no replica can have measured: NaN, an infinity, less than nothing. Then it
-    counts as not measured yet. False if there was any."""
+    """Clear implausible metrics of a status in place: NaN, infinite and negative ones. They then count as not measured.
+
+    Returns False if there were any.
+    """
     bad = [name for name in _MEASURED if not _is_plausible(getattr(status, name))]
     for name in bad:
         status.ClearField(name)

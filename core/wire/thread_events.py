@@ -1,4 +1,4 @@
-"""What happens on a thread, on its way to the gRPC call that waits for it."""
+"""Events of a thread for the gRPC call that waits for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ E = TypeVar("E")
 
 
 class CallEvents(Generic[E]):
-    """Made and iterated over by a call on its event loop; `put` and `end` may be called from any thread."""
+    """Queue from any thread to a call. The call creates and iterates it on its event loop; `put` and `end` are
+    thread-safe."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[E | ClusterError | None] = asyncio.Queue()
@@ -21,7 +22,7 @@ class CallEvents(Generic[E]):
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def end(self, error: ClusterError | None = None) -> None:
-        """Nothing more comes; whoever iterates gets the error raised."""
+        """End the iteration, by raising the error if there is one."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, error)
 
     def __aiter__(self) -> CallEvents[E]:
