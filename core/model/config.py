@@ -288,7 +288,7 @@ def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling:
 
 
 def _max_context(max_position: int, scaling: RopeScaling) -> int:
-    """Return the context length. Linear and dynamic scaling are not included in max_position_embeddings; yarn may be."""
+    """Return the context length. max_position_embeddings excludes linear and dynamic scaling, and may include yarn."""
     if scaling.kind in ("linear", "dynamic"):
         return math.floor(max_position * scaling.factor)
     if scaling.kind == "yarn":

@@ -78,7 +78,7 @@ def _parts(gguf: Path) -> list[Path]:
     num_parts = int(match["parts"])
     parts = [gguf.with_name(f"{match['stem']}-{i:05}-of-{num_parts:05}.gguf") for i in range(1, num_parts + 1)]
     if missing := [path.name for path in parts if not path.exists()]:
-        raise SpecError(f"{gguf}: parts of this split file are missing: {', '.join(missing)}")
+        raise SpecError(f"{gguf}: other parts of this split file are missing beside it: {', '.join(missing)}")
     return parts
 
 

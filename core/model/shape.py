@@ -169,7 +169,7 @@ class ModelConfig:
         if self.experts.num_experts < size:
             raise SpecError(f"expert_parallel: {self.experts.num_experts} experts do not fill {size} ranks")
         if redundant > (most := (size - 1) * self.experts.num_experts):
-            raise SpecError(f"redundant_experts: {redundant} exceed {most}, the experts that {size} ranks do not hold")
+            raise SpecError(f"redundant_experts: {redundant} are more than the {most} that {size} ranks do not hold")
 
     def check_deterministic(self) -> None:
         """Raise SpecError unless each row of a step is computed independently of the other rows."""

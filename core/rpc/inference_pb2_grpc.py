@@ -60,8 +60,9 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the answer as it is generated. Errors are gRPC statuses: INVALID_ARGUMENT (the request is wrong), NOT_FOUND
-        (unknown model), RESOURCE_EXHAUSTED with RetryInfo (full), DEADLINE_EXCEEDED, UNAVAILABLE. The deadline is gRPC's own.
+        """Streams the answer as it is generated. Errors are gRPC statuses: INVALID_ARGUMENT (invalid request), NOT_FOUND
+        (unknown model), RESOURCE_EXHAUSTED with RetryInfo (overloaded), DEADLINE_EXCEEDED, UNAVAILABLE. The deadline is
+        gRPC's own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,15 +70,15 @@ class RankServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Connect(self, request_iterator, context):
-        """A sending rank to a receiving rank, one call per link. The call is the link's life: when it ends, both ends close
-        the link, and a killed peer is known at once.
+        """Sending rank to receiving rank, one call per link. The call is the lifetime of the link: when it ends, both ends
+        close the link, so a killed peer is detected at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """Rank 0 of a replica to its other ranks. Closed means that no further byte of this handoff will be written.
+        """Rank 0 of a replica to its other ranks. After the reply to Close no further byte of this handoff is written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ class RankServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Any rank to rank 0 of its own replica: its part of a handoff has landed here, or has left, or failed. Repeated until
+        """Any rank to rank 0 of its own replica: its part of a handoff has landed, was shipped, or failed. Repeated until
         it is answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -99,8 +99,8 @@ class RankServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tell(self, request, context):
-        """Whoever forms a process group with this rank leaves word here and waits for the word of others: a sender's rank for a
-        link, the other ranks of a replica at its rank 0. Ask returns when the key has been told.
+        """Rendezvous for forming a process group with this rank: a sender's rank for a link, and the other ranks of a replica
+        at its rank 0. Tell stores a key; Ask waits for a key and returns its value.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

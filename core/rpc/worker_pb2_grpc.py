@@ -45,8 +45,8 @@ class PrefillWorkerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Computes the prompt's KV, ships it along the handoff, and samples the first token of every choice.
-        Ending the call aborts the work.
+        """Computes the prompt's KV, ships it along the handoff, and samples the first token of every choice. Ending the call
+        aborts the work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +100,7 @@ class PrefillWorker(object):
 
 
 class DecodeWorkerStub(object):
-    """Served by decode replicas; and by prefill replicas for answers that they compute and finish themselves (prefill_here).
+    """Served by decode replicas, and by prefill replicas for answers that they decode themselves (prefill_here).
     """
 
     def __init__(self, channel):
@@ -127,28 +127,28 @@ class DecodeWorkerStub(object):
 
 
 class DecodeWorkerServicer(object):
-    """Served by decode replicas; and by prefill replicas for answers that they compute and finish themselves (prefill_here).
+    """Served by decode replicas, and by prefill replicas for answers that they decode themselves (prefill_here).
     """
 
     def Generate(self, request, context):
-        """The call is the lease: while it lives the replica holds blocks for this request; when it ends, for whatever reason,
-        it frees them. Tokens arrive in frames under the request's stream keys, not here.
+        """The call is the lease of the request's blocks: the replica frees them when it ends, for whatever reason. Tokens are
+        sent in frames under the request's stream keys, not here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Ends single choices of a request of several, before they end by themselves.
+        """Ends single choices of a request before they end by themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Migrate(self, request, context):
-        """Ships a running choice to another decode replica, whose Generate (with `continues`) has made the handoff. The choice
-        goes on here meanwhile and pauses only for the last positions; if it cannot be moved, it simply stays.
-        Ending the call before it has answered keeps the choice here.
+        """Migrates a running choice to another decode replica, whose Generate (with `continues`) made the handoff. The choice
+        keeps running here and pauses only for the last positions. If the migration fails, it stays here. Ending the call
+        before the reply keeps the choice here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,7 +181,7 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeWorker(object):
-    """Served by decode replicas; and by prefill replicas for answers that they compute and finish themselves (prefill_here).
+    """Served by decode replicas, and by prefill replicas for answers that they decode themselves (prefill_here).
     """
 
     @staticmethod
@@ -267,7 +267,7 @@ class DecodeWorker(object):
 
 
 class PrefixFetchStub(object):
-    """Served by both roles to each other.
+    """Served by replicas of both roles to each other.
     """
 
     def __init__(self, channel):
@@ -284,12 +284,12 @@ class PrefixFetchStub(object):
 
 
 class PrefixFetchServicer(object):
-    """Served by both roles to each other.
+    """Served by replicas of both roles to each other.
     """
 
     def Fetch(self, request, context):
-        """Ships what this replica holds of a prefix to a replica that lacks it. The call is the lease: ending it aborts the
-        passage. How much is here, only the holder knows: what an index says is a hint.
+        """Ships the part of a prefix that this replica holds to a replica that lacks it. The call is the lease: ending it
+        aborts the transfer. The index gives only hints; the holder decides how much it ships.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -312,7 +312,7 @@ def add_PrefixFetchServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefixFetch(object):
-    """Served by both roles to each other.
+    """Served by replicas of both roles to each other.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""From a YAML file, or a shorthand, to a Spec. Unknown keys and bad values are refused by path, in one line."""
+"""Loading of a Spec from a YAML file or a shorthand. Errors name the path of each bad key, in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHORTHAND = re.compile(r"(?P<prefill>[0-9]+)P(?P<decode>[0-9]+)D", re.IGNORECAS
 def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:
     """Read a spec from a YAML file, or from a shorthand such as "2P4D", and apply `PATH=VALUE` overrides.
 
-    Raises SpecError, whose one line names the path of every mistake and, where we can guess, the fix.
+    Raises SpecError with one line that names the path of every mistake and, where possible, the fix.
     """
     tree = _read(source)
     for override in overrides or []:
@@ -28,8 +28,10 @@ def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:
 
 
 def named_keys(source: str | None, overrides: list[str]) -> dict[str, Any]:
-    """The plain values that a file or a shorthand (None: neither) and overrides name, without any default. Raises
-    SpecError."""
+    """Return the plain values set by a file or shorthand (None: neither) and by overrides, without defaults.
+
+    Raises SpecError.
+    """
     tree = _read(source) if source is not None else {}
     for override in overrides:
         _override(tree, override)
@@ -84,14 +86,15 @@ def _explain(error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key{_did_you_mean(error['loc'])}"
-    # a section would be long, and the message names its keys
+    # A section would be long, and the message names its keys.
     got = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
     if error["type"] == "model_type":
         return f"{path}: a section of keys is expected, such as {path}.{_keys(error['loc'])[0]}{got}"
     message = error["msg"].removeprefix("Value error, ")
-    where = f"{path}: " if path else ""  # what is about several sections names them itself
+    # Errors about several sections have an empty path and name the sections themselves.
+    prefix = f"{path}: " if path else ""
     meant = _word_meant(error) if error["type"] == "literal_error" else ""
-    return f"{where}{message[0].lower()}{message[1:]}{got}{meant}"
+    return f"{prefix}{message[0].lower()}{message[1:]}{got}{meant}"
 
 
 def _word_meant(error: Any) -> str:
@@ -110,10 +113,11 @@ def _did_you_mean(path: tuple[str | int, ...]) -> str:
 
 
 def _keys(path: tuple[str | int, ...]) -> list[str]:
-    """Of the section at that path; none where it is no section."""
+    """Return the keys of the section at that path; none if it is not a section."""
     section: Any = Spec
     for key in path:
         field = section.model_fields.get(key) if hasattr(section, "model_fields") else None
-        kinds = (field.annotation, *get_args(field.annotation)) if field else ()  # `autoscale` may be None
+        # An optional section such as `autoscale` is a union with None.
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
         section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
     return list(getattr(section, "model_fields", {}))

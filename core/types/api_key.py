@@ -62,7 +62,7 @@ class KeyRegistry:
         if key in self.keys:
             return self
         if any(known.name == key.name for known in self.keys):
-            raise SpecError(f"key {key.name} exists already; remove it with `cluster keys revoke {key.name}`")
+            raise SpecError(f"a key is called {key.name} already; remove it with `cluster keys revoke {key.name}`")
         return replace(self, version=self.version + 1, keys=(*self.keys, key))
 
     def find(self, name: str) -> ApiKey:
@@ -70,7 +70,7 @@ class KeyRegistry:
         for key in self.keys:
             if name in (key.name, key.id):
                 return key
-        raise SpecError(f"key {name} not found; available: {', '.join(key.name for key in self.keys) or 'none'}")
+        raise SpecError(f"no key is called {name}; there are: {', '.join(key.name for key in self.keys) or 'none'}")
 
     def without(self, key: ApiKey) -> KeyRegistry:
         """Return a registry without `key`. Idempotent."""

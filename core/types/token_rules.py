@@ -48,4 +48,4 @@ class TokenRules:
 def _check_ids(token_ids: Sequence[int], param: str, most: int, vocab_size: int) -> None:
     _check(len(token_ids) <= most, param, f"{len(token_ids)} tokens exceed the limit of {most}")
     for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
-        _check(0 <= token_id < vocab_size, param, f"token id {token_id} is out of range [0, {vocab_size})")
+        _check(0 <= token_id < vocab_size, param, f"{token_id} is no token id; the vocabulary has {vocab_size}")
