@@ -44,7 +44,7 @@ def demands(spec: Spec) -> list[ResourceDemand]:
 
 
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=lambda path: path.stem)
-def test_a_topology_is_what_its_name_says(path: Path) -> None:
+def test_topology_matches_its_name(path: Path) -> None:
     assert load_spec(str(path)).topology == path.stem.partition("-")[0]
 
 
@@ -60,7 +60,7 @@ def test_ray_accepts_the_cluster(path: Path) -> None:
     validate_config(prepare_config(read(path)))
 
 
-def test_ray_would_notice_a_mistake() -> None:
+def test_ray_rejects_an_invalid_cluster() -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config = read(DEPLOY / "ray" / "aws.yaml")
@@ -169,7 +169,7 @@ def test_the_spec_for_kubernetes_is_accepted_as_its_readme_makes_it(
     assert spec == plain.model_copy(update=ours), "nothing else has changed"
 
 
-def test_what_a_deployment_remembers_outlives_the_heads_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_directory_outlives_the_heads_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     [cluster] = [thing for thing in KUBERAY if thing["kind"] == "RayCluster"]
     pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
     [claim] = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
@@ -184,7 +184,7 @@ def test_what_a_deployment_remembers_outlives_the_heads_pod(monkeypatch: pytest.
         assert claim not in group["template"]["spec"]["volumes"], "one node at a time has it"
 
 
-def test_every_pod_mounts_what_it_has() -> None:
+def test_every_volume_is_mounted() -> None:
     [cluster] = [thing for thing in KUBERAY if thing["kind"] == "RayCluster"]
     for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
         pod = group["template"]["spec"]

@@ -78,14 +78,14 @@ def _run(tmp_path: Path, part: Part) -> list[Row]:
     return list(check.run(part, tmp_path / "00", time_left_s=60.0, running=Running()))
 
 
-def test_what_a_part_said_before_it_hung_is_kept(tmp_path: Path) -> None:
+def test_output_of_a_hung_part_is_kept(tmp_path: Path) -> None:
     text = 'import sys, time\nprint(\'{"name": "copy", "value": 3.0}\', flush=True)\ntime.sleep(600)'
     copy, late = _program(tmp_path, text, timeout_s=1.0)
     assert (copy.name, copy.value, copy.verdict) == ("copy", 3.0, "")
     assert late.verdict == "FAILED" and "not over after 1 s" in late.shown
 
 
-def test_a_part_that_breaks_has_failed_whatever_it_said(tmp_path: Path) -> None:
+def test_broken_part_has_failed_whatever_its_output(tmp_path: Path) -> None:
     (broken,) = _program(tmp_path, "raise SystemExit('no device')")
     assert broken.verdict == "FAILED" and "exit status 1: no device" in broken.shown
     killed = _program(tmp_path, 'import os\nprint(\'{"name": "x", "value": 1}\', flush=True)\nos.abort()')
@@ -107,7 +107,7 @@ def _checked(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         (["--minutes", "inf"], "--minutes: must be above 0"),
     ],
 )
-def test_what_is_asked_wrongly_is_not_taken_for_fine(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path, arguments: list[str], said: str) -> None:
     done = _checked(*arguments, "-o", str(tmp_path / "none"))
     assert done.returncode == 2 and said in done.stderr and not (tmp_path / "none").exists()
 
@@ -127,14 +127,14 @@ def _torch(cuda: str | None, *, init: Exception | None = None, devices: int = 0)
     return SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda=cuda), cuda=of_cuda)
 
 
-def test_why_there_is_no_device() -> None:
+def test_reason_for_a_missing_device() -> None:
     assert "was built without CUDA" in no_device(_torch(None))
     old = RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update")
     assert no_device(_torch("13.0", init=old)).endswith("CUDA 13.0, and says: " + str(old).partition(". ")[0])
     assert "CUDA_VISIBLE_DEVICES" in no_device(_torch("13.0")) and not no_device(_torch("13.0", devices=1))
 
 
-def test_who_is_interrupted_leaves_no_program_and_keeps_what_is_known(tmp_path: Path) -> None:
+def test_interrupt_ends_programs_and_keeps_results(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.gpu_check", "--rehearse", "-o", str(tmp_path), "host's"]
     with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -160,7 +160,7 @@ def test_a_part_is_ended_from_outside_and_none_begins_after(tmp_path: Path) -> N
     assert row.has_failed
 
 
-def test_the_summary_says_what_was_not_looked_at(tmp_path: Path) -> None:
+def test_summary_lists_skipped_parts(tmp_path: Path) -> None:
     report = Report(tmp_path, left_out=["steps of a model"])
     report.part(
         "versions", [Row(name="device", value="H100"), Row(name="nixl", value="not installed", is_skipped=True)]
@@ -199,7 +199,7 @@ def test_a_part_whose_tests_were_all_skipped_has_not_passed(tmp_path: Path) -> N
     ],
     ids=range(8),
 )
-def test_what_is_no_row_breaks_nothing(line: str, tmp_path: Path) -> None:
+def test_malformed_rows_are_ignored(line: str, tmp_path: Path) -> None:
     """What libraries print, or a part that is broken."""
     good = '{"name": "x", "value": 1}'
     report = Report(tmp_path)
@@ -209,12 +209,12 @@ def test_what_is_no_row_breaks_nothing(line: str, tmp_path: Path) -> None:
     assert [row["name"] for row in part["rows"]] == ["x"]
 
 
-def test_a_part_that_says_nothing_has_found_nothing(tmp_path: Path) -> None:
+def test_silent_part_has_no_findings(tmp_path: Path) -> None:
     (row,) = _program(tmp_path, "print('all is well' * 1000)")
     assert row.verdict == "FAILED" and "all is well" in row.shown and len(row.shown) < 400
 
 
-def test_results_of_an_earlier_check_or_of_half_a_one_count_for_nothing(tmp_path: Path) -> None:
+def test_earlier_and_partial_results_are_ignored(tmp_path: Path) -> None:
     junit = tmp_path / "00.xml"
     junit.write_text('<testsuite><testcase name="a"/></testsuite>')
     (row,) = _program(tmp_path, "import os; os.abort()", is_tests=True)
@@ -224,7 +224,7 @@ def test_results_of_an_earlier_check_or_of_half_a_one_count_for_nothing(tmp_path
     assert row.verdict == "FAILED" and "cannot be read" in row.shown
 
 
-def test_nobody_waits_for_what_a_part_has_left_behind(tmp_path: Path) -> None:
+def test_processes_left_by_a_part_are_not_waited_for(tmp_path: Path) -> None:
     """With its output, and in a session of its own, where no signal to the part's reaches it."""
     number = tmp_path / "number"
     left = f"""import pathlib, subprocess, sys
@@ -277,7 +277,7 @@ def test_failed_tests_are_named(tmp_path: Path) -> None:
     assert bad.verdict == "FAILED" and bad.name == "test_it::test_bad"
 
 
-def test_a_part_for_which_something_is_missing_is_skipped_and_one_without_time_has_failed(tmp_path: Path) -> None:
+def test_part_with_a_missing_requirement_is_skipped_and_one_without_time_fails(tmp_path: Path) -> None:
     (row,) = _run(tmp_path, Part(name="a part", command=["false"], timeout_s=1.0, hindrance="not installed: redis"))
     assert row.verdict == "skipped" and row.is_fine
     (row,) = check.run(
@@ -287,7 +287,7 @@ def test_a_part_for_which_something_is_missing_is_skipped_and_one_without_time_h
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(79, "met"), (40, "MISSED")])
-def test_a_device_that_somebody_else_uses_is_told(
+def test_busy_device_is_reported(
     free: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     properties = SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132)

@@ -47,6 +47,6 @@ def test_warnings_of_others_pass_and_ours_fail(suite: Path) -> None:
     assert re.findall(r"(PASSED|FAILED) .*\[(\w+)\.part\]", said) == [("PASSED", "theirs"), ("FAILED", "engine")]
 
 
-def test_what_is_for_no_gpu_is_not_imported(suite: Path) -> None:
+def test_modules_without_gpu_tests_are_not_imported(suite: Path) -> None:
     assert "what_is_not_there" not in _run(suite, "-m", "gpu")[1]
     assert "what_is_not_there" in _run(suite)[1]

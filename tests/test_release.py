@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(place.glob("xpyd-*.whl"))
 
 
-def test_it_has_every_module_and_what_lies_beside_them(wheel: Path) -> None:
+def test_wheel_has_every_module_and_data_file(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     packages = {path.parent for path in modules().values()}
     beside = {file for package in packages for pattern in _BESIDE_CODE for file in package.glob(pattern)}
@@ -40,7 +40,7 @@ def test_it_has_every_module_and_what_lies_beside_them(wheel: Path) -> None:
     assert beside and not wanted - inside
 
 
-def test_it_runs_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
+def test_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
     subprocess.run(install, check=True, timeout=120)

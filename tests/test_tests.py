@@ -74,13 +74,13 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_it_reaches_for_nothing_private() -> None:
+def test_tests_use_no_private_names() -> None:
     found = {(_name(path), name) for path in _files() for name in _private(ast.parse(path.read_text()))}
     assert not {(path, name) for path, name in found - _KNOWN if name not in _OTHERS}
     assert not _KNOWN - found, "no longer there: take it off the list"
 
 
-def test_it_does_not_sleep() -> None:
+def test_tests_do_not_sleep() -> None:
     """`asyncio.sleep(0)` lets others on the loop go first; anything longer says how quick a machine is."""
     sleeps = {
         (_name(path), ast.unparse(node))

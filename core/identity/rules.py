@@ -102,7 +102,7 @@ RULES: Mapping[str, RpcRule] = {
     "/cluster.worker.v1.DecodeWorker/Generate": RpcRule(_ROUTER, _as_router),
     "/cluster.worker.v1.DecodeWorker/Stop": RpcRule(_ROUTER, _as_router),
     "/cluster.worker.v1.DecodeWorker/Migrate": RpcRule(_ROUTER, _as_router),
-    "/cluster.worker.v1.PrefixFetch/Pull": RpcRule(_OTHER, _as_asking_leader),
+    "/cluster.worker.v1.PrefixFetch/Fetch": RpcRule(_OTHER, _as_asking_leader),
     "/cluster.transfer.v1.Rank/Connect": RpcRule(_OTHER, _as_sender),
     "/cluster.transfer.v1.Rank/Open": RpcRule(_SAME, _as_leader),
     "/cluster.transfer.v1.Rank/Close": RpcRule(_SAME, _as_leader),

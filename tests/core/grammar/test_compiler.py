@@ -35,7 +35,7 @@ def _allowed(mask: GrammarMask, text: str) -> str:
     return "".join(sorted("$" if i == END else CHARACTERS[i] for i in ids))
 
 
-def test_what_may_follow_is_a_function_of_the_tokens(compiler: GrammarCompiler) -> None:
+def test_mask_is_a_function_of_the_tokens(compiler: GrammarCompiler) -> None:
     kind, text = GrammarKind.REGEX, "a(b|cd)*"
     grown = _mask(compiler, kind, text)
     for said, following in (("", "a"), ("a", "$bc"), ("ab", "$bc"), ("abc", "d"), ("abcd", "$bc")):
@@ -44,7 +44,7 @@ def test_what_may_follow_is_a_function_of_the_tokens(compiler: GrammarCompiler) 
         assert _allowed(grown, said) == following  # again, with no token more
 
 
-def test_a_fork_goes_its_own_way(compiler: GrammarCompiler) -> None:
+def test_fork_is_independent(compiler: GrammarCompiler) -> None:
     mask = _mask(compiler, GrammarKind.REGEX, "a(b|cd)*")
     assert _allowed(mask, "a") == "$bc"
     fork = mask.fork()
@@ -52,7 +52,7 @@ def test_a_fork_goes_its_own_way(compiler: GrammarCompiler) -> None:
     assert _allowed(fork, "ab") == "$bc"
 
 
-def test_what_is_forced_is_known_and_is_what_the_mask_allows(compiler: GrammarCompiler) -> None:
+def test_forced_token_is_the_only_one_in_the_mask(compiler: GrammarCompiler) -> None:
     mask = _mask(compiler, GrammarKind.REGEX, "a(bc|bd)e?")
     for said, follows in (("", "a"), ("a", "b"), ("ab", ""), ("abc", ""), ("abce", "$")):
         tokens = [0, 0, *(CHARACTERS.index(character) for character in said)]
@@ -73,7 +73,7 @@ def test_what_is_forced_is_known_and_is_what_the_mask_allows(compiler: GrammarCo
     assert wrong.only([CHARACTERS.index("x")], 0) is None and wrong.failure
 
 
-def test_json_is_written_in_one_way(compiler: GrammarCompiler) -> None:
+def test_json_has_a_single_format(compiler: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}}, "required": ["a", "b"]}
     schema["additionalProperties"] = False
     text = json.dumps({"a": 2, "b": None})
@@ -84,13 +84,13 @@ def test_json_is_written_in_one_way(compiler: GrammarCompiler) -> None:
     assert _allowed(_mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps(schema)), '{"a":') == " "
 
 
-def test_a_choice_is_taken_literally(compiler: GrammarCompiler) -> None:
+def test_choice_is_literal(compiler: GrammarCompiler) -> None:
     mask = compiler.compile(Grammar.of_choice(['a"|b', "a\\c"], "choice")).mask([END])
     assert _allowed(mask, "a") == '"\\'
     assert _allowed(mask, 'a"|b') == "$"
 
 
-def test_what_the_grammar_does_not_allow_ends_the_mask_and_says_so(compiler: GrammarCompiler) -> None:
+def test_forbidden_token_sets_the_failure(compiler: GrammarCompiler) -> None:
     mask = _mask(compiler, GrammarKind.REGEX, "ab")
     assert _allowed(mask, "x") == "" and "cannot be followed" in mask.failure
     assert _allowed(mask, "x") == ""
@@ -98,12 +98,12 @@ def test_what_the_grammar_does_not_allow_ends_the_mask_and_says_so(compiler: Gra
     assert _allowed(other, "a") == "b" and not other.failure
 
 
-def test_nothing_fits_where_nothing_may_end_it(compiler: GrammarCompiler) -> None:
+def test_no_stop_token_means_nothing_fits(compiler: GrammarCompiler) -> None:
     mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="ab")).mask([])
     assert _allowed(mask, "ab") == "" and mask.failure
 
 
-def test_what_is_passed_over_is_said_by_the_kind(compiler: GrammarCompiler) -> None:
+def test_lenient_kind_ignores_unenforceable_keywords(compiler: GrammarCompiler) -> None:
     text = json.dumps({"type": "array", "uniqueItems": True, "items": {"type": "null"}})
     with pytest.raises(RequestError, match="uniqueItems"):
         compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=text))
@@ -136,14 +136,14 @@ for _ in range(400):
         (GrammarKind.JSON_SCHEMA, json.dumps({"const": "a" * MAX_SCHEMA_BYTES})),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
+def test_invalid_grammar_names_the_parameter(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
     with pytest.raises(RequestError) as rejected:
         compiler.compile(Grammar(kind=kind, text=text), param="field")
     assert rejected.value.param == "field"
     assert len(str(rejected.value)) < 400 and "\n" not in str(rejected.value)
 
 
-def test_choices_share_what_their_masks_may_cost(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_share_a_cost_limit(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     times = count()
     monkeypatch.setattr("core.grammar.mask.time.thread_time", lambda: next(times) / 10)
     masks = [_mask(compiler, GrammarKind.REGEX, "a*")]
@@ -156,25 +156,25 @@ def test_choices_share_what_their_masks_may_cost(compiler: GrammarCompiler, monk
     assert _allowed(other, "") == "$a"
 
 
-def test_what_takes_too_long_to_compile_is_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_compilation_is_rejected(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     times = count()
     monkeypatch.setattr("core.grammar.compiler.time.thread_time", lambda: next(times))
     with pytest.raises(RequestError, match="takes longer than"):
         compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a"))
 
 
-def test_a_lark_grammar_is_told_from_llama_cpps(compiler: GrammarCompiler) -> None:
+def test_lark_and_gbnf_are_distinguished(compiler: GrammarCompiler) -> None:
     for text in ('start: "a"', "\n" * 8000 + 'a: "a"\n  start : a', 'root ::= "a"'):
         assert _allowed(_mask(compiler, GrammarKind.LARK, text), "") == "a"
 
 
-def test_a_model_whose_tokenizer_is_not_understood_has_no_grammars(tmp_path: Path) -> None:
+def test_unsupported_tokenizer_has_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(tmp_path, vocab_size=8).compile(Grammar(kind=GrammarKind.REGEX, text="a"))
 
 
 @pytest.mark.parametrize("number", [2**53, -(2**53), 10**30])
-def test_a_number_that_masks_would_take_for_another_is_refused(compiler: GrammarCompiler, number: int) -> None:
+def test_integers_beyond_fp64_are_rejected(compiler: GrammarCompiler, number: int) -> None:
     """llguidance knows them as fp64 does: of 2^53 + 1 it would let through 2^53 and nothing else."""
     schema = json.dumps({"type": "object", "properties": {"id": {"const": number}}})
     for kind, text in (
@@ -191,7 +191,7 @@ def test_a_number_that_masks_would_take_for_another_is_refused(compiler: Grammar
         assert _allowed(_mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps({"const": exact})), said) == follows
 
 
-def test_no_token_is_known_or_allowed_that_the_model_does_not_have(tmp_path: Path) -> None:
+def test_tokens_outside_the_model_are_never_allowed(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     compiler = GrammarCompiler(tmp_path, vocab_size=CHARACTERS.index("b"))
     mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="ab")).mask([END])

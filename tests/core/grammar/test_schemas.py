@@ -17,7 +17,7 @@ from tests.support.generated_schemas import schemas
 _MAX_TOKENS = 120
 
 
-def test_a_long_answer_may_find_out_more_than_a_matcher_holds(smollm2_dir: Path) -> None:
+def test_matcher_is_rebuilt_when_its_cache_is_full(smollm2_dir: Path) -> None:
     """Strings of bounded lengths are full of places where nobody has been: some 600 tokens fill a matcher."""
     tokenizer = Tokenizer(smollm2_dir)
     compiler = GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size)

@@ -72,7 +72,7 @@ def _said(mask: ThinkingMask, wanted: str, num_tokens: int = 40) -> str:
         (8, True, "</think>a<think>bcdefghijkl", "</think>a<think>bcdefghijkl"),  # it thinks once
     ],
 )
-def test_so_many_tokens_of_thinking_and_then_its_end(
+def test_thinking_ends_at_its_budget(
     compiler: GrammarCompiler, num_tokens: int, is_open: bool, wanted: str, said: str
 ) -> None:
     assert _said(compiler.bounded(_budget(num_tokens, is_open=is_open)), wanted) == said
@@ -80,7 +80,7 @@ def test_so_many_tokens_of_thinking_and_then_its_end(
 
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 60])
-def test_it_is_told_from_the_tokens_alone(compiler: GrammarCompiler, num_tokens: int, is_open: bool) -> None:
+def test_state_is_a_function_of_the_tokens(compiler: GrammarCompiler, num_tokens: int, is_open: bool) -> None:
     """By one that has seen them come, by one that has not, by its fork; and who must ask hears so in time."""
     budget = _budget(num_tokens, is_open=is_open)
     for wanted in ("abcdefg", "<think>ab</think>c", "ab</th</think>d", ".<think>a"):
@@ -96,7 +96,7 @@ def test_it_is_told_from_the_tokens_alone(compiler: GrammarCompiler, num_tokens:
                 assert asked or number < coming or one is None, "it would not have been asked"
 
 
-def test_a_free_answer_is_masked_at_the_end_of_its_thinking_alone(compiler: GrammarCompiler) -> None:
+def test_unconstrained_answer_is_masked_only_near_the_end_of_its_thinking(compiler: GrammarCompiler) -> None:
     """Steps run ahead before it and behind it."""
     tokens = [*_PROMPT, *_ids("abcdef</think>ghij")]
     mask = compiler.bounded(_budget(6))
@@ -104,7 +104,7 @@ def test_a_free_answer_is_masked_at_the_end_of_its_thinking_alone(compiler: Gram
     assert asked == [False] * 6 + [True] * 8 + [False] * 5
 
 
-def test_a_grammar_begins_behind_it(compiler: GrammarCompiler) -> None:
+def test_grammar_continues_after_a_forced_end(compiler: GrammarCompiler) -> None:
     schema = json.dumps({"enum": ["yes"], "x-guidance": {"whitespace_flexible": False}})
     text = f'start: thinking answer\nthinking[suffix="</think>"]: /(?s:.*)/\nanswer: %json {schema}'
     grammar = compiler.compile(Grammar(kind=GrammarKind.LARK, text=text)).mask([END])
@@ -117,7 +117,7 @@ def test_a_grammar_begins_behind_it(compiler: GrammarCompiler) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", range(8))
-def test_a_character_of_several_tokens_is_whole_where_the_thinking_keeps_to_a_grammar(
+def test_thinking_with_a_grammar_does_not_end_within_a_character(
     tmp_path: Path, num_tokens: int
 ) -> None:
     """Which knows of whole ones alone, and would end where the marker comes within one."""
@@ -164,14 +164,14 @@ def test_a_marker_that_is_one_token_special_or_not(tmp_path: Path) -> None:
     "wrong",
     [{"num_tokens": -1}, {"closing_ids": ()}, {"closing_ids": (131,)}, {"closing": ""}, {"opening": "a" * 300}],
 )
-def test_what_no_step_could_keep_to_is_refused(wrong: dict[str, object]) -> None:
+def test_invalid_budget_is_rejected(wrong: dict[str, object]) -> None:
     _budget(3).check(131)
     with pytest.raises(RequestError) as rejected:
         replace(_budget(3), **wrong).check(131)  # type: ignore[arg-type]
     assert rejected.value.param == "thinking"
 
 
-def test_without_a_tokenizer_that_is_understood_it_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_tokenizer_rejects_a_budget(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(RequestError, match="tokenizer") as rejected:
         GrammarCompiler(tmp_path, vocab_size=8).bounded(_budget(1), param="field")

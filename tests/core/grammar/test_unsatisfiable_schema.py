@@ -40,7 +40,7 @@ _A, _B, _C = ({"$ref": f"#/$defs/{name}"} for name in "abc")
         _needs({"$ref": "#/properties/a"}),
     ],
 )
-def test_what_only_leads_back_to_itself_does_not_end(schema: Any) -> None:
+def test_self_referencing_schema_is_endless(schema: Any) -> None:
     assert is_endless(schema)
 
 
@@ -63,11 +63,11 @@ def test_what_only_leads_back_to_itself_does_not_end(schema: Any) -> None:
         {"$ref": "#anchor"},
     ],
 )
-def test_what_may_end_does(schema: Any) -> None:
+def test_schema_with_a_finite_instance_is_not_endless(schema: Any) -> None:
     assert not is_endless(schema)
 
 
-def test_a_web_of_references_costs_what_it_is_long() -> None:
+def test_web_of_references_takes_linear_time() -> None:
     def look(count: int) -> bool:
         web: dict[str, Any] = {"$ref": "#"}
         for i in range(count // 100):
@@ -77,7 +77,7 @@ def test_a_web_of_references_costs_what_it_is_long() -> None:
     assert look(4000) and growth(look, 1000) < 10
 
 
-def test_so_does_a_chain_of_them_and_what_is_at_its_end_is_seen() -> None:
+def test_chain_of_references_takes_linear_time_and_is_followed_to_its_end() -> None:
     def chain(count: int, end: Any) -> Any:
         return {"$defs": {str(i): _needs({"$ref": f"#/$defs/{i + 1}"}) for i in range(count)} | {str(count): end}}
 

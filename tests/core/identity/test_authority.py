@@ -32,7 +32,7 @@ def _names(certificate: Certificate) -> list[str]:
     return [name.value for name in names]
 
 
-def test_a_certificate_names_the_process_and_nothing_that_the_request_says() -> None:
+def test_certificate_ignores_the_requests_own_names() -> None:
     found = tls_credentials(Authority.create(DEPLOYMENT), _NAME)
     assert _names(found.certificate) == [_NAME.uri, _NAME.host]
     assert found.certificate.life_s == LIFE_S
@@ -41,12 +41,12 @@ def test_a_certificate_names_the_process_and_nothing_that_the_request_says() -> 
     assert own.not_valid_before_utc < datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)
 
 
-def test_no_key_is_shown_where_papers_are_printed() -> None:
+def test_repr_of_credentials_hides_the_key() -> None:
     found = tls_credentials(Authority.create(DEPLOYMENT), _NAME)
     assert b"PRIVATE KEY" in found.key and "PRIVATE" not in repr(found) and str(found.key) not in repr(found)
 
 
-def test_an_authority_that_was_kept_issues_as_before() -> None:
+def test_restored_authority_issues_valid_certificates() -> None:
     before = Authority.create(DEPLOYMENT)
     after = Authority.from_json(before.to_json())
     assert (
@@ -60,7 +60,7 @@ def test_an_authority_that_was_kept_issues_as_before() -> None:
     [lambda request: b"", lambda request: b"what?", lambda request: _resigned(request)],
     ids=["empty", "no request", "of a key that did not sign it"],
 )
-def test_what_is_no_request_gets_no_certificate(spoil: Callable[[bytes], bytes]) -> None:
+def test_invalid_request_is_rejected(spoil: Callable[[bytes], bytes]) -> None:
     with pytest.raises(SpecError, match="request"):
         Authority.create(DEPLOYMENT).issue(_NAME, spoil(KeyPair().request))
 
@@ -77,7 +77,7 @@ def root() -> IssuedAuthority:
     return issue_authority("the operator's root")
 
 
-def test_an_operators_intermediate_authority_issues_with_its_chain(root: IssuedAuthority, tmp_path: Path) -> None:
+def test_intermediate_authority_issues_with_its_chain(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, _ = root.write(tmp_path, "root")
     certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
     found = tls_credentials(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
@@ -85,13 +85,13 @@ def test_an_operators_intermediate_authority_issues_with_its_chain(root: IssuedA
     assert len(x509.load_pem_x509_certificates(found.certificate.chain)) == 2
 
 
-def test_an_operators_root_may_issue_itself(root: IssuedAuthority, tmp_path: Path) -> None:
+def test_root_authority_may_issue(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, key = root.write(tmp_path, "root")
     found = tls_credentials(Authority.from_files(ca=ca, certificate=ca, key=key), _NAME)
     assert _names(found.certificate) and len(x509.load_pem_x509_certificates(found.certificate.chain)) == 1
 
 
-def test_no_certificate_outlives_those_that_stand_for_it(root: IssuedAuthority, tmp_path: Path) -> None:
+def test_certificate_expires_no_later_than_its_chain(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, _ = root.write(tmp_path, "root")
     certificate, key = issue_authority("for xpyd", root, days=0.5).write(tmp_path, "own")
     found = tls_credentials(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
@@ -134,7 +134,7 @@ def _mistakes(root: IssuedAuthority, directory: Path) -> dict[str, tuple[dict[st
         "ended",
     ],
 )
-def test_a_mistake_in_the_files_is_one_clear_line(root: IssuedAuthority, tmp_path: Path, mistake: str) -> None:
+def test_invalid_authority_file_is_one_line(root: IssuedAuthority, tmp_path: Path, mistake: str) -> None:
     files, said = _mistakes(root, tmp_path)[mistake]
     with pytest.raises(SpecError) as rejected:
         Authority.from_files(**files)

@@ -11,7 +11,7 @@ from core.types.launch import Launch
 _URL = "rediss://:pass-of-the-index@redis.example:6380/0"
 
 
-def test_no_secret_shows_in_what_a_process_is_started_with() -> None:
+def test_repr_of_a_launch_hides_secrets() -> None:
     credentials = DeploymentSecrets.new(index_url=_URL)
     launch = Launch(spec=parse_spec({"index": _URL}), log_dir="logs", credentials=credentials)
     for shown in (repr(launch), str(launch), repr(credentials), str(credentials), str([launch.spec])):
@@ -19,7 +19,7 @@ def test_no_secret_shows_in_what_a_process_is_started_with() -> None:
         assert "pass-of-the-index" not in shown
 
 
-def test_a_launch_survives_the_way_to_a_process() -> None:
+def test_launch_round_trips_through_pickle() -> None:
     """Ray carries it as it carries any argument."""
     launch = Launch(
         spec=parse_spec({"decode": {"replicas": 3}}), log_dir="logs", credentials=DeploymentSecrets.new(index_url=_URL)
@@ -29,7 +29,7 @@ def test_a_launch_survives_the_way_to_a_process() -> None:
     assert there.credentials.key(Purpose.LINKS) == launch.credentials.key(Purpose.LINKS)
 
 
-def test_what_an_older_version_does_not_send_has_its_default_here() -> None:
+def test_missing_keys_get_the_receivers_defaults() -> None:
     """In an upgrade, an older controller starts newer processes."""
     launch = Launch(spec=parse_spec({"name": "a"}), log_dir="logs", credentials=DeploymentSecrets.new(index_url=_URL))
     arrive, (spec, *rest) = launch.__reduce__()
@@ -37,7 +37,7 @@ def test_what_an_older_version_does_not_send_has_its_default_here() -> None:
     assert arrive(spec, *rest) == launch
 
 
-def test_each_use_has_a_key_of_its_own() -> None:
+def test_each_purpose_has_its_own_key() -> None:
     credentials, other = DeploymentSecrets.new(index_url=""), DeploymentSecrets.new(index_url="")
     keys = [each.key(purpose) for each in (credentials, other) for purpose in Purpose]
     assert len(set(keys)) == 2 * len(Purpose) and {len(key) for key in keys} == {32}

@@ -9,11 +9,11 @@ from tests.support.identities import rank, router
 
 
 @pytest.mark.parametrize("name", [rank("decode-12", 3), router("router-0a1b2c3d")], ids=str)
-def test_a_name_is_read_back_from_its_uri(name: ProcessName) -> None:
+def test_name_round_trips_through_its_uri(name: ProcessName) -> None:
     assert ProcessName.parse(name.uri) == name
 
 
-def test_what_a_rank_and_a_router_are_called() -> None:
+def test_names_of_a_rank_and_a_router() -> None:
     one = rank("decode-12", 3, deployment="blue")
     assert (one.uri, one.host) == ("xpyd://blue/decode-12/3", "3.decode-12.blue.xpyd")
     assert one.is_rank and not one.is_router
@@ -23,7 +23,7 @@ def test_what_a_rank_and_a_router_are_called() -> None:
 
 
 @pytest.mark.parametrize(("group", "member"), [("decode-12", "03"), ("decode-12", "three"), ("operator", "3")])
-def test_what_is_like_a_rank_is_none(group: str, member: str) -> None:
+def test_similar_names_are_not_ranks(group: str, member: str) -> None:
     assert not ProcessName("blue", group, member).is_rank
 
 
@@ -41,5 +41,5 @@ def test_what_is_like_a_rank_is_none(group: str, member: str) -> None:
         "xpyd://-blue/decode-12/3",
     ],
 )
-def test_nothing_else_is_a_name(uri: str) -> None:
+def test_other_uris_are_not_names(uri: str) -> None:
     assert ProcessName.parse(uri) is None

@@ -12,7 +12,7 @@ _SENDER = rank("prefill-1", 1)
 _OF_LINK = key_of_link(str(_SENDER), receiver=1, epoch=3, unique="f00") + "/place"
 
 
-def test_the_words_of_a_link_are_known_by_its_ends() -> None:
+def test_link_keys_belong_to_both_ends() -> None:
     assert is_of_link(_OF_LINK, sender=_SENDER, receiver=1)
     assert not is_of_gang(_OF_LINK)
     assert is_of_gang(f"{GANG}/come/1") and not is_of_gang(f"{GANG}ster/1")
@@ -23,7 +23,7 @@ def test_the_words_of_a_link_are_known_by_its_ends() -> None:
     [(rank("prefill-1", 0), 1), (rank("prefill-1", 11), 1), (rank("prefill-11", 1), 1), (_SENDER, 0), (_SENDER, 11)],
     ids=str,
 )
-def test_they_are_nobody_elses(sender: ProcessName, receiver: int) -> None:
+def test_link_keys_belong_to_no_other_pair(sender: ProcessName, receiver: int) -> None:
     other = key_of_link(str(sender), receiver=receiver, epoch=3, unique="f00") + "/place"
     assert not is_of_link(_OF_LINK, sender=sender, receiver=receiver)
     assert not is_of_link(other, sender=_SENDER, receiver=1)

@@ -44,7 +44,7 @@ def soon_over() -> Iterator[Identity]:
     yield Identity(_NAME, _tls_credentials(0.03))
 
 
-def test_an_identity_is_renewed_before_its_papers_end(soon_over: Identity) -> None:
+def test_identity_is_renewed_before_its_certificate_expires(soon_over: Identity) -> None:
     fresh = _tls_credentials(3600.0)
     controller = FakeController(fresh)
     renewal = Renewal(soon_over, controller.obtain)
@@ -54,7 +54,7 @@ def test_an_identity_is_renewed_before_its_papers_end(soon_over: Identity) -> No
     assert controller.asked.qsize() == 1, "an hour is not over"
 
 
-def test_a_renewal_that_fails_is_tried_again(soon_over: Identity) -> None:
+def test_failed_renewal_is_retried(soon_over: Identity) -> None:
     before, fresh = soon_over.tls_credentials, _tls_credentials(3600.0)
     controller = FakeController(None, None, fresh)
     renewal = Renewal(soon_over, controller.obtain, retry_s=0.01)
@@ -64,7 +64,7 @@ def test_a_renewal_that_fails_is_tried_again(soon_over: Identity) -> None:
     assert soon_over.tls_credentials is fresh and controller.asked.qsize() == 3
 
 
-def test_who_has_no_papers_asks_for_none() -> None:
+def test_without_tls_nothing_is_renewed() -> None:
     controller = FakeController()
     renewal = Renewal(in_clear(_NAME), controller.obtain, retry_s=0.0)
     renewal.start()

@@ -9,7 +9,7 @@ from core.identity.signing import SIGNATURE_BYTES, is_signed, sign, signed, veri
 _KEY = bytes(range(32))
 
 
-def test_a_seal_is_the_standards_own() -> None:
+def test_signature_is_standard_hmac() -> None:
     """RFC 4231, test case 2."""
     made = sign(b"Jefe", b"what do ya want ", memoryview(b"for nothing?"))
     assert made.hex() == "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
@@ -21,14 +21,14 @@ def test_a_seal_is_the_standards_own() -> None:
     [(bytes(32), (b"header", b"data")), (_KEY, (b"payload", b"data")), (_KEY, (b"header", b"date")), (_KEY, ())],
     ids=["another key", "as another thing", "other data", "nothing"],
 )
-def test_nothing_else_is_sealed_by_it(key: bytes, parts: tuple[bytes, ...]) -> None:
+def test_signature_covers_key_context_and_value(key: bytes, parts: tuple[bytes, ...]) -> None:
     shown = sign(_KEY, b"header", b"data")
     assert is_signed(shown, _KEY, b"header", b"data")
     assert not is_signed(shown, key, *parts)
     assert not is_signed(shown[:-1], _KEY, b"header", b"data") and not is_signed(b"", _KEY, b"header", b"data")
 
 
-def test_what_is_opened_is_what_was_sealed_under_the_same_words() -> None:
+def test_signed_value_round_trips_only_with_equal_context() -> None:
     found = signed(b"value", _KEY, b"place", b"1")
     assert found == sign(_KEY, b"place", b"1", b"value") + b"value"
     assert verified(found, _KEY, b"place", b"1") == b"value"

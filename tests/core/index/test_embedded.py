@@ -12,7 +12,7 @@ from core.process.ports import free_port
 from tests.support.waiting import becomes
 
 
-async def test_a_server_for_which_there_was_no_memory_is_started_later(
+async def test_failed_start_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_starts = 0

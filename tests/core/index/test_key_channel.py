@@ -17,7 +17,7 @@ from core.types.api_key import KeyRegistry, new_key, new_secret
 _SEAL_KEY = bytes(32)
 
 
-async def test_a_full_server_evicts_blocks_and_no_keys(tmp_path: Path) -> None:
+async def test_full_server_evicts_blocks_and_no_api_keys(tmp_path: Path) -> None:
     """The embedded one, as it is configured, with less memory: volatile-lru takes what expires, and keys do not."""
     address = RedisAddress(free_port())
     server = RedisServer(address, log=tmp_path / "index.log")
@@ -47,7 +47,7 @@ async def test_a_full_server_evicts_blocks_and_no_keys(tmp_path: Path) -> None:
         server.stop()
 
 
-async def test_what_others_write_among_what_is_counted_is_forgotten(redis_url: str) -> None:
+async def test_foreign_entries_among_the_counters_are_deleted(redis_url: str) -> None:
     registry = KeyRegistry(version=1, keys=(new_key("acme", new_secret(), rpm=5),))
     client = connect_redis(redis_url)
     await client.flushall()

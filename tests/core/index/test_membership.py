@@ -25,7 +25,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
         yield client
 
 
-async def test_who_renews_is_listed_whole_and_who_leaves_is_not(redis: Redis) -> None:
+async def test_members_are_listed_until_they_leave(redis: Redis) -> None:
     membership = Membership(redis, name="c", key=_KEY)
     other = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
     await membership.renew(_MEMBER)
@@ -36,7 +36,7 @@ async def test_who_renews_is_listed_whole_and_who_leaves_is_not(redis: Redis) ->
     assert await membership.members() == [other]
 
 
-async def test_a_lease_that_has_ended_is_forgotten(redis: Redis) -> None:
+async def test_expired_lease_is_forgotten(redis: Redis) -> None:
     membership = Membership(redis, name="c", key=_KEY)
     await membership.renew(_MEMBER)
     assert 0 < await redis.pttl("c:member:decode-0") <= 3000
@@ -62,7 +62,7 @@ async def test_deployments_do_not_see_each_other(redis: Redis) -> None:
         "[" * 10_000,
     ],
 )
-async def test_a_record_that_this_deployment_has_not_signed_is_ignored_and_said_once(
+async def test_unsigned_record_is_ignored_and_logged_once(
     redis: Redis, caplog: pytest.LogCaptureFixture, record: str | bytes
 ) -> None:
     rejected: list[RejectionReason] = []
@@ -78,7 +78,7 @@ async def test_a_record_that_this_deployment_has_not_signed_is_ignored_and_said_
     assert len([line for line in caplog.messages if "decode-0" in line]) == 1
 
 
-async def test_a_record_that_was_signed_for_another_name_or_deployment_is_ignored(redis: Redis) -> None:
+async def test_record_signed_for_another_name_or_deployment_is_ignored(redis: Redis) -> None:
     await Membership(redis, name="c", key=_KEY).renew(_MEMBER)
     signed = await redis.get("c:member:decode-0")
     await redis.sadd("c:members", "decode-7")
@@ -87,7 +87,7 @@ async def test_a_record_that_was_signed_for_another_name_or_deployment_is_ignore
     assert await Membership(redis, name="c", key=bytes(31) + b"1").members() == []
 
 
-def test_what_a_newer_version_says_is_left_out_and_what_an_older_one_does_not_has_its_default() -> None:
+def test_unknown_fields_are_ignored_and_missing_ones_have_defaults() -> None:
     fields = asdict(_MEMBER)
     assert Member.from_json(json.dumps({**fields, "speed": 9})) == _MEMBER
     del fields["max_running"]
@@ -95,7 +95,7 @@ def test_what_a_newer_version_says_is_left_out_and_what_an_older_one_does_not_ha
 
 
 @pytest.mark.parametrize("version", [WIRE_VERSION + 1, WIRE_VERSION - 1])
-async def test_a_member_of_another_wire_is_left_out_counted_and_named_once(
+async def test_member_of_another_wire_version_is_ignored_counted_and_logged_once(
     redis: Redis, caplog: pytest.LogCaptureFixture, version: int
 ) -> None:
     """Its record is ours, but what it says may mean anything: no field but the version is read."""
@@ -113,7 +113,7 @@ async def test_a_member_of_another_wire_is_left_out_counted_and_named_once(
     assert "decode-9" in said and f"version {version} on the wire, and this router {WIRE_VERSION}" in said
 
 
-def test_a_member_without_a_version_speaks_an_old_one() -> None:
+def test_record_without_a_version_is_an_old_one() -> None:
     fields = asdict(_MEMBER)
     assert fields.pop("wire_version") == WIRE_VERSION
     with pytest.raises(OtherVersion):
@@ -121,6 +121,6 @@ def test_a_member_without_a_version_speaks_an_old_one() -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "7", '{"role": "decode"}', '{"role": "king"}', "{"])
-def test_what_is_no_member_says_why(text: str) -> None:
+def test_invalid_record_has_a_reason(text: str) -> None:
     with pytest.raises(ValueError):
         Member.from_json(text)

@@ -15,7 +15,7 @@ from tests.support.waiting import WITHIN_S
 _KEY = bytes(32)
 
 
-async def test_who_leaves_does_not_come_back_where_a_cancellation_is_swallowed(redis_url: str) -> None:
+async def test_leave_is_final_even_if_a_cancellation_is_swallowed(redis_url: str) -> None:
     asked = asyncio.Event()
 
     async def snapshot() -> Mapping[bytes, Tier]:

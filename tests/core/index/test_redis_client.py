@@ -7,7 +7,7 @@ import asyncio
 from core.index.redis_client import connect_redis
 
 
-async def test_many_who_ask_at_once_wait_for_each_other(redis_url: str) -> None:
+async def test_concurrent_calls_wait_for_a_free_connection(redis_url: str) -> None:
     """Who is refused instead would take Redis for away, and with it a key's limits."""
     client = connect_redis(redis_url)
     try:

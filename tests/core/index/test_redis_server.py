@@ -33,7 +33,7 @@ def address() -> RedisAddress:
     return RedisAddress(free_port())
 
 
-def test_it_serves_and_evicts_only_what_expires(address: RedisAddress, tmp_path: Path) -> None:
+def test_server_evicts_only_keys_with_a_ttl(address: RedisAddress, tmp_path: Path) -> None:
     server = RedisServer(address, log=tmp_path / "index.log")
     server.start()
     try:
@@ -49,7 +49,7 @@ def test_it_serves_and_evicts_only_what_expires(address: RedisAddress, tmp_path:
         server.stop()
 
 
-def test_it_listens_on_the_address_that_it_was_given(address: RedisAddress, tmp_path: Path) -> None:
+def test_server_listens_on_its_address(address: RedisAddress, tmp_path: Path) -> None:
     elsewhere = RedisAddress(address.port, host="127.0.0.2")
     server = RedisServer(elsewhere, log=tmp_path / "index.log")
     server.start()
@@ -61,7 +61,7 @@ def test_it_listens_on_the_address_that_it_was_given(address: RedisAddress, tmp_
         server.stop()
 
 
-def test_its_directory_may_be_called_anything(address: RedisAddress, tmp_path: Path) -> None:
+def test_directory_name_may_contain_any_character(address: RedisAddress, tmp_path: Path) -> None:
     directory = tmp_path / 'of "anybody" \\ für alle'
     server = RedisServer(address, log=directory / "index.log")
     server.start()
@@ -82,7 +82,7 @@ def test_a_port_in_use_is_explained(address: RedisAddress, tmp_path: Path) -> No
         server.stop()
 
 
-def test_it_dies_with_its_owner(address: RedisAddress, tmp_path: Path) -> None:
+def test_server_dies_with_its_owner(address: RedisAddress, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from core.index.redis_server import RedisAddress, RedisServer\n"
         f"address = RedisAddress({address.port}, {address.password!r})\n"
@@ -98,7 +98,7 @@ def test_it_dies_with_its_owner(address: RedisAddress, tmp_path: Path) -> None:
     until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_the_actor_brings_it_back_on_the_same_port(ray_head: Any, address: RedisAddress, tmp_path: Path) -> None:
+def test_actor_restarts_the_server_on_the_same_port(ray_head: Any, address: RedisAddress, tmp_path: Path) -> None:
     make = ray.remote(EmbeddedIndex).options(
         num_cpus=0, max_restarts=-1, lifetime="detached", name="index", namespace="r"
     )

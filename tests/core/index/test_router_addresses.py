@@ -29,7 +29,7 @@ async def _router(redis_url: str, router: str, address: str, *, key: bytes = _KE
         await addresses.close()
 
 
-async def test_routers_know_of_each_other_until_one_leaves(redis_url: str) -> None:
+async def test_routers_see_each_other_until_one_leaves(redis_url: str) -> None:
     redis.Redis.from_url(redis_url).flushall()
     async with _router(redis_url, "router-a", "127.0.0.1:1") as first:
         assert first == {"router-a": "127.0.0.1:1"}, "itself, before it has asked anybody"
@@ -39,7 +39,7 @@ async def test_routers_know_of_each_other_until_one_leaves(redis_url: str) -> No
         await becomes(lambda: redis.Redis.from_url(redis_url).smembers("d:routers") == {b"router-a"})
 
 
-async def test_who_can_write_to_redis_makes_no_router(redis_url: str) -> None:
+async def test_unsigned_router_record_is_ignored(redis_url: str) -> None:
     client = redis.Redis.from_url(redis_url)
     client.flushall()
     for name, record in {

@@ -29,7 +29,7 @@ def _end(redis: Redis, name: str = "c", key: bytes = _KEY) -> AnswerStream:
     return AnswerStream(redis, name=name, key=key)
 
 
-async def test_what_one_writes_the_others_read_once_and_it_does_not(redis: Redis) -> None:
+async def test_other_replicas_read_a_message_exactly_once(redis: Redis) -> None:
     one, other, later = _end(redis), _end(redis), _end(redis)
     await one.write(b"first")
     assert await other.read() == [b"first"]
@@ -40,7 +40,7 @@ async def test_what_one_writes_the_others_read_once_and_it_does_not(redis: Redis
     assert await later.read() == [b"first", b"second", b"third"], "who comes later hears nothing of before"
 
 
-async def test_redis_learns_no_word_of_it(redis: Redis) -> None:
+async def test_messages_are_encrypted(redis: Redis) -> None:
     one = _end(redis)
     await one.write(b"a secret of some tenant")
     await one.write(b"a secret of some tenant")
@@ -49,7 +49,7 @@ async def test_redis_learns_no_word_of_it(redis: Redis) -> None:
     assert values[0][24:] != values[1][24:], "it shows that two are the same"
 
 
-async def test_what_is_not_of_the_deployment_is_left_out_and_counted(redis: Redis) -> None:
+async def test_foreign_messages_are_ignored_and_counted(redis: Redis) -> None:
     one, other = _end(redis), _end(redis)
     await one.write(b"true")
     value = (await redis.xrange(_STREAM))[0][1][b"message"]
@@ -71,7 +71,7 @@ async def test_what_is_not_of_the_deployment_is_left_out_and_counted(redis: Redi
     assert await elsewhere.read() == [] and elsewhere.num_rejected == 1, "it is taken for one of another stream"
 
 
-async def test_what_is_written_once_more_is_not_read_once_more(redis: Redis) -> None:
+async def test_replayed_message_is_ignored(redis: Redis) -> None:
     one, other = _end(redis), _end(redis)
     await one.write(b"first")
     await one.write(b"second")
@@ -82,7 +82,7 @@ async def test_what_is_written_once_more_is_not_read_once_more(redis: Redis) -> 
     assert await other.read() == [] and other.num_rejected == 0
 
 
-async def test_it_goes_on_where_redis_has_lost_everything(redis: Redis) -> None:
+async def test_reading_continues_after_redis_lost_its_data(redis: Redis) -> None:
     one, other = _end(redis), _end(redis)
     await one.write(b"first")
     assert await other.read() == [b"first"]
@@ -97,7 +97,7 @@ async def test_it_goes_on_where_redis_has_lost_everything(redis: Redis) -> None:
     assert b"fourth" in await other.read() + await other.read()
 
 
-async def test_of_much_the_newest_is_read_and_the_rest_is_counted(redis: Redis) -> None:
+async def test_newest_messages_are_read_and_the_rest_is_counted(redis: Redis) -> None:
     one, other = _end(redis), _end(redis)
     await one.write(b"0")
     assert await other.read() == [b"0"]
@@ -108,7 +108,7 @@ async def test_of_much_the_newest_is_read_and_the_rest_is_counted(redis: Redis) 
     assert 0 < len(found) < 50 and other.num_missed == 50 - len(found)
 
 
-async def test_the_stream_is_bounded_and_goes_by_itself(redis: Redis) -> None:
+async def test_stream_is_bounded_and_expires(redis: Redis) -> None:
     one = _end(redis)
     for _ in range(2000):
         await one.write(bytes(MAX_MESSAGE_BYTES // 4))
@@ -116,7 +116,7 @@ async def test_the_stream_is_bounded_and_goes_by_itself(redis: Redis) -> None:
     assert 0 < await redis.ttl(_STREAM) <= 3600
 
 
-async def test_who_skips_numbers_does_not_run_a_counter_over(redis: Redis) -> None:
+async def test_skipped_numbers_do_not_overflow_the_counter(redis: Redis) -> None:
     """Counts are told in 64 bits: one that did not fit would end whoever tells it."""
     other, writer = _end(redis), bytes(16)
     cipher = AESGCM(blake2b(writer, key=_KEY, digest_size=32, person=b"writer").digest())

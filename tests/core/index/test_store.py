@@ -51,7 +51,7 @@ def _depths(held: dict[bytes, Tier], prefix: list[bytes]) -> Depths:
 
 
 @given(st.integers(1, 60))
-def test_the_dead_do_not_pile_up(generations: int) -> None:
+def test_entries_of_dead_replicas_are_swept(generations: int) -> None:
     index = PrefixIndex()
     index.store("long-lived", _HASHES[:4])
     for generation in range(generations):
@@ -141,7 +141,7 @@ def _in(tier: Tier | None, *numbers: int) -> dict[bytes, Tier | None]:
     return {_HASHES[number]: tier for number in numbers}
 
 
-async def test_contract_what_is_stored_is_known(world: _World) -> None:
+async def test_contract_stored_blocks_are_found(world: _World) -> None:
     await world.publish("a", _in(Tier.DEVICE, 0, 1, 2))
     await world.publish("b", _in(Tier.DEVICE, 0, 1))
     await world.publish("a", _in(None, 2))
@@ -160,7 +160,7 @@ async def test_contract_a_block_that_moves_is_in_one_tier(world: _World) -> None
     assert world.index.depths(_HASHES) == {"a": Depths(3, 4, 5)}
 
 
-async def test_contract_a_reset_forgets_what_came_before(world: _World) -> None:
+async def test_contract_reset_replaces_all_blocks(world: _World) -> None:
     await world.publish("a", _in(Tier.DEVICE, *range(8)))
     await world.settle()
     await world.reset("a", {_HASHES[0]: Tier.DEVICE, _HASHES[1]: Tier.DISK})
@@ -172,7 +172,7 @@ async def test_contract_a_reset_forgets_what_came_before(world: _World) -> None:
     assert world.index.depths(_HASHES) == {}
 
 
-async def test_contract_the_dead_hold_nothing(world: _World) -> None:
+async def test_contract_dropped_replica_holds_nothing(world: _World) -> None:
     await world.publish("a", _in(Tier.HOST, *range(8)))
     await world.publish("b", _in(Tier.DEVICE, 0))
     await world.settle()
@@ -211,7 +211,7 @@ async def test_a_reader_that_missed_events_reads_the_sets(redis: Redis) -> None:
     assert index.match(_HASHES) == {"a": 5}
 
 
-async def test_when_redis_begins_anew_what_is_known_holds_until_the_replicas_have_written_again(redis: Redis) -> None:
+async def test_index_survives_a_redis_restart_until_replicas_rewrite(redis: Redis) -> None:
     index, reader = _reader(redis)
     writer = IndexWriter(redis, name="c", replica="a")
     await writer.publish(dict.fromkeys(_HASHES[:8], Tier.DEVICE))
@@ -224,7 +224,7 @@ async def test_when_redis_begins_anew_what_is_known_holds_until_the_replicas_hav
     assert index.match(_HASHES) == {"a": 6}
 
 
-async def test_a_writer_hears_that_redis_has_thrown_its_set_away(redis: Redis) -> None:
+async def test_renew_reports_an_evicted_set(redis: Redis) -> None:
     writer = IndexWriter(redis, name="c", replica="a")
     await writer.reset({_HASHES[0]: Tier.DEVICE})
     assert await writer.renew()
@@ -252,7 +252,7 @@ async def test_a_dead_replica_leaves_no_key_behind(redis: Redis) -> None:
     ],
     ids=str,
 )
-async def test_an_event_that_makes_no_sense_stops_nobody(redis: Redis, event: dict[Any, Any]) -> None:
+async def test_malformed_event_is_skipped(redis: Redis, event: dict[Any, Any]) -> None:
     index, reader = _reader(redis)
     await reader.follow(["a", "b"], wait_ms=1)
     await redis.set("c:blocks:b:device", "not a set")
@@ -264,7 +264,7 @@ async def test_an_event_that_makes_no_sense_stops_nobody(redis: Redis, event: di
     assert reader.num_rejected == 1
 
 
-async def test_what_a_newer_version_says_beyond_this_is_passed_over(redis: Redis) -> None:
+async def test_unknown_event_fields_are_ignored(redis: Redis) -> None:
     index, reader = _reader(redis)
     await reader.follow(["a"], wait_ms=1)
     event: dict[Any, Any] = {"replica": "a", "device": _HASHES[0], "remote": b"12", "epoch": b"7"}
@@ -273,7 +273,7 @@ async def test_what_a_newer_version_says_beyond_this_is_passed_over(redis: Redis
     assert (index.match(_HASHES), reader.num_rejected) == ({"a": 1}, 0)
 
 
-async def test_replicas_that_are_no_members_hold_nothing(redis: Redis) -> None:
+async def test_replicas_that_are_not_members_hold_nothing(redis: Redis) -> None:
     index, reader = _reader(redis)
     await reader.follow(["a"], wait_ms=1)
     for replica in ("a", "b", "ghost"):
@@ -292,7 +292,7 @@ async def test_replicas_that_are_no_members_hold_nothing(redis: Redis) -> None:
     assert index.match(_HASHES) == {"a": 1}
 
 
-async def test_what_is_loaded_is_not_older_than_what_came_meanwhile(redis: Redis) -> None:
+async def test_load_does_not_overwrite_newer_events(redis: Redis) -> None:
     class Slow:
         """A server that takes its time over a scan."""
 
@@ -329,7 +329,7 @@ async def test_what_is_loaded_is_not_older_than_what_came_meanwhile(redis: Redis
     assert index.match(_HASHES) == {"a": 2}
 
 
-async def test_following_waits_for_news(redis: Redis) -> None:
+async def test_follow_waits_for_events(redis: Redis) -> None:
     index, reader = _reader(redis)
     await reader.follow(["a"], wait_ms=1)
     waiting = asyncio.create_task(reader.follow(["a"], wait_ms=5000))
@@ -338,7 +338,7 @@ async def test_following_waits_for_news(redis: Redis) -> None:
     assert index.match(_HASHES) == {"a": 1}
 
 
-def test_what_is_expected_counts_until_it_is_settled() -> None:
+def test_expected_blocks_count_until_settled() -> None:
     index = PrefixIndex()
     index.store("a", _HASHES[:2])
     index.expect("a", _HASHES[:5])

@@ -139,7 +139,7 @@ def test_sizes(tmp_path: Path) -> None:
         ({"num_attention_heads": 0, "head_dim": ...}, "config.json: "),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+def test_unsupported_config_is_one_line(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         model_config.load(write(tmp_path, **changes))
     assert complaint in str(caught.value) and "\n" not in str(caught.value)
@@ -170,7 +170,7 @@ def test_weight_files(tmp_path: Path) -> None:
     assert [file.name for file in model_config.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
 
 
-def test_fingerprints_tell_weights_apart(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_weights(tmp_path: Path) -> None:
     def fingerprint_of(name: str, content: bytes, **changes: Any) -> str:
         (tmp_path / name).mkdir()
         write(tmp_path / name, **changes)
@@ -185,7 +185,7 @@ def test_fingerprints_tell_weights_apart(tmp_path: Path) -> None:
     assert fingerprint_of("e", weights, rope_theta=3.0) != first
 
 
-def test_fingerprint_of_a_gguf_does_not_depend_on_its_place(tmp_path: Path) -> None:
+def test_gguf_fingerprint_is_independent_of_the_path(tmp_path: Path) -> None:
     found = []
     for name in ("here", "there"):
         directory = tmp_path / name

@@ -42,7 +42,7 @@ def _model(directory: Path) -> Path:
         (None, "draft"),
     ],
 )
-def test_auto_finds_out_what_a_directory_holds(tmp_path: Path, config: dict[str, Any] | None, kind: str) -> None:
+def test_auto_detects_the_kind_of_draft(tmp_path: Path, config: dict[str, Any] | None, kind: str) -> None:
     directory = _model(tmp_path / "it")
     if config:
         (directory / "config.json").write_text(json.dumps(config))
@@ -51,7 +51,7 @@ def test_auto_finds_out_what_a_directory_holds(tmp_path: Path, config: dict[str,
     assert found.heads == (None if kind == "draft" else kind)
 
 
-def test_eagle_1_is_known_by_its_weights(tmp_path: Path) -> None:
+def test_eagle_1_is_detected_by_its_weights(tmp_path: Path) -> None:
     directory = _model(tmp_path / "it")
     write(directory, architectures=["LlamaForCausalLM"], num_hidden_layers=1)
     for columns, kind in ((2, "eagle"), (3, "draft")):
@@ -62,7 +62,7 @@ def test_eagle_1_is_known_by_its_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", [{"architectures": None}, {"architectures": 5}, [1], "text", None])
-def test_what_is_neither_heads_nor_a_model_is_refused_in_one_line(tmp_path: Path, tree: Any) -> None:
+def test_unknown_directory_is_rejected_in_one_line(tmp_path: Path, tree: Any) -> None:
     directory = _model(tmp_path / "it")
     (directory / "config.json").write_text(json.dumps(tree))
     with pytest.raises(SpecError, match=r"config\.json: "):
@@ -70,7 +70,7 @@ def test_what_is_neither_heads_nor_a_model_is_refused_in_one_line(tmp_path: Path
 
 
 @pytest.mark.parametrize("source", ["it", "it/model.gguf", "hf:org/name/model.gguf"])
-def test_what_is_stored_as_gguf_is_a_model(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_directory_is_a_draft_model(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "it").mkdir()
     (tmp_path / "it" / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_what_is_stored_as_gguf_is_a_model(tmp_path: Path, source: str, monkeypa
     assert found and (found.kind, found.directory) == ("draft", Path("resolved") / place)
 
 
-def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
+def test_named_source_is_resolved(tmp_path: Path) -> None:
     directory = _model(tmp_path / "it")
     for kind in ("draft", "medusa", "eagle"):
         found = draft_source(_spec(method=kind, model=str(directory)))
@@ -90,7 +90,7 @@ def test_whoever_is_named_is_looked_for(tmp_path: Path) -> None:
     assert draft_source(_spec(method="self")) is None
 
 
-def test_layers_of_the_model_itself_are_where_it_is(tmp_path: Path) -> None:
+def test_mtp_uses_the_models_directory(tmp_path: Path) -> None:
     directory = _model(tmp_path / "it")
     served = {"model": {"source": str(directory)}}
     of_its_own = {"num_nextn_predict_layers": 1}
@@ -112,12 +112,12 @@ def test_layers_of_the_model_itself_are_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft", "auto", "medusa"])
-def test_what_is_not_there_is_named_by_its_key(tmp_path: Path, method: str) -> None:
+def test_missing_source_names_the_spec_key(tmp_path: Path, method: str) -> None:
     with pytest.raises(SpecError, match=r"^speculation\.model: .*nowhere: no such"):
         draft_source(_spec(method=method, model=str(tmp_path / "nowhere")))
 
 
-def test_heads_that_are_named_as_a_model_are_told_for_what_they_are(tmp_path: Path) -> None:
+def test_heads_named_as_a_draft_model_are_reported(tmp_path: Path) -> None:
     directory = _model(tmp_path / "it")
     (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_heads_that_are_named_as_a_model_are_told_for_what_they_are(tmp_path: Pa
         draft_source(_spec(method="draft", model=str(directory)))
 
 
-def test_a_repository_that_cannot_be_had_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_repository_names_the_spec_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*args: object, **options: object) -> str:
         raise OSError("no connection")
 
@@ -135,7 +135,7 @@ def test_a_repository_that_cannot_be_had_is_named_by_its_key(monkeypatch: pytest
         draft_source(_spec(method="eagle", model="hf:org/heads"))
 
 
-def test_a_replica_that_does_not_draft_needs_heads_and_no_smaller_model(tmp_path: Path) -> None:
+def test_prefill_replica_loads_heads_but_no_draft_model(tmp_path: Path) -> None:
     assert heads_source(_spec(method="draft", model=str(tmp_path / "elsewhere"))) is None
     directory = _model(tmp_path / "it")
     assert heads_source(_spec(method="auto", model=str(directory))) is None
@@ -154,7 +154,7 @@ def test_a_replica_that_does_not_draft_needs_heads_and_no_smaller_model(tmp_path
         (Role.PREFILL, {"speculation": {"method": "ngram"}}, False),
     ],
 )
-def test_what_a_switch_will_need_is_fetched_before(
+def test_draft_model_is_fetched_before_a_role_switch(
     role: Role, tree: dict[str, Any], is_fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is nowhere keeps no prefill replica from its work."""
@@ -184,17 +184,17 @@ def test_what_a_switch_will_need_is_fetched_before(
         ),
     ],
 )
-def test_what_does_not_fit_together_is_said(tree: dict[str, Any], said: str) -> None:
+def test_method_and_model_must_match(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         parse_spec(tree)
 
 
-def test_a_directory_without_heads_is_told_with_its_key(tmp_path: Path) -> None:
+def test_directory_without_heads_names_the_spec_key(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"^speculation\.model: .*no weights: expected model\.safetensors"):
         model_source.resolve_heads(str(tmp_path))
 
 
-def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_different_vocabulary_is_rejected(tmp_path: Path) -> None:
     ours, theirs = _model(tmp_path / "ours"), _model(tmp_path / "theirs")
     check_same_tokens(theirs, ours)
     tokenizer = json.loads((theirs / "tokenizer.json").read_text())

@@ -43,7 +43,7 @@ def _write(path: Path, metadata: dict[str, Any], embedding: np.ndarray, factors:
 _EMBEDDING = np.zeros((3, 4), np.float32)
 
 
-def test_a_sound_one_is_taken(tmp_path: Path) -> None:
+def test_valid_file_is_imported(tmp_path: Path) -> None:
     import_gguf(_write(tmp_path / "a.gguf", _SOUND, _EMBEDDING), tmp_path)
     assert (tmp_path / "config.json").exists()
 
@@ -70,21 +70,21 @@ def test_a_sound_one_is_taken(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_one_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_metadata_is_one_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = _write(tmp_path / "wrong.gguf", _SOUND | wrong, _EMBEDDING)
     with pytest.raises(SpecError, match=r"wrong\.gguf") as caught:
         import_gguf(path, tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_so_is_a_tensor_without_dimensions(tmp_path: Path) -> None:
+def test_tensor_without_dimensions_is_rejected(tmp_path: Path) -> None:
     path = _write(tmp_path / "wrong.gguf", _SOUND, np.float32(1.0).reshape(()))
     with pytest.raises(SpecError, match="has 0 dimensions"):
         import_gguf(path, tmp_path)
 
 
 @pytest.mark.parametrize("factors", [[1.0], [1.0] * 3, [1.0, 0.0], [1.0, float("nan")]], ids=str)
-def test_so_are_factors_that_are_not_those_of_the_frequencies(tmp_path: Path, factors: list[float]) -> None:
+def test_rope_factors_of_wrong_length_are_rejected(tmp_path: Path, factors: list[float]) -> None:
     two = {"llama.attention.key_length": 4}
     import_gguf(_write(tmp_path / "a.gguf", _SOUND | two, _EMBEDDING, [1.0, 8.0]), tmp_path)
     with pytest.raises(SpecError, match=r"wrong\.gguf: tensor rope_freqs\.weight does not divide the 2 frequencies"):
@@ -93,7 +93,7 @@ def test_so_are_factors_that_are_not_those_of_the_frequencies(tmp_path: Path, fa
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("shape", [(8, 16), (64, 33), (64,), (256,)], ids=str)
-def test_so_is_a_row_that_ends_within_a_block(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
+def test_row_that_ends_within_a_block_is_rejected(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
     """Some rows of it would be read from blocks that they share with others, or from half of one."""
     path, name = _write(tmp_path / "wrong.gguf", _SOUND, np.zeros(shape, np.float32)), b"token_embd.weight"
     content = bytearray(path.read_bytes())

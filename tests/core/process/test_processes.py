@@ -46,7 +46,7 @@ def start(mark: str, *arguments: str) -> tuple[subprocess.Popen[str], int]:
         return leader, int(leader.stdout.readline())
 
 
-def test_all_that_carry_the_mark_are_found(mark: str) -> None:
+def test_all_marked_processes_are_found(mark: str) -> None:
     leader, child = start(mark)
     assert sorted(processes.marked(mark)) == sorted([leader.pid, child])
     assert processes.leader(mark) == leader.pid
@@ -55,7 +55,7 @@ def test_all_that_carry_the_mark_are_found(mark: str) -> None:
     assert processes.marked(mark) == [] and leader.wait(5) == -signal.SIGTERM
 
 
-def test_one_that_has_just_been_started_is_found(mark: str) -> None:
+def test_process_is_found_during_exec(mark: str) -> None:
     # Its environment can be read a moment after its parent hears that it has been started.
     name, _, value = mark.partition("=")
     for _ in range(200):
@@ -67,13 +67,13 @@ def test_one_that_has_just_been_started_is_found(mark: str) -> None:
             child.wait()
 
 
-def test_what_does_not_end_when_asked_is_killed(mark: str) -> None:
+def test_process_that_ignores_sigterm_is_killed(mark: str) -> None:
     leader, child = start(mark, "stubborn")
     assert sorted(processes.end(mark, grace_s=0.2)) == sorted([leader.pid, child])
     assert leader.wait(5) == -signal.SIGKILL and processes.marked(mark) == []
 
 
-def test_what_has_lost_its_leader_is_killed_at_once(mark: str) -> None:
+def test_processes_without_a_leader_are_killed_at_once(mark: str) -> None:
     leader, child = start(mark)
     leader.kill()
     leader.wait(5)
@@ -82,7 +82,7 @@ def test_what_has_lost_its_leader_is_killed_at_once(mark: str) -> None:
     assert processes.marked(mark) == []
 
 
-def test_a_process_is_named_by_its_pid_and_its_start(mark: str) -> None:
+def test_process_is_identified_by_pid_and_start_time(mark: str) -> None:
     leader, _ = start(mark)
     began = processes.start_time(leader.pid)
     assert began is not None and began == processes.start_time(leader.pid)

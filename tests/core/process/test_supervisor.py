@@ -9,7 +9,7 @@ import pytest
 from core.process.supervisor import Supervisor
 
 
-async def test_a_task_that_dies_is_heard_of_counted_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dead_task_is_logged_counted_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
     deaths: list[str] = []
     supervisor = Supervisor(died=deaths.append, first_pause_s=0.0)
     lives, goes_on = 0, asyncio.Event()
@@ -31,7 +31,7 @@ async def test_a_task_that_dies_is_heard_of_counted_and_started_again(caplog: py
     await supervisor.close()
 
 
-async def test_a_task_that_keeps_dying_is_reported_until_it_is_given_up() -> None:
+async def test_task_that_keeps_dying_is_reported_as_failing() -> None:
     died = asyncio.Event()
 
     def count(name: str) -> None:
@@ -54,7 +54,7 @@ async def test_a_task_that_keeps_dying_is_reported_until_it_is_given_up() -> Non
 
 
 @pytest.mark.parametrize("error", [None, ConnectionError("while it was cancelled")])
-async def test_what_is_cancelled_is_not_started_again_though_it_swallows_that(error: Exception | None) -> None:
+async def test_cancelled_task_is_not_restarted_even_if_it_swallows_the_cancellation(error: Exception | None) -> None:
     supervisor, lives, has_begun = Supervisor(first_pause_s=0.0), 0, asyncio.Event()
 
     async def work() -> None:

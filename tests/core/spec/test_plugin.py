@@ -29,7 +29,7 @@ _MODULES = {
         ("plugin_exits:X", "SystemExit: 3"),
     ],
 )
-def test_a_name_that_is_of_no_use_is_one_line(
+def test_invalid_name_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
 ) -> None:
     for module, text in _MODULES.items():
@@ -40,7 +40,7 @@ def test_a_name_that_is_of_no_use_is_one_line(
     assert str(told.value).startswith(f"{name}: ") and reason in str(told.value) and "\n" not in str(told.value)
 
 
-def test_what_wants_other_arguments_is_one_line() -> None:
+def test_wrong_signature_is_one_line() -> None:
     def make(*, size: int) -> int:
         return size
 

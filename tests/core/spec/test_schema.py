@@ -38,14 +38,14 @@ def test_deterministic(more: dict[str, Any]) -> None:
         ({role: {"tensor_parallel": 3} for role in ("prefill", "decode")}, "a tensor_parallel of 1 or 2"),
     ],
 )
-def test_deterministic_says_what_it_needs(more: dict[str, Any], need: str) -> None:
+def test_deterministic_names_unmet_requirements(more: dict[str, Any], need: str) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec(DETERMINISTIC | more)
     message = str(rejected.value)
     assert message.startswith(f"spec: engine: deterministic needs {need}") and "\n" not in message
 
 
-def test_another_mistake_is_told_alone() -> None:
+def test_deterministic_is_not_checked_with_other_mistakes() -> None:
     with pytest.raises(SpecError, match=r"^spec: kv\.block_size: [^;]*$"):
         parse_spec(DETERMINISTIC | {"kv": {"block_size": 7}})
 
@@ -56,7 +56,7 @@ def test_cuda_graphs(text: str, meant: str) -> None:
     assert load_spec("1P1D", overrides=[f"engine.cuda_graphs={text}"]).engine.cuda_graphs == meant
 
 
-def test_cuda_graphs_are_no_number() -> None:
+def test_cuda_graphs_reject_a_number() -> None:
     with pytest.raises(SpecError, match=r"engine\.cuda_graphs"):
         load_spec("1P1D", overrides=["engine.cuda_graphs=8"])
 
@@ -76,14 +76,14 @@ def test_tls(text: str, meant: str) -> None:
         ({"tls": "on"}, "spec: security.tls: input should be 'auto', 'files' or 'off'"),
     ],
 )
-def test_what_security_lacks(security: dict[str, str], said: str) -> None:
+def test_incomplete_security_files_are_rejected(security: dict[str, str], said: str) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec({"security": security})
     assert str(rejected.value).startswith(said)
 
 
 @pytest.mark.parametrize(("running", "tokens"), [(512, 512), (600, 512), (16, 16)])
-def test_sequences_that_decode_leave_prompts_room_in_a_step(running: int, tokens: int) -> None:
+def test_max_running_must_be_below_max_batch_tokens(running: int, tokens: int) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec({"decode": {"max_running": running, "max_batch_tokens": tokens}})
     message = str(rejected.value)
@@ -104,12 +104,12 @@ def test_sequences_that_decode_leave_prompts_room_in_a_step(running: int, tokens
         ("x/Tiny-Q.gguf", "Tiny-Q"),
     ],
 )
-def test_names_that_clients_use(source: str, name: str) -> None:
+def test_served_model_names(source: str, name: str) -> None:
     assert parse_spec({"model": {"source": source}}).model.name == name
     assert parse_spec({"model": {"source": source, "served_name": "ours"}}).model.name == "ours"
 
 
-def test_paths_mean_the_same_wherever_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later command, a rank, and another host have working directories of their own."""
     monkeypatch.chdir(tmp_path)
     tree = {"model": {"source": "models/small"}, "speculation": {"method": "eagle", "model": "./heads"}}
@@ -122,7 +122,7 @@ def test_paths_mean_the_same_wherever_they_are_read(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("link", ["tcp", "gloo", "nixl"])
-def test_blocks_do_not_go_from_a_pool_with_gpus_to_one_without(link: str) -> None:
+def test_gpu_and_cpu_pools_do_not_mix(link: str) -> None:
     tree = {"kv": {"host_link": link}, "decode": {"resources": {"gpus": 1}}}
     with pytest.raises(SpecError, match="no link carries blocks between a pool with GPUs and one without"):
         parse_spec(tree)
@@ -144,7 +144,7 @@ def test_a_rank_uses_one_gpu() -> None:
         {"kv": {"encrypt": True}, "prefill": {"resources": {"gpus": 1}}},
     ],
 )
-def test_what_cannot_be_encrypted_is_not_promised(more: dict[str, Any]) -> None:
+def test_encrypt_needs_the_tcp_link(more: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link can") as rejected:
         parse_spec(more)
     assert "\n" not in str(rejected.value)
@@ -166,7 +166,7 @@ def test_what_cannot_be_encrypted_is_not_promised(more: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_a_section_that_is_none_or_elsewhere_is_told_how_to_be_written(tree: dict[str, Any], said: str) -> None:
+def test_misplaced_or_scalar_section_gets_a_hint(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec(tree)
     assert said in str(rejected.value)
@@ -175,17 +175,17 @@ def test_a_section_that_is_none_or_elsewhere_is_told_how_to_be_written(tree: dic
 @pytest.mark.parametrize(
     ("method", "said"), [("eagle3", "(got 'eagle3'); did you mean eagle?"), ("luck", "(got 'luck')")]
 )
-def test_a_word_that_is_nearly_known(method: str, said: str) -> None:
+def test_near_miss_gets_a_suggestion(method: str, said: str) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec({"speculation": {"method": method}})
     assert str(rejected.value).endswith(said)
 
 
-def test_what_a_section_lacks_is_said_without_the_section() -> None:
+def test_section_errors_do_not_print_the_section() -> None:
     with pytest.raises(SpecError, match=r"^spec: speculation: model: eagle drafts by heads; [^(]*$"):
         parse_spec({"speculation": {"method": "eagle", "max_tokens": 4}})
 
 
-def test_what_is_about_two_sections_has_no_empty_path() -> None:
+def test_errors_about_two_sections_have_no_empty_path() -> None:
     with pytest.raises(SpecError, match=r"^spec: speculation\.method: self needs decode\.tensor_parallel: 1"):
         parse_spec({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}})

@@ -50,7 +50,7 @@ def test_traces_of_both_formats_are_read(mooncake: Path) -> None:
         ("t.csv", "TIMESTAMP,ContextTokens\n" + "x" * 200_000),
     ],
 )
-def test_values_that_make_no_sense_are_one_line(tmp_path: Path, name: str, content: str) -> None:
+def test_invalid_values_are_one_line(tmp_path: Path, name: str, content: str) -> None:
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(SpecError, match="not a trace in"):
@@ -65,14 +65,14 @@ def test_a_scaled_trace_has_shorter_blocks(mooncake: Path) -> None:
             read_trace(mooncake, scale=scale)
 
 
-def test_random_arrivals_come_at_the_rate_that_is_asked_for() -> None:
+def test_random_arrivals_have_the_requested_rate() -> None:
     trace = poisson(rate=10.0, num_requests=2000, num_tokens=8, num_output=4, seed=1)
     arrivals = [request.arrival_s for request in trace]
     assert arrivals == sorted(arrivals) and arrivals[-1] / 2000 == pytest.approx(0.1, rel=0.1)
     assert trace == poisson(rate=10.0, num_requests=2000, num_tokens=8, num_output=4, seed=1)
 
 
-def test_equal_ids_and_only_they_give_equal_tokens() -> None:
+def test_prompts_are_equal_for_equal_ids_only() -> None:
     def tokens(number: int, ids: tuple[int, ...] | None, *, seed: int = 0) -> list[int]:
         request = TraceRequest(number=number, arrival_s=0, num_tokens=50, num_output=1, ids=ids, tokens_per_id=32)
         return TracePrompts(seed=seed).of(request)

@@ -11,7 +11,7 @@ from core.types.api_key import KeyRegistry, digest_of, new_key, new_secret, pars
 from core.types.errors import SpecError
 
 
-def test_a_secret_has_256_bits_and_is_not_kept() -> None:
+def test_secret_has_256_bits_and_is_not_stored() -> None:
     secrets = {new_secret() for _ in range(100)}
     assert len(secrets) == 100 and all(re.fullmatch(r"sk-[\w-]{43}", secret) for secret in secrets)
     secret = secrets.pop()
@@ -21,7 +21,7 @@ def test_a_secret_has_256_bits_and_is_not_kept() -> None:
     assert key.id not in secret
 
 
-def test_a_book_is_read_as_it_was_written_and_a_newer_ones_fields_are_passed_over() -> None:
+def test_registry_round_trips_and_ignores_newer_fields() -> None:
     keys = (new_key("a", "x", rpm=5, priorities=(-1, 3)), new_key("b", "y", tenant="team", tpm=7, concurrency=1))
     book = KeyRegistry(version=4, keys=keys)
     assert KeyRegistry.from_json(book.to_json()) == book
@@ -30,7 +30,7 @@ def test_a_book_is_read_as_it_was_written_and_a_newer_ones_fields_are_passed_ove
     assert KeyRegistry.from_json(json.dumps(tree)) == book
 
 
-def test_names_are_taken_once_and_given_back() -> None:
+def test_names_are_unique_until_revoked() -> None:
     key = new_key("a", "x")
     book = KeyRegistry().with_key(key)
     assert book.with_key(key) == book == KeyRegistry(version=1, keys=(key,)), "a controller that died was asked again"
@@ -44,7 +44,7 @@ def test_names_are_taken_once_and_given_back() -> None:
     assert without.without(key) == without == KeyRegistry(version=2), "and so it is when one is revoked"
 
 
-def test_a_key_is_its_own_tenant_unless_one_is_named() -> None:
+def test_default_tenant_is_the_keys_name() -> None:
     assert new_key("a", "x").tenant == "a" and new_key("a", "x", tenant="team").tenant == "team"
 
 
@@ -57,7 +57,7 @@ def test_a_key_is_its_own_tenant_unless_one_is_named() -> None:
         ({"name": "a", "max_tokens": -1}, "--max-tokens -1"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: dict[str, object], says: str) -> None:
+def test_invalid_value_is_one_line(arguments: dict[str, object], says: str) -> None:
     with pytest.raises(SpecError, match=re.escape(says)):
         new_key(secret="x", **arguments)
 

@@ -12,7 +12,7 @@ _OURS = {
 }
 
 
-def test_every_error_of_ours_is_in_the_tree() -> None:
+def test_every_error_is_in_the_tree() -> None:
     for name, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and name != errors.__name__:
@@ -20,7 +20,7 @@ def test_every_error_of_ours_is_in_the_tree() -> None:
                 assert not bases & (_OURS | {"Exception"}), f"{name}.{node.name} belongs into {errors.__name__}"
 
 
-def test_the_drawing_shows_the_tree() -> None:
+def test_docstring_shows_the_tree() -> None:
     assert errors.__doc__
     drawn: list[tuple[int, str]] = []  # (depth, name) of the lines above
     for line in errors.__doc__.splitlines()[2:]:

@@ -10,7 +10,7 @@ _PRIVATE = ["10.1.2.3", "172.16.0.1", "192.168.3.4", "100.64.0.7", "169.254.1.1"
 _ELSEWHERE = ["8.8.8.8", "172.32.0.1", "2600::1", "redis.example.org", "", "10.0.0.1.example.org"]
 
 
-def test_addresses_are_told_apart() -> None:
+def test_loopback_and_private_addresses() -> None:
     assert all(map(is_loopback, _LOOPBACK)) and not any(map(is_loopback, _PRIVATE + _ELSEWHERE))
     assert all(map(is_private, _LOOPBACK + _PRIVATE)) and not any(map(is_private, _ELSEWHERE))
 

@@ -28,26 +28,26 @@ _NONE: dict[str, Any] = {
 }
 
 
-def test_pools_that_differ_in_what_is_read_anew_may_swap_replicas() -> None:
+def test_settings_read_at_a_switch_may_differ() -> None:
     assert not hindrance(parse_spec({}))
     assert not hindrance(parse_spec({"prefill": _ANY}))
     assert _ANY.keys() | _NONE.keys() == PoolSpec.model_fields.keys(), "a new field of pools is one or the other"
 
 
 @pytest.mark.parametrize("field", _NONE)
-def test_what_is_fixed_at_load_keeps_them_apart_and_is_named(field: str) -> None:
+def test_settings_fixed_at_load_prevent_a_switch_and_are_named(field: str) -> None:
     for pool in Role:
         reason = hindrance(parse_spec({pool.value: {field: _NONE[field]}}))
         assert reason.startswith(f"the pools differ in {field} (prefill ") and "make it equal in the spec" in reason
 
 
-def test_so_do_experts_that_only_a_decode_replica_holds_whole() -> None:
+def test_expert_parallel_prevents_a_switch() -> None:
     spec = parse_spec({"decode": {"expert_parallel": True, "redundant_experts": 2}})
     reason = hindrance(spec)
     assert "expert_parallel (prefill False, decode True), redundant_experts (prefill 0, decode 2)" in reason
 
 
-def test_a_replica_is_what_it_was_when_it_loaded() -> None:
+def test_changed_settings_are_compared_with_those_at_load() -> None:
     """Whatever has been applied since."""
     old, new = parse_spec({"decode": {"kv_memory_gib": 2.0}}), parse_spec({"decode": {"max_running": 3}})
     assert unlike(new, Role.DECODE, new) == []
@@ -56,7 +56,7 @@ def test_a_replica_is_what_it_was_when_it_loaded() -> None:
     assert unlike(parse_spec({"engine": {"cuda_graphs": "off"}}), Role.PREFILL, new) == ["engine"]
 
 
-def test_a_model_that_drafts_is_loaded_with_the_role_but_on_a_gpu_whose_memory_is_given_away() -> None:
+def test_draft_model_prevents_a_switch_only_on_a_gpu() -> None:
     draft = {"speculation": {"method": "draft", "model": "m"}}
     assert not hindrance(parse_spec(draft)) and not unlike(parse_spec({}), Role.PREFILL, parse_spec(draft))
     gpus = {pool.value: {"resources": {"gpus": 1}} for pool in Role}

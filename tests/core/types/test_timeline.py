@@ -27,7 +27,7 @@ def _life() -> Timeline:
     return life
 
 
-def test_at_each_moment_it_is_what_the_others_wait_for() -> None:
+def test_critical_path_is_the_first_of_overlapping_phases() -> None:
     life = _life()
     path = critical_path(spans_of(life.as_dict()))
     assert [(span.state, span.replica) for span in path] == [
@@ -49,21 +49,21 @@ def test_at_each_moment_it_is_what_the_others_wait_for() -> None:
     assert shares[RequestPhase.WIRE] == pytest.approx(0.1), "what of the wire was not behind the computation"
 
 
-def test_durations_of_another_host_begin_no_sooner_than_its_call() -> None:
+def test_remote_durations_start_no_earlier_than_the_call() -> None:
     life = Timeline(began=0.0)
     begun = life.add_before(5.0, _P, [(RequestPhase.WAIT, 1.0), (RequestPhase.COMPUTE, 100.0)], since=4.0)
     assert begun == 4.0 and life.told() == [Span(RequestPhase.COMPUTE, _P, 4.0, 5.0)]
     assert life.add_before(5.0, _P, [(RequestPhase.WIRE, -3.0)], since=4.0) == 5.0 and len(life.spans) == 1
 
 
-def test_a_request_of_many_attempts_is_remembered_within_bounds() -> None:
+def test_number_of_spans_is_bounded() -> None:
     life = Timeline(began=0.0)
     for number in range(1000):
         life.add(RequestPhase.QUEUE, "", number, number + 0.5)
     assert len(life.spans) == 256
 
 
-def test_it_is_drawn() -> None:
+def test_chart_of_a_timeline() -> None:
     lines = picture("r-1", _life().as_dict())
     assert lines[0] == "request r-1: completed after 3000.0 ms, first token after 1000.0 ms"
     rows = {tuple(line.split()[:2]): line.partition("|")[2] for line in lines[2:-1]}
@@ -73,5 +73,5 @@ def test_it_is_drawn() -> None:
     assert lines[-1].endswith(f"decode {_D} 1800.0 ms (60%)")
 
 
-def test_of_one_that_waits_there_is_nothing_yet() -> None:
+def test_waiting_request_has_no_spans() -> None:
     assert picture("r", Timeline().as_dict())[-1] == "critical path: nothing yet"

@@ -59,12 +59,12 @@ def _channel(address: str, identity: Identity, peer: ProcessName = _CALLEE) -> a
     return open_channel(address, peer=peer, identity=identity)
 
 
-def test_every_rpc_between_processes_has_a_row_and_no_row_is_of_nothing() -> None:
+def test_rules_cover_exactly_the_existing_rpcs() -> None:
     assert set(RULES) == set(METHODS)
     assert {method.name for method in METHODS.values()} == set(_MAY)
 
 
-async def test_each_rpc_is_open_to_those_alone_who_need_it() -> None:
+async def test_each_rpc_accepts_only_its_callers() -> None:
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
         for caller in _EVERYBODY:
             async with _channel(address, proven(_OURS, caller)) as channel:
@@ -82,7 +82,7 @@ _LIES: list[tuple[ProcessName, str, Message]] = [
     (_ROUTER, "/cluster.worker.v1.DecodeWorker/Migrate", worker.MigrateRequest()),
     (
         _OTHER_LEADER,
-        "/cluster.worker.v1.PrefixFetch/Pull",
+        "/cluster.worker.v1.PrefixFetch/Fetch",
         worker.FetchRequest(handoff=worker.Handoff(replica="prefill-1")),
     ),
     (
@@ -102,14 +102,14 @@ _LIES: list[tuple[ProcessName, str, Message]] = [
 
 
 @pytest.mark.parametrize(("caller", "name", "message"), _LIES, ids=[name.rpartition("/")[2] for _, name, _ in _LIES])
-async def test_nobody_speaks_for_another(caller: ProcessName, name: str, message: Message) -> None:
+async def test_message_must_match_the_callers_certificate(caller: ProcessName, name: str, message: Message) -> None:
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
         async with _channel(address, proven(_OURS, caller)) as channel:
             assert await call(channel, name, message) is grpc.StatusCode.PERMISSION_DENIED
         assert not services.served
 
 
-async def test_a_stream_that_says_nothing_is_told_so() -> None:
+async def test_silent_stream_is_rejected_with_a_reason() -> None:
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
         async with _channel(address, proven(_OURS, _OTHER)) as channel:
             silent = channel.stream_stream("/cluster.transfer.v1.Rank/Connect")(iter(()), timeout=10)
@@ -120,7 +120,7 @@ async def test_a_stream_that_says_nothing_is_told_so() -> None:
         assert not services.served
 
 
-async def test_an_rpc_without_a_row_is_refused() -> None:
+async def test_rpc_without_a_rule_is_rejected() -> None:
     async with _serving(proven(_OURS, _CALLEE)) as (address, _):
         async with _channel(address, proven(_OURS, _ROUTER)) as channel:
             with pytest.raises(aio.AioRpcError) as failed:
@@ -143,7 +143,7 @@ def _pending_peers(address: str) -> dict[str, aio.Channel]:
     }
 
 
-async def test_a_stranger_gets_nothing_from_any_rpc() -> None:
+async def test_caller_without_our_certificate_is_rejected_by_every_rpc() -> None:
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
         for who, pending_peer in _pending_peers(address).items():
             async with pending_peer as channel:
@@ -158,7 +158,7 @@ async def test_a_stranger_gets_nothing_from_any_rpc() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01"], ids=["nothing", "half a word"])
-async def test_who_begins_no_handshake_is_not_waited_for(said: bytes) -> None:
+async def test_connection_without_a_handshake_blocks_nothing(said: bytes) -> None:
     """By itself gRPC waits for two minutes."""
     async with _serving(proven(_OURS, _CALLEE)) as (address, _):
         reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
@@ -168,7 +168,7 @@ async def test_who_begins_no_handshake_is_not_waited_for(said: bytes) -> None:
         writer.close()
 
 
-async def test_another_deployment_of_the_same_authority_is_a_stranger() -> None:
+async def test_other_deployment_of_the_same_authority_is_rejected() -> None:
     """As with an operator's own, which may serve several deployments."""
     generate, neighbour = "/cluster.worker.v1.DecodeWorker/Generate", router(deployment="neighbour")
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
@@ -178,7 +178,7 @@ async def test_another_deployment_of_the_same_authority_is_a_stranger() -> None:
         assert not services.served
 
 
-async def test_certificates_of_an_operators_authority_are_as_good(tmp_path: Path) -> None:
+async def test_operators_authority_is_accepted(tmp_path: Path) -> None:
     """An intermediate one: each process shows it, too, and believes the root alone."""
     root = issue_authority("the operator's root")
     certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
@@ -205,7 +205,7 @@ async def test_certificates_of_an_operators_authority_are_as_good(tmp_path: Path
     ],
     ids=["another replica", "another rank", "another deployment", "another authority", "expired", "in clear"],
 )
-async def test_a_caller_speaks_only_to_whom_it_meant(impostor: Identity) -> None:
+async def test_caller_accepts_only_the_expected_peer(impostor: Identity) -> None:
     """Whoever has taken over an address, or stands between, hears no request."""
     generate = "/cluster.worker.v1.DecodeWorker/Generate"
     async with _serving(impostor) as (address, services):

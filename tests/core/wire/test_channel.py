@@ -52,7 +52,7 @@ async def refusing(error: ClusterError) -> AsyncIterator[rpc.DecodeWorkerStub]:
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_an_error_comes_back_as_it_was(error: ClusterError) -> None:
+async def test_error_round_trips_through_a_call(error: ClusterError) -> None:
     async with refusing(error) as worker:
         with pytest.raises(aio.AioRpcError) as failed:
             await worker.Generate(pb.GenerateRequest(router="r")).read()
@@ -60,7 +60,7 @@ async def test_an_error_comes_back_as_it_was(error: ClusterError) -> None:
     assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
 
 
-async def test_who_cannot_answer_is_lost() -> None:
+async def test_unreachable_peer_is_replica_lost() -> None:
     async with open_channel("127.0.0.1:1", peer=_CALLEE.name, identity=_CALLER) as channel:
         with pytest.raises(aio.AioRpcError) as failed:
             await rpc.DecodeWorkerStub(channel).Generate(pb.GenerateRequest(router="r")).read()
@@ -78,6 +78,6 @@ async def test_who_cannot_answer_is_lost() -> None:
         {"cluster-error": "annotations"},
     ],
 )
-def test_an_error_that_makes_no_sense_is_a_loss(facts: dict[str, str]) -> None:
+def test_malformed_error_is_replica_lost(facts: dict[str, str]) -> None:
     failed = aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, aio.Metadata(), aio.Metadata(*facts.items()), details="what?")
     assert isinstance(error_of(failed, peer="decode-0"), errors.ReplicaLost)

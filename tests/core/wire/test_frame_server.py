@@ -144,7 +144,7 @@ async def test_frames_arrive_as_a_hub_publishes_them(tls: bool) -> None:
 
 
 @on_both_loops
-async def test_a_worker_that_ends_ends_the_stream() -> None:
+async def test_closed_hub_ends_the_stream() -> None:
     async with _serving(FrameHub()) as address:
         following = _follow(address)
         await following.next()
@@ -196,7 +196,7 @@ async def test_a_router_gets_no_frames_of_another() -> None:
     [rank("decode-1"), rank("decode-0", 1), rank("decode-0", deployment="neighbour")],
     ids=["another replica", "another rank", "another deployment"],
 )
-async def test_a_router_reads_from_the_worker_that_it_meant_alone(impostor: Any) -> None:
+async def test_router_accepts_only_the_expected_worker(impostor: Any) -> None:
     authority = Authority.create(DEPLOYMENT)
     async with _serving(FrameHub(), proven(authority, impostor)) as address:
         with pytest.raises(ReplicaLost, match=r"decode-0: no connection.*match"):
@@ -206,7 +206,7 @@ async def test_a_router_reads_from_the_worker_that_it_meant_alone(impostor: Any)
             await _follow(address, proven(authority, _CALLER)).end()
 
 
-async def test_renewed_papers_count_from_the_next_connection_on() -> None:
+async def test_renewed_certificate_is_used_from_the_next_connection_on() -> None:
     """Here even the authority is another. Streams that are open go on."""
     before, after = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
     hub, server = FrameHub(), proven(before, _CALLEE)
@@ -223,7 +223,7 @@ async def test_renewed_papers_count_from_the_next_connection_on() -> None:
         await asyncio.gather(old.leave(), new.leave())
 
 
-async def test_papers_that_cannot_be_used_disturb_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unusable_certificate_disturbs_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority.create(DEPLOYMENT)
     callee, caller = proven(authority, _CALLEE), proven(authority, _CALLER)
     assert callee.tls_credentials and caller.tls_credentials
@@ -251,13 +251,13 @@ async def test_papers_that_cannot_be_used_disturb_no_stream(monkeypatch: pytest.
             await _follow(address, caller).end()
 
 
-async def test_a_name_that_is_none_is_refused_with_the_reason() -> None:
+async def test_invalid_router_name_is_rejected_with_the_reason() -> None:
     async with _serving(FrameHub()) as address:
         with pytest.raises(ReplicaLost, match="decode-0: router"):
             await _follow(address, in_clear(router(1025 * "r"))).end()
 
 
-async def test_too_many_routers_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_routers_are_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_ROUTERS", 1)
     async with _serving(FrameHub()) as address:
         first = _follow(address)
@@ -267,7 +267,7 @@ async def test_too_many_routers_are_told_so(monkeypatch: pytest.MonkeyPatch) -> 
         await first.leave()
 
 
-async def test_a_second_stream_of_a_router_takes_the_place_of_the_first() -> None:
+async def test_second_stream_of_a_router_replaces_the_first() -> None:
     hub = FrameHub()
     async with _serving(hub) as address:
         first = _follow(address)
@@ -316,7 +316,7 @@ async def test_a_peer_that_names_itself_too_late_is_dropped(tls: bool) -> None:
                 assert await _dropped(reader) == b""
 
 
-async def test_of_many_that_do_not_name_themselves_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oldest_unnamed_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_server, "MAX_UNNAMED", 2)
     async with _serving(FrameHub()) as address:
         following = _follow(address)
@@ -376,7 +376,7 @@ async def test_a_frame_may_be_large() -> None:
         await following.end()
 
 
-async def test_what_a_taker_raises_ends_the_stream_and_is_raised() -> None:
+async def test_exception_of_take_ends_the_stream_and_is_raised() -> None:
     def reject(frame: pb.Frame) -> None:
         raise ZeroDivisionError
 
@@ -414,12 +414,12 @@ async def test_a_router_names_itself_and_sends_keep_alives_until_it_is_cancelled
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", "127.0.0.1:70000", 70 * "x" + ".example:1", "a\0b:1"])
-async def test_an_address_that_is_none(address: str) -> None:
+async def test_invalid_address_is_an_error(address: str) -> None:
     with pytest.raises(ReplicaLost, match="decode-0: no connection"):
         await _follow(address).end()
 
 
-async def test_nobody_there() -> None:
+async def test_unreachable_worker_is_an_error() -> None:
     async with _saying(b"") as (address, _):
         pass
     with pytest.raises(ReplicaLost, match="decode-0: no connection"):
@@ -427,7 +427,7 @@ async def test_nobody_there() -> None:
 
 
 @on_both_loops
-async def test_a_worker_that_never_shows_papers_is_given_up() -> None:
+async def test_worker_without_a_handshake_times_out() -> None:
     identity = proven(Authority.create(DEPLOYMENT), _CALLER)
     async with _saying(b"") as (address, heard):
         with pytest.raises(ReplicaLost, match=r"no connection.*TimeoutError"):

@@ -20,13 +20,13 @@ async def _frame(hub: FrameHub, *tokens: tuple[int, SampledToken]) -> pb.Frame:
         return await anext(frames)
 
 
-async def test_plain_tokens_are_told_in_one_piece() -> None:
+async def test_plain_tokens_are_packed() -> None:
     frame = await _frame(FrameHub(), *((stream, SampledToken(10 * stream)) for stream in (3, 1, 2)))
     assert list(frame.plain_streams) == [3, 1, 2] and list(frame.plain_token_ids) == [30, 10, 20]
     assert not frame.streams
 
 
-async def test_of_a_stream_nothing_is_told_before_what_came_before_it() -> None:
+async def test_order_within_a_stream_is_kept() -> None:
     tokens = [
         (1, SampledToken(5)),
         (2, SampledToken(6)),
@@ -41,7 +41,7 @@ async def test_of_a_stream_nothing_is_told_before_what_came_before_it() -> None:
     assert told == [(2, 8, "length"), (1, 9, ""), (1, 8, "length")]
 
 
-async def test_what_says_more_than_its_id_is_not_plain() -> None:
+async def test_token_with_details_is_not_plain() -> None:
     for token in (
         _LAST,
         SampledToken(1, logprob=TokenLogprob(logprob=-1.0)),

@@ -12,7 +12,7 @@ _AT_A_TIME = 32
 _STRANGERS = 3000  # some hundred were enough
 
 
-def test_strangers_come_side_by_side() -> None:
+def test_concurrent_aborted_handshakes_do_not_crash_the_server() -> None:
     """To a rank's port, where a handshake begins with the connection."""
     command = [sys.executable, "-m", "tests.core.wire.shaking_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:

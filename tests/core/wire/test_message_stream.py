@@ -40,7 +40,7 @@ def _connected(taken: list[bytes]) -> MessageStream:
 
 
 @pytest.mark.parametrize("part", [1, 3, 4, 5, 7, 100, 10_000])
-async def test_messages_come_whole_and_keep_alives_not_at_all(part: int) -> None:
+async def test_messages_arrive_complete_and_keep_alives_are_dropped(part: int) -> None:
     taken: list[bytes] = []
     stream, messages = _connected(taken), [b"one", b"", b"x" * _MAX_BYTES, b"2", b"", b"three"]
     data = _coded(*messages)
@@ -50,7 +50,7 @@ async def test_messages_come_whole_and_keep_alives_not_at_all(part: int) -> None
     assert not stream.ended.done()
 
 
-async def test_a_message_that_comes_alone_is_taken_as_the_others_are() -> None:
+async def test_message_in_a_single_read() -> None:
     taken: list[bytes] = []
     stream = _connected(taken)
     for message in (b"one", b"", b"two"):
@@ -61,7 +61,7 @@ async def test_a_message_that_comes_alone_is_taken_as_the_others_are() -> None:
 
 
 @pytest.mark.parametrize("before", [b"", _coded(b"one"), _coded(b"one")[:-1]])
-async def test_a_message_beyond_the_limit_ends_the_connection_before_it_is_kept(before: bytes) -> None:
+async def test_oversized_message_ends_the_connection_unbuffered(before: bytes) -> None:
     taken: list[bytes] = []
     stream = _connected(taken)
     stream.data_received(before)
@@ -71,7 +71,7 @@ async def test_a_message_beyond_the_limit_ends_the_connection_before_it_is_kept(
     assert taken == [b"one"]
 
 
-async def test_what_a_taker_raises_ends_the_connection_and_is_its_error() -> None:
+async def test_exception_of_take_ends_the_connection() -> None:
     taken: list[bytes] = []
 
     def take(message: bytes) -> None:
@@ -93,7 +93,7 @@ async def test_an_end_within_a_message_is_an_error(rest: bytes, is_clean: bool) 
     stream.send(b"too late")
 
 
-async def test_a_sender_waits_while_the_peer_takes_nothing_and_not_past_the_end() -> None:
+async def test_drained_waits_for_the_peer_or_the_end() -> None:
     stream, transport = MessageStream(lambda message: None, max_message_bytes=_MAX_BYTES), FakeTransport()
     stream.connection_made(transport)
     stream.send(b"one")
@@ -108,7 +108,7 @@ async def test_a_sender_waits_while_the_peer_takes_nothing_and_not_past_the_end(
     assert transport.written == _coded(b"one")
 
 
-async def test_a_peer_that_takes_nothing_is_waited_for_only_so_long() -> None:
+async def test_drained_times_out() -> None:
     stream = _connected([])
     stream.pause_writing()
     with pytest.raises(TimeoutError):

@@ -51,19 +51,19 @@ _BARE = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)
 
 
 @pytest.mark.parametrize("request_", [_FULL, _BARE], ids=["full", "bare"])
-def test_a_sequence(request_: SequenceRequest) -> None:
+def test_sequence_round_trips(request_: SequenceRequest) -> None:
     message = pb.Sequence.FromString(messages.sequence_to_proto(request_).SerializeToString())
     assert messages.sequence_from_proto(message) == request_
 
 
-def test_a_grammar_of_an_unknown_kind_is_refused() -> None:
+def test_unknown_grammar_kind_is_rejected() -> None:
     message = pb.Sequence(id="r", token_ids=[1], num_prompt_tokens=1, grammar=pb.Grammar(kind="verse", text="a"))
     with pytest.raises(RequestError) as rejected:
         messages.sequence_from_proto(message)
     assert rejected.value.param == "grammar"
 
 
-def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> None:
+def test_every_field_but_the_user_is_sent() -> None:
     def names(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
 
@@ -76,7 +76,7 @@ def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> No
     }
 
 
-def test_a_ticket_a_holder_and_a_timing() -> None:
+def test_handoff_prefix_source_and_timing_round_trip() -> None:
     handoff = Handoff(
         id="h",
         epoch=2,
@@ -96,7 +96,7 @@ def test_a_ticket_a_holder_and_a_timing() -> None:
     assert sent and messages.timing_from_proto(sent) == timing and messages.timing_to_proto(None) is None
 
 
-def test_tokens() -> None:
+def test_tokens_round_trip() -> None:
     logprob = TokenLogprob(logprob=-0.5, top=((3, -0.5), (4, -1.0)))
     tokens = [SampledToken(token_id=3, logprob=logprob, finish_reason=FinishReason.STOP), SampledToken(token_id=0)]
     assert messages.tokens_from_proto(messages.tokens_to_proto(tokens)) == tokens
@@ -119,7 +119,7 @@ def test_tokens() -> None:
         ({"drafted": 5, "accepted": 5}, {"drafted": 0, "accepted": 0}),
     ],
 )
-def test_what_cannot_be_of_drafts_is_the_nearest_that_can(told: dict[str, Any], taken: dict[str, Any]) -> None:
+def test_implausible_draft_tally_is_clamped(told: dict[str, Any], taken: dict[str, Any]) -> None:
     """And the token is the client's all the same."""
     message = pb.SampledToken(token_id=3, drafts=pb.DraftTally(**told))
     (token,) = messages.tokens_from_proto([message])

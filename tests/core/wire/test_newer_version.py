@@ -71,7 +71,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.DESCRIPTOR.name)
 @settings(max_examples=20)
 @given(st.data())
-def test_more_fields_of_a_message_at_every_level_are_passed_over(kind: type[Message], data: st.DataObject) -> None:
+def test_unknown_message_fields_are_ignored_at_every_level(kind: type[Message], data: st.DataObject) -> None:
     sent = data.draw(_filled(kind.DESCRIPTOR))
     newer = kind.FromString(sent.SerializeToString())
     for message in list(_levels(newer)):
@@ -86,7 +86,7 @@ def test_every_reader_has_its_message() -> None:
     assert _READERS.keys() <= {kind.DESCRIPTOR.name for kind in _KINDS}
 
 
-def test_more_fields_of_a_record_at_every_level_are_passed_over() -> None:
+def test_unknown_record_fields_are_ignored_at_every_level() -> None:
     assert Member.from_json(_with_more(asdict(make_member()))) == make_member()
     key = new_key("a", new_secret(), rpm=7, priorities=(1, 2))
     book = KeyRegistry().with_key(key)

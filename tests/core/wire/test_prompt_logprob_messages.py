@@ -24,7 +24,7 @@ def _told(num_tokens: int, num_top: int) -> PromptLogprobs:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_top"), [(0, 2), (1, 0), (40_000, 0), (9000, 20)])
-def test_it_comes_as_it_was_in_messages_of_bounded_size(num_tokens: int, num_top: int) -> None:
+def test_round_trip_in_messages_of_bounded_size(num_tokens: int, num_top: int) -> None:
     told = _told(num_tokens, num_top)
     messages = [message.SerializeToString() for message in prompt_logprobs_to_proto(told)]
     assert all(len(message) < 1 << 20 for message in messages) and bool(messages) == bool(num_tokens)
@@ -63,7 +63,7 @@ def _ints(*values: int) -> bytes:
     ],
     ids=str,
 )
-def test_what_no_model_says_is_refused(wrong: dict[str, bytes]) -> None:
+def test_impossible_values_are_rejected(wrong: dict[str, bytes]) -> None:
     right = {"logprobs": _floats(-1.0, float("-inf")), "ranks": _ints(1, _VOCABULARY), "top_ids": _ints(0, 99),
              "top_logprobs": _floats(0.0, -0.5)}  # fmt: skip
     assert len(prompt_logprobs_from_proto(pb.PromptLogprobs(**right), num_top=1, vocab_size=_VOCABULARY)) == 2

@@ -72,7 +72,7 @@ async def _number(servicer: CountingServicer, events: Any) -> int:
     return int((await asyncio.wait_for(events.read(), 10)).finished.frames)
 
 
-async def test_a_stream_goes_on_while_both_ends_are_renewed() -> None:
+async def test_stream_survives_renewals_of_both_ends() -> None:
     authority = Authority.create(DEPLOYMENT)
     server, client = proven(authority, _CALLEE), proven(authority, _CALLER)
     async with _serving(server) as (address, servicer):
@@ -93,7 +93,7 @@ async def test_a_stream_goes_on_while_both_ends_are_renewed() -> None:
             assert len(set(servicer.certificates)) == 4
 
 
-async def test_a_server_that_is_renewed_shows_its_new_papers_and_trusts_by_them() -> None:
+async def test_renewed_server_uses_its_new_certificate_and_roots() -> None:
     """Here even the authority is another: no caller of before can connect any more, and those of after can."""
     before, after = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
     server = proven(before, _CALLEE)
@@ -108,7 +108,7 @@ async def test_a_server_that_is_renewed_shows_its_new_papers_and_trusts_by_them(
             assert await _number(servicer, events) == 1, "who is connected stays so"
 
 
-async def test_an_old_connection_ends_with_its_last_call() -> None:
+async def test_old_connection_closes_with_its_last_call() -> None:
     authority = Authority.create(DEPLOYMENT)
     client = proven(authority, _CALLER)
     async with _serving(proven(authority, _CALLEE)) as (address, servicer):
@@ -132,7 +132,7 @@ async def test_an_old_connection_ends_with_its_last_call() -> None:
             assert len(opened) == 3 and opened[2].get_state() is grpc.ChannelConnectivity.READY
 
 
-async def test_calls_under_way_end_with_the_channel() -> None:
+async def test_close_cancels_running_calls() -> None:
     authority = Authority.create(DEPLOYMENT)
     client = proven(authority, _CALLER)
     async with _serving(proven(authority, _CALLEE)) as (address, servicer):

@@ -23,7 +23,7 @@ def _status() -> pb.Status:
     )
 
 
-def test_what_can_have_been_measured_stays() -> None:
+def test_plausible_values_stay() -> None:
     for status in (_status(), pb.Status()):
         before = pb.Status.FromString(status.SerializeToString())
         assert make_plausible(status)
@@ -32,7 +32,7 @@ def test_what_can_have_been_measured_stays() -> None:
 
 @pytest.mark.parametrize("number", _NONSENSE)
 @pytest.mark.parametrize("field", ["prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "host_bytes_per_s"])
-def test_a_measure_that_cannot_be_counts_as_none(field: str, number: float) -> None:
+def test_implausible_values_are_cleared(field: str, number: float) -> None:
     status = _status()
     setattr(status, field, number)
     assert not make_plausible(status)
@@ -40,14 +40,14 @@ def test_a_measure_that_cannot_be_counts_as_none(field: str, number: float) -> N
 
 
 @pytest.mark.parametrize("number", _NONSENSE)
-def test_a_timing_with_one_is_none(number: float) -> None:
+def test_implausible_timing_is_cleared(number: float) -> None:
     status = _status()
     status.timing.pair_s = number
     assert not make_plausible(status)
     assert not status.HasField("timing") and status.decode_step_s == 0.02
 
 
-def test_a_sum_of_seconds_that_is_none_starts_anew() -> None:
+def test_implausible_totals_are_cleared() -> None:
     status = _status()
     status.totals.transfer_seconds = math.nan
     assert not make_plausible(status)
