@@ -38,7 +38,7 @@ def check_link(link: str, host: str, *, trust_network: bool) -> None:
     """
     if link not in _PROTECTED and not (trust_network or is_private(host)):
         raise SpecError(
-            f"kv.trust_network: link {link} is unprotected and {host} is not a private address; use pools without GPUs "
+            f"kv.trust_network: {link} is unprotected and {host} is not a private address; use pools without GPUs "
             "and kv.host_link: tcp, or set kv.trust_network: true if the network is isolated"
         )
 

@@ -1,4 +1,4 @@
-"""Masks of a compiled grammar, over a vocabulary of single characters; and what is refused, and why."""
+"""Masks of compiled grammars over a vocabulary of single characters, and rejected grammars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _mask(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> GrammarMas
 
 
 def _allowed(mask: GrammarMask, text: str) -> str:
-    """What may follow `text`, as characters; $ for the end."""
+    """Return the characters allowed after `text`; $ for the end."""
     tokens = [0, 0, *(CHARACTERS.index(character) for character in text)]
     words = mask.allowed(tokens, 2)
     ids = [i for i in range(len(words) * 32) if words[i // 32] >> (i % 32) & 1]
@@ -38,10 +38,10 @@ def _allowed(mask: GrammarMask, text: str) -> str:
 def test_mask_is_a_function_of_the_tokens(compiler: GrammarCompiler) -> None:
     kind, text = GrammarKind.REGEX, "a(b|cd)*"
     grown = _mask(compiler, kind, text)
-    for said, following in (("", "a"), ("a", "$bc"), ("ab", "$bc"), ("abc", "d"), ("abcd", "$bc")):
-        assert _allowed(grown, said) == following
-        assert _allowed(_mask(compiler, kind, text), said) == following  # elsewhere, all at once
-        assert _allowed(grown, said) == following  # again, with no token more
+    for prefix, following in (("", "a"), ("a", "$bc"), ("ab", "$bc"), ("abc", "d"), ("abcd", "$bc")):
+        assert _allowed(grown, prefix) == following
+        assert _allowed(_mask(compiler, kind, text), prefix) == following  # a new mask that reads all tokens at once
+        assert _allowed(grown, prefix) == following  # a repeated call without a new token
 
 
 def test_fork_is_independent(compiler: GrammarCompiler) -> None:
@@ -54,17 +54,17 @@ def test_fork_is_independent(compiler: GrammarCompiler) -> None:
 
 def test_forced_token_is_the_only_one_in_the_mask(compiler: GrammarCompiler) -> None:
     mask = _mask(compiler, GrammarKind.REGEX, "a(bc|bd)e?")
-    for said, follows in (("", "a"), ("a", "b"), ("ab", ""), ("abc", ""), ("abce", "$")):
-        tokens = [0, 0, *(CHARACTERS.index(character) for character in said)]
+    for prefix, follows in (("", "a"), ("a", "b"), ("ab", ""), ("abc", ""), ("abce", "$")):
+        tokens = [0, 0, *(CHARACTERS.index(character) for character in prefix)]
         only = mask.only(tokens, 2)
         assert ("" if only is None else "$" if only == END else CHARACTERS[only]) == follows
-        assert not follows or _allowed(mask, said) == follows
+        assert not follows or _allowed(mask, prefix) == follows
     for ends in (
         [],
         [END, 3],
         [END, END - 1],
         [3, 99],
-    ):  # how it ends is not known, whichever words of bits they are in
+    ):  # the last token is not forced, whichever mask words the candidates are in
         assert (
             compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a")).mask(ends).only([CHARACTERS.index("a")], 0)
             is None
@@ -148,7 +148,7 @@ def test_choices_share_a_cost_limit(compiler: GrammarCompiler, monkeypatch: pyte
     monkeypatch.setattr("core.grammar.mask.time.thread_time", lambda: next(times) / 10)
     masks = [_mask(compiler, GrammarKind.REGEX, "a*")]
     masks += [masks[0].fork() for _ in range(9)]
-    for mask in masks:  # each takes 0.1 s, and half a second is free
+    for mask in masks:  # each takes 0.1 s; the limit is half a second
         mask.allowed([], 0)
     assert [bool(mask.failure) for mask in masks] == [False] * 5 + [True] * 5
     assert "too long" in masks[-1].failure
@@ -175,7 +175,7 @@ def test_unsupported_tokenizer_has_no_grammars(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [2**53, -(2**53), 10**30])
 def test_integers_beyond_fp64_are_rejected(compiler: GrammarCompiler, number: int) -> None:
-    """llguidance knows them as fp64 does: of 2^53 + 1 it would let through 2^53 and nothing else."""
+    """llguidance treats numbers as fp64: for 2^53 + 1 it would allow only 2^53."""
     schema = json.dumps({"type": "object", "properties": {"id": {"const": number}}})
     for kind, text in (
         (GrammarKind.JSON_SCHEMA, schema),
@@ -185,10 +185,10 @@ def test_integers_beyond_fp64_are_rejected(compiler: GrammarCompiler, number: in
             RequestError, match="integers are kept to from -9007199254740991 to 9007199254740991; write"
         ):
             compiler.compile(Grammar(kind=kind, text=text))
-    compiler.compile(Grammar(kind=GrammarKind.LENIENT_JSON_SCHEMA, text=schema))  # passed over, as what has no mask
+    compiler.compile(Grammar(kind=GrammarKind.LENIENT_JSON_SCHEMA, text=schema))  # ignores the value
     exact = 2**53 - 1 if number > 0 else 1 - 2**53
-    for said, follows in ((str(exact)[:-1], str(exact)[-1]), (str(exact), "$")):
-        assert _allowed(_mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps({"const": exact})), said) == follows
+    for prefix, follows in ((str(exact)[:-1], str(exact)[-1]), (str(exact), "$")):
+        assert _allowed(_mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps({"const": exact})), prefix) == follows
 
 
 def test_tokens_outside_the_model_are_never_allowed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a model prefers: tokens that are drawn blindly from SmolLM2's vocabulary, as far as the mask allows them."""
+"""Random walks over SmolLM2's vocabulary within the mask: every completed answer is valid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_TOKENS = 120
 
 
 def test_matcher_is_rebuilt_when_its_cache_is_full(smollm2_dir: Path) -> None:
-    """Strings of bounded lengths are full of places where nobody has been: some 600 tokens fill a matcher."""
+    """Strings of bounded length add a lexer state per character: about 600 tokens fill a matcher."""
     tokenizer = Tokenizer(smollm2_dir)
     compiler = GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size)
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 3000 + i} for i in range(5)}}
@@ -30,7 +30,7 @@ def test_matcher_is_rebuilt_when_its_cache_is_full(smollm2_dir: Path) -> None:
         assert masks[0].only(tokens[:length], 0) in (None, token)
         words = masks[0].allowed(tokens[:length], 0)
         assert words[token // 32] >> token % 32 & 1, masks[0].failure
-    masks.append(compiled.mask([0]))  # of another choice, which has the full matcher to begin with
+    masks.append(compiled.mask([0]))  # of another choice, which starts with the full matcher
     for mask in masks[1:]:
         assert mask.only([], 0) in (None, tokens[0])
         assert mask.allowed([], 0).any(), mask.failure
@@ -47,11 +47,11 @@ def test_every_answer_is_an_instance_of_its_schema(smollm2_dir: Path) -> None:
         if tokens[-1] == end:
             Draft202012Validator(schema).validate(json.loads(tokenizer.decode(tokens[:-1])))
             num_whole += 1
-    assert num_whole >= 40, "hardly any has come to its end"
+    assert num_whole >= 40, "too few walks reached the end"
 
 
 def _walk(compiled: CompiledGrammar, generator: random.Random, *, end: int) -> list[int]:
-    """Up to the end, or _MAX_TOKENS."""
+    """Walk up to the end token or _MAX_TOKENS."""
     mask, tokens = compiled.mask([end]), list[int]()
     while len(tokens) < _MAX_TOKENS:
         known = mask.only(tokens, 0)

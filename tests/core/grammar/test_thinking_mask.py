@@ -1,4 +1,4 @@
-"""An answer thinks for so many tokens, and no more: told from its tokens alone, whoever asks, and from wherever on."""
+"""The thinking budget holds exactly, as a function of the tokens alone, for any caller and after a migration."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _budget(num_tokens: int, *, is_open: bool = True) -> ThinkingBudget:
     )
 
 
-def _said(mask: ThinkingMask, wanted: str, num_tokens: int = 40) -> str:
-    """What becomes of a model that would say this, again and again where it is at its end, and says what it must."""
+def _output(mask: ThinkingMask, wanted: str, num_tokens: int = 40) -> str:
+    """Return the output of a model that wants to write `wanted` in a loop and obeys forced tokens."""
     tokens, script = list(_PROMPT), _ids(wanted)
     for _ in range(num_tokens):
         forced = mask.only(tokens, _START)
@@ -56,35 +56,35 @@ def _said(mask: ThinkingMask, wanted: str, num_tokens: int = 40) -> str:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "is_open", "wanted", "said"),
+    ("num_tokens", "is_open", "wanted", "expected"),
     [
         (5, True, "abcdefgh", "abcde</think>fgh"),
         (0, True, "abc", "</think>abc"),
         (3, False, "<think>abcdef", "<think>abc</think>def"),
         (0, False, " <think>abc", " <think></think>abc"),
         (12, True, "ab</think>cdefghijkl", "ab</think>cdefghijkl"),
-        (10, True, "ab</think>cd", "ab</think>cd"),  # its last token ends the thinking
-        (9, True, "ab</think>cd", "ab</think</think>>cd"),  # that would have been the next
+        (10, True, "ab</think>cd", "ab</think>cd"),  # its last token closes the thinking
+        (9, True, "ab</think>cd", "ab</think</think>>cd"),  # it would have closed one token later
         (4, True, "ab</think>cd", "ab</</think>think>cd"),
-        (2, False, "abcd<think>abcdef", "abcd<think>abcdef"),  # an answer that does not think
+        (2, False, "abcd<think>abcdef", "abcd<think>abcdef"),  # the answer starts without thinking
         (2, False, "<thi>abc", "<thi>abc"),
         (1, True, "</think>a<think>bcd", "<</think>/think>a<think>bcd"),
-        (8, True, "</think>a<think>bcdefghijkl", "</think>a<think>bcdefghijkl"),  # it thinks once
+        (8, True, "</think>a<think>bcdefghijkl", "</think>a<think>bcdefghijkl"),  # only the first thinking counts
     ],
 )
 def test_thinking_ends_at_its_budget(
-    compiler: GrammarCompiler, num_tokens: int, is_open: bool, wanted: str, said: str
+    compiler: GrammarCompiler, num_tokens: int, is_open: bool, wanted: str, expected: str
 ) -> None:
-    assert _said(compiler.bounded(_budget(num_tokens, is_open=is_open)), wanted) == said
+    assert _output(compiler.bounded(_budget(num_tokens, is_open=is_open)), wanted) == expected
 
 
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 60])
 def test_state_is_a_function_of_the_tokens(compiler: GrammarCompiler, num_tokens: int, is_open: bool) -> None:
-    """By one that has seen them come, by one that has not, by its fork; and who must ask hears so in time."""
+    """A mask that saw each token, a new one, and a fork agree; may_forbid is true whenever a token is forced."""
     budget = _budget(num_tokens, is_open=is_open)
     for wanted in ("abcdefg", "<think>ab</think>c", "ab</th</think>d", ".<think>a"):
-        tokens = [*_PROMPT, *_ids(_said(compiler.bounded(budget), wanted))]
+        tokens = [*_PROMPT, *_ids(_output(compiler.bounded(budget), wanted))]
         grown = compiler.bounded(budget)
         forced = [grown.only(tokens[:end], _START) for end in range(_START, len(tokens) + 1)]
         for number, one in enumerate(forced):
@@ -92,16 +92,16 @@ def test_state_is_a_function_of_the_tokens(compiler: GrammarCompiler, num_tokens
             assert compiler.bounded(budget).only(so_far, _START) == one
             assert grown.fork().only(so_far, _START) == one
             for coming in (0, 1):
-                asked = compiler.bounded(budget).may_forbid(so_far[: len(so_far) - coming], _START, coming)
-                assert asked or number < coming or one is None, "it would not have been asked"
+                may_forbid = compiler.bounded(budget).may_forbid(so_far[: len(so_far) - coming], _START, coming)
+                assert may_forbid or number < coming or one is None, "a forced token without may_forbid"
 
 
 def test_unconstrained_answer_is_masked_only_near_the_end_of_its_thinking(compiler: GrammarCompiler) -> None:
-    """Steps run ahead before it and behind it."""
+    """Other steps can be scheduled asynchronously."""
     tokens = [*_PROMPT, *_ids("abcdef</think>ghij")]
     mask = compiler.bounded(_budget(6))
-    asked = [mask.may_forbid(tokens[:end], _START, 0) for end in range(_START, len(tokens) + 1)]
-    assert asked == [False] * 6 + [True] * 8 + [False] * 5
+    may_forbid = [mask.may_forbid(tokens[:end], _START, 0) for end in range(_START, len(tokens) + 1)]
+    assert may_forbid == [False] * 6 + [True] * 8 + [False] * 5
 
 
 def test_grammar_continues_after_a_forced_end(compiler: GrammarCompiler) -> None:
@@ -117,18 +117,16 @@ def test_grammar_continues_after_a_forced_end(compiler: GrammarCompiler) -> None
 
 
 @pytest.mark.parametrize("num_tokens", range(8))
-def test_thinking_with_a_grammar_does_not_end_within_a_character(
-    tmp_path: Path, num_tokens: int
-) -> None:
-    """Which knows of whole ones alone, and would end where the marker comes within one."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # a token for each byte
+def test_thinking_with_a_grammar_does_not_end_within_a_character(tmp_path: Path, num_tokens: int) -> None:
+    """The grammar allows only whole characters, but the marker would otherwise be forced within one."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one token per byte
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     compiler, thought = GrammarCompiler(tmp_path, vocab_size=256), "aé\U0001f9ff"
     text = f'start: thinking "b"\nthinking[suffix="{_CLOSING}"]: /(?s:.*)/'
-    ids, closing = (tokenizer.encode(said).ids for said in (thought, _CLOSING))
+    ids, closing = (tokenizer.encode(text).ids for text in (thought, _CLOSING))
     budget = replace(_budget(num_tokens), closing_ids=tuple(closing))
     mask = compiler.bounded(budget, compiler.compile(Grammar(kind=GrammarKind.LARK, text=text)).mask([]))
     tokens, wanted = list(_PROMPT), list(ids)
@@ -143,7 +141,7 @@ def test_thinking_with_a_grammar_does_not_end_within_a_character(
 
 
 def test_a_marker_that_is_one_token_special_or_not(tmp_path: Path) -> None:
-    """And special tokens that no text has are none of it."""
+    """Special tokens, which have no text, count as no text."""
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(_OPENING, special=False, normalized=False)])

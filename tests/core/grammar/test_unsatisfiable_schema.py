@@ -1,4 +1,4 @@
-"""Schemas that refer to themselves: which of them have an instance that ends."""
+"""Finite instances of schemas that refer to themselves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_self_referencing_schema_is_endless(schema: Any) -> None:
         True,
         {"type": "object", "properties": {"a": _HERE}},
         {"type": "array", "items": _HERE},
-        {"properties": {"a": _HERE}, "required": ["a"]},  # a number, say
+        {"properties": {"a": _HERE}, "required": ["a"]},  # a number is valid
         _needs({"anyOf": [{"type": "null"}, _HERE]}),
         _needs({**_HERE, "enum": [1]}),
         _needs({"type": ["null", "object"], "properties": {"b": _HERE}, "required": ["b"]}),

@@ -1,4 +1,4 @@
-"""Authorities as an operator has them, in files."""
+"""Operator's certificate authorities, stored in files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class IssuedAuthority:
     key: ec.EllipticCurvePrivateKey
 
     def write(self, directory: Path, name: str) -> tuple[str, str]:
-        """Two files, of its certificate and its key; their paths."""
+        """Write the certificate and its key to two files; return their paths."""
         certificate, key = directory / f"{name}.pem", directory / f"{name}.key"
         certificate.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
         key.touch(mode=0o600)
@@ -33,7 +33,7 @@ class IssuedAuthority:
 def issue_authority(
     name: str, issuer: IssuedAuthority | None = None, *, is_authority: bool = True, days: float = 90
 ) -> IssuedAuthority:
-    """One that `issuer` stands for; without it, a root."""
+    """Issue an authority signed by `issuer`; without one, a root."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

@@ -1,4 +1,4 @@
-"""What an authority issues, and which files of an operator's it takes."""
+"""Certificates issued by an authority, and validation of an operator's authority files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = rank("decode-3", 1)
 
 
 def _names(certificate: Certificate) -> list[str]:
-    """Of the process; the chain ends with what is believed. (How a peer looks at it: test_guard.py.)"""
+    """Return the process's names. The chain must end with a trusted root."""
     own, *between = x509.load_pem_x509_certificates(certificate.chain)
     roots = x509.load_pem_x509_certificates(certificate.authorities)
     for issued, issuer in pairwise([own, *between, roots[0]]):
@@ -66,7 +66,7 @@ def test_invalid_request_is_rejected(spoil: Callable[[bytes], bytes]) -> None:
 
 
 def _resigned(request: bytes) -> bytes:
-    """The request with the last byte of its signature turned round."""
+    """Return the request with a corrupted signature."""
     der = bytearray(x509.load_pem_x509_csr(request).public_bytes(serialization.Encoding.DER))
     der[-1] ^= 1
     return b"-----BEGIN CERTIFICATE REQUEST-----\n" + base64.encodebytes(der) + b"-----END CERTIFICATE REQUEST-----\n"
@@ -99,7 +99,7 @@ def test_certificate_expires_no_later_than_its_chain(root: IssuedAuthority, tmp_
 
 
 def _mistakes(root: IssuedAuthority, directory: Path) -> dict[str, tuple[dict[str, str], str]]:
-    """The files that are given, and what is said of them."""
+    """Return the files and the expected error of each mistake."""
     ca, _ = root.write(directory, "root")
     certificate, key = issue_authority("for xpyd", root).write(directory, "own")
     leaf, leaf_key = issue_authority("a web server", root, is_authority=False).write(directory, "leaf")
@@ -135,7 +135,7 @@ def _mistakes(root: IssuedAuthority, directory: Path) -> dict[str, tuple[dict[st
     ],
 )
 def test_invalid_authority_file_is_one_line(root: IssuedAuthority, tmp_path: Path, mistake: str) -> None:
-    files, said = _mistakes(root, tmp_path)[mistake]
+    files, expected = _mistakes(root, tmp_path)[mistake]
     with pytest.raises(SpecError) as rejected:
         Authority.from_files(**files)
-    assert said in str(rejected.value) and "\n" not in str(rejected.value)
+    assert expected in str(rejected.value) and "\n" not in str(rejected.value)

@@ -1,4 +1,4 @@
-"""What the processes of a deployment share does not get out by accident."""
+"""Secrets of a deployment do not leak, and reach its processes unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_repr_of_a_launch_hides_secrets() -> None:
 
 
 def test_launch_round_trips_through_pickle() -> None:
-    """Ray carries it as it carries any argument."""
+    """Ray pickles it like any argument."""
     launch = Launch(
         spec=parse_spec({"decode": {"replicas": 3}}), log_dir="logs", credentials=DeploymentSecrets.new(index_url=_URL)
     )
@@ -30,7 +30,7 @@ def test_launch_round_trips_through_pickle() -> None:
 
 
 def test_missing_keys_get_the_receivers_defaults() -> None:
-    """In an upgrade, an older controller starts newer processes."""
+    """During an upgrade an older controller starts newer processes."""
     launch = Launch(spec=parse_spec({"name": "a"}), log_dir="logs", credentials=DeploymentSecrets.new(index_url=_URL))
     arrive, (spec, *rest) = launch.__reduce__()
     del spec["security"], spec["kv"]["encrypt"]

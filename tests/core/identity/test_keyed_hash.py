@@ -1,4 +1,4 @@
-"""A keyed hash is of these words, in this order, and of one kind of thing."""
+"""A keyed hash depends on the key, the words, their order and the kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_different_inputs_have_different_hashes() -> None:
 
 
 def test_hash_is_stable_across_versions() -> None:
-    """Names in Redis and prefixes in files outlive a process."""
+    """Redis keys and cached files outlive a process."""
     written = b"\x02\0\0\0ab\x01\0\0\0c"
     made = blake2b(written, key=_KEY, digest_size=16, person=b"kind").hexdigest()
     assert keyed_hash(_KEY, "ab", "c", person=b"kind") == made

@@ -1,4 +1,4 @@
-"""The names in certificates, and back."""
+"""Conversion of process names to URIs in certificates and back."""
 
 from __future__ import annotations
 

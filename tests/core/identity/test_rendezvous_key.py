@@ -1,4 +1,4 @@
-"""Whose word a key is."""
+"""Ownership of rendezvous keys."""
 
 from __future__ import annotations
 

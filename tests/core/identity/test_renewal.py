@@ -1,4 +1,4 @@
-"""New papers come in time, and a renewal that fails is tried again."""
+"""Certificates are renewed in time, and failed renewals are retried."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AUTHORITY = Authority.create(DEPLOYMENT)
 
 
 class FakeController:
-    """Answers as the test has laid out, and refuses beyond that."""
+    """Controller that gives the test's answers in order, and errors for None."""
 
     def __init__(self, *answers: TlsCredentials | None) -> None:
         self.asked: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -34,7 +34,7 @@ class FakeController:
 
 
 def _tls_credentials(life_s: float) -> TlsCredentials:
-    """Those of a real certificate, said to last so long."""
+    """Credentials with a real certificate and a pretended lifetime."""
     made = tls_credentials(_AUTHORITY, _NAME)
     return replace(made, certificate=replace(made.certificate, life_s=life_s))
 
@@ -51,7 +51,7 @@ def test_identity_is_renewed_before_its_certificate_expires(soon_over: Identity)
     renewal.start()
     until(lambda: soon_over.tls_credentials is fresh)
     renewal.stop()
-    assert controller.asked.qsize() == 1, "an hour is not over"
+    assert controller.asked.qsize() == 1, "not due again for an hour"
 
 
 def test_failed_renewal_is_retried(soon_over: Identity) -> None:

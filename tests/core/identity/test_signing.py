@@ -1,4 +1,4 @@
-"""What is sealed is what was said, by who has the key."""
+"""Signatures of records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who keeps the embedded Redis alive, where the machine is short of what it takes."""
+"""Restarts of the embedded Redis when the machine lacks resources."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from core.process.ports import free_port
 from tests.support.waiting import becomes
 
 
-async def test_failed_start_is_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_start_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_starts = 0
 
     def start(server: RedisServer) -> None:

@@ -1,4 +1,4 @@
-"""Keys in a Redis that evicts: what is told and what is counted stays."""
+"""API keys and their counters survive evictions in Redis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEAL_KEY = bytes(32)
 
 
 async def test_full_server_evicts_blocks_and_no_api_keys(tmp_path: Path) -> None:
-    """The embedded one, as it is configured, with less memory: volatile-lru takes what expires, and keys do not."""
+    """The embedded server with less memory: volatile-lru evicts keys with a TTL only."""
     address = RedisAddress(free_port())
     server = RedisServer(address, log=tmp_path / "index.log")
     server.start()

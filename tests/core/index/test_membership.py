@@ -1,4 +1,4 @@
-"""Leases: who renews stays, who leaves or falls silent goes."""
+"""Leases: members stay while they renew."""
 
 import json
 import logging
@@ -29,8 +29,8 @@ async def test_members_are_listed_until_they_leave(redis: Redis) -> None:
     membership = Membership(redis, name="c", key=_KEY)
     other = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
     await membership.renew(_MEMBER)
-    assert not await membership.renew(other), "it was not there"
-    assert await membership.renew(other), "now it was"
+    assert not await membership.renew(other), "a new lease"
+    assert await membership.renew(other), "a renewed lease"
     assert await membership.members() == [_MEMBER, other]
     await membership.leave("decode-0")
     assert await membership.members() == [other]
@@ -40,7 +40,7 @@ async def test_expired_lease_is_forgotten(redis: Redis) -> None:
     membership = Membership(redis, name="c", key=_KEY)
     await membership.renew(_MEMBER)
     assert 0 < await redis.pttl("c:member:decode-0") <= 3000
-    await redis.delete("c:member:decode-0")  # what the server does when the lease ends
+    await redis.delete("c:member:decode-0")  # as at the end of a lease
     assert await membership.members() == []
     assert not await redis.exists("c:members")
 
@@ -98,7 +98,7 @@ def test_unknown_fields_are_ignored_and_missing_ones_have_defaults() -> None:
 async def test_member_of_another_wire_version_is_ignored_counted_and_logged_once(
     redis: Redis, caplog: pytest.LogCaptureFixture, version: int
 ) -> None:
-    """Its record is ours, but what it says may mean anything: no field but the version is read."""
+    """The record is signed, but only its version is read: other fields may have other meanings."""
     rejected: list[RejectionReason] = []
     membership = Membership(redis, name="c", key=_KEY, count_rejected=rejected.append)
     await membership.renew(_MEMBER)
@@ -109,8 +109,8 @@ async def test_member_of_another_wire_version_is_ignored_counted_and_logged_once
         for _ in range(3):
             assert await membership.members() == [_MEMBER]
     assert rejected == [RejectionReason.OTHER_VERSION]
-    [said] = caplog.messages
-    assert "decode-9" in said and f"version {version} on the wire, and this router {WIRE_VERSION}" in said
+    [message] = caplog.messages
+    assert "decode-9" in message and f"version {version} on the wire, and this router {WIRE_VERSION}" in message
 
 
 def test_record_without_a_version_is_an_old_one() -> None:

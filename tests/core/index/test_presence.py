@@ -1,4 +1,4 @@
-"""A replica's lease and what it tells of its blocks, to the end."""
+"""Lease and block events of a replica until it leaves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _KEY = bytes(32)
 
 
 async def test_leave_is_final_even_if_a_cancellation_is_swallowed(redis_url: str) -> None:
-    asked = asyncio.Event()
+    started = asyncio.Event()
 
     async def snapshot() -> Mapping[bytes, Tier]:
-        asked.set()
+        started.set()
         try:
             await asyncio.Event().wait()
-        except asyncio.CancelledError:  # as redis-py may
+        except asyncio.CancelledError:  # redis-py may do this
             pass
         return {}
 
@@ -30,11 +30,11 @@ async def test_leave_is_final_even_if_a_cancellation_is_swallowed(redis_url: str
     await redis.flushall()
     presence = Presence(redis, name="c", key=_KEY, member=make_member(), snapshot=snapshot)
     task = asyncio.create_task(presence.run())
-    await asked.wait()
+    await started.wait()
     task.cancel()
     await presence.leave()
     async with asyncio.timeout(WITHIN_S):
         await asyncio.gather(task, return_exceptions=True)
-    assert asyncio.all_tasks() == {asyncio.current_task()}, "it goes on"
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "tasks are still running"
     assert await Membership(redis, name="c", key=_KEY).members() == []
     await redis.aclose()

@@ -1,4 +1,4 @@
-"""A client of Redis, while many ask at once."""
+"""Redis client with many concurrent calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from core.index.redis_client import connect_redis
 
 
 async def test_concurrent_calls_wait_for_a_free_connection(redis_url: str) -> None:
-    """Who is refused instead would take Redis for away, and with it a key's limits."""
+    """An error instead would look like an outage, and suspend the limits of API keys."""
     client = connect_redis(redis_url)
     try:
         assert await asyncio.gather(*(client.echo(f"{number}") for number in range(300))) == [

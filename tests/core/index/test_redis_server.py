@@ -1,4 +1,4 @@
-"""The embedded Redis: a real server, private, and never left behind."""
+"""Embedded Redis: a real server, private, that never outlives its owner."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_actor_restarts_the_server_on_the_same_port(ray_head: Any, address: Redi
             os.kill(first, signal.SIGKILL)
             second = client.info("server")["process_id"]
             assert second != first
-            ray.kill(actor, no_restart=False)  # the owner dies, its server with it, and both come back
+            ray.kill(actor, no_restart=False)  # kills the owner and its server; Ray restarts the actor
             until(lambda: client.info("server")["process_id"] not in (first, second))
     finally:
         ray.kill(actor)

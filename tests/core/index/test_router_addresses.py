@@ -1,4 +1,4 @@
-"""Any router of a deployment tells where all of them answer operators; and believes no others."""
+"""Every router of a deployment lists the admin addresses of all its routers, and of no others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def _router(redis_url: str, router: str, address: str, *, key: bytes = _KE
 async def test_routers_see_each_other_until_one_leaves(redis_url: str) -> None:
     redis.Redis.from_url(redis_url).flushall()
     async with _router(redis_url, "router-a", "127.0.0.1:1") as first:
-        assert first == {"router-a": "127.0.0.1:1"}, "itself, before it has asked anybody"
+        assert first == {"router-a": "127.0.0.1:1"}, "its own address, before the first read"
         async with _router(redis_url, "router-b", "127.0.0.1:2") as second:
             both = {"router-a": "127.0.0.1:1", "router-b": "127.0.0.1:2"}
             await becomes(lambda: second == both)
@@ -54,7 +54,7 @@ async def test_unsigned_router_record_is_ignored(redis_url: str) -> None:
         _router(redis_url, "router-a", "127.0.0.1:1"),
     ):
         await becomes(lambda: client.smembers("d:routers") >= {b"stranger", b"router-a"})
-        client.set("d:router:copied", client.get("d:router:router-a") or b"")  # under another name
+        client.set("d:router:copied", client.get("d:router:router-a") or b"")  # a signed record under another name
         client.sadd("d:routers", "copied")
         async with _router(redis_url, "router-c", "127.0.0.1:3") as known:
             await becomes(lambda: len(known) > 1)

@@ -1,4 +1,4 @@
-"""What replicas write for each other, in a Redis that may read, change, repeat and lose it."""
+"""Messages between replicas through a Redis that may read, change, replay and lose them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_other_replicas_read_a_message_exactly_once(redis: Redis) -> None:
     await other.write(b"third")
     assert await other.read() == [b"second"] and await other.read() == []
     assert await one.read() == [b"third"]
-    assert await later.read() == [b"first", b"second", b"third"], "who comes later hears nothing of before"
+    assert await later.read() == [b"first", b"second", b"third"], "a new reader misses existing messages"
 
 
 async def test_messages_are_encrypted(redis: Redis) -> None:
@@ -46,7 +46,7 @@ async def test_messages_are_encrypted(redis: Redis) -> None:
     await one.write(b"a secret of some tenant")
     values = [fields[b"message"] for _, fields in await redis.xrange(_STREAM)]
     assert not any(b"secret" in value for value in values)
-    assert values[0][24:] != values[1][24:], "it shows that two are the same"
+    assert values[0][24:] != values[1][24:], "equal messages have equal ciphertexts"
 
 
 async def test_foreign_messages_are_ignored_and_counted(redis: Redis) -> None:
@@ -65,10 +65,10 @@ async def test_foreign_messages_are_ignored_and_counted(redis: Redis) -> None:
     assert await other.read() == [b"true"]
     await redis.xadd(_STREAM, {"message": "last"})
     assert await other.read() == [] == await other.read()
-    assert other.num_rejected == len(bad) + 3, "one is counted again and again"
+    assert other.num_rejected == len(bad) + 3, "a message is counted twice"
     elsewhere = _end(redis, name="d")
     await redis.xadd("d:answers", {"message": value})
-    assert await elsewhere.read() == [] and elsewhere.num_rejected == 1, "it is taken for one of another stream"
+    assert await elsewhere.read() == [] and elsewhere.num_rejected == 1, "a message of another stream is accepted"
 
 
 async def test_replayed_message_is_ignored(redis: Redis) -> None:
@@ -93,7 +93,7 @@ async def test_reading_continues_after_redis_lost_its_data(redis: Redis) -> None
     await one.write(b"third")
     assert await other.read() == [b"third"]
     await redis.flushall()
-    await one.write(b"fourth")  # with an id below those that were read
+    await one.write(b"fourth")  # its id is below those read before
     assert b"fourth" in await other.read() + await other.read()
 
 
@@ -117,7 +117,7 @@ async def test_stream_is_bounded_and_expires(redis: Redis) -> None:
 
 
 async def test_skipped_numbers_do_not_overflow_the_counter(redis: Redis) -> None:
-    """Counts are told in 64 bits: one that did not fit would end whoever tells it."""
+    """Metrics have 64 bits; a larger count would break the report."""
     other, writer = _end(redis), bytes(16)
     cipher = AESGCM(blake2b(writer, key=_KEY, digest_size=32, person=b"writer").digest())
     for number in (1, (1 << 64) - 1):

@@ -1,4 +1,4 @@
-"""The prefix index: in memory by property, through a real server by scenario."""
+"""Prefix index: property tests in memory, scenarios through a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -28,17 +28,17 @@ _operations = st.lists(
 @given(_operations, st.lists(st.sampled_from(_HASHES), max_size=12))
 def test_depths_agree_with_a_plain_table(operations: list[tuple[Any, str, list[bytes]]], prefix: list[bytes]) -> None:
     index, table = PrefixIndex(), dict[str, dict[bytes, Tier]]()
-    for what, replica, hashes in operations:
+    for change, replica, hashes in operations:
         held = table.setdefault(replica, {})
-        if what == "drop":
+        if change == "drop":
             index.drop(replica)
             held.clear()
-        elif what is None:
+        elif change is None:
             index.remove(replica, hashes)
             table[replica] = {prefix_hash: tier for prefix_hash, tier in held.items() if prefix_hash not in hashes}
         else:
-            index.store(replica, hashes, what)
-            held.update(dict.fromkeys(hashes, what))
+            index.store(replica, hashes, change)
+            held.update(dict.fromkeys(hashes, change))
     expected = {replica: _depths(held, prefix) for replica, held in table.items()}
     assert index.depths(prefix) == {replica: depths for replica, depths in expected.items() if any(depths)}
 
@@ -70,11 +70,11 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
         yield client
 
 
-# One contract: what replicas publish is what a router knows, in one process or through Redis.
+# Contract: a router knows exactly what the replicas published, in one process or through Redis.
 
 
 class _Memory:
-    """Replicas that write to a router's index themselves."""
+    """Replicas that write directly to a router's index."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -120,7 +120,7 @@ class _ThroughRedis:
 
 
 class _ThroughRedisLate(_ThroughRedis):
-    """A router that begins when all has been written."""
+    """A router that starts after everything was written."""
 
     async def settle(self) -> None:
         self.index, self._reader = _reader(self._redis)
@@ -191,7 +191,7 @@ async def test_contract_many_blocks_at_once(world: _World) -> None:
     assert world.index.depths(many) == {"a": Depths(3000, 3000, 3000), "b": Depths(0, 2500, 2500)}
 
 
-# Redis alone: what becomes of a reader, or of Redis.
+# Redis only: restarts of a reader and of Redis.
 
 
 def _reader(redis: Redis) -> tuple[PrefixIndex, IndexReader]:
@@ -232,7 +232,7 @@ async def test_renew_reports_an_evicted_set(redis: Redis) -> None:
     assert not await writer.renew()
     await writer.reset({_HASHES[0]: Tier.DISK})
     await writer.publish({_HASHES[0]: None})
-    assert await writer.renew()  # an empty set is no loss
+    assert await writer.renew()  # an empty set does not exist in Redis and is not lost
 
 
 async def test_a_dead_replica_leaves_no_key_behind(redis: Redis) -> None:
@@ -282,7 +282,7 @@ async def test_replicas_that_are_not_members_hold_nothing(redis: Redis) -> None:
         await writer.reset({_HASHES[0]: Tier.DEVICE})
     await reader.follow(["a"], wait_ms=1)
     assert index.match(_HASHES) == {"a": 1}
-    await reader.load(["b"])  # found just now: what it had written before is in its sets
+    await reader.load(["b"])  # newly discovered: its earlier blocks are in its sets
     await IndexWriter(redis, name="c", replica="b").publish({_HASHES[1]: Tier.DEVICE})
     await reader.follow(["a"], wait_ms=1)
     assert index.match(_HASHES) == {"a": 1, "b": 2}
@@ -294,7 +294,7 @@ async def test_replicas_that_are_not_members_hold_nothing(redis: Redis) -> None:
 
 async def test_load_does_not_overwrite_newer_events(redis: Redis) -> None:
     class Slow:
-        """A server that takes its time over a scan."""
+        """Redis whose scans are slow."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(redis, name)
@@ -323,7 +323,7 @@ async def test_load_does_not_overwrite_newer_events(redis: Redis) -> None:
     read.clear()
     following = asyncio.create_task(reader.follow(["a"], wait_ms=1))
     await read.wait()
-    await asyncio.sleep(0)  # it has what it needs
+    await asyncio.sleep(0)  # let the scan return
     go_on.set()
     await asyncio.gather(loading, following)
     assert index.match(_HASHES) == {"a": 2}

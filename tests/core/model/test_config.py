@@ -1,4 +1,4 @@
-"""What is read out of config.json and generation_config.json, and what is refused."""
+"""Parsing and validation of config.json and generation_config.json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(directory: Path, generation: dict[str, Any] | None = None, **changes: 
 
 
 def write_no_weights(directory: Path) -> None:
-    """A file of safetensors that is whole, and holds none."""
+    """Write a valid safetensors file without tensors."""
     (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 
 
@@ -179,7 +179,7 @@ def test_fingerprint_depends_on_the_weights(tmp_path: Path) -> None:
 
     weights = bytes(range(256)) * 4000
     first = fingerprint_of("a", weights)
-    assert fingerprint_of("b", weights) == first  # wherever it lies
+    assert fingerprint_of("b", weights) == first  # independent of the path
     assert fingerprint_of("c", weights + b"x") != first
     assert fingerprint_of("d", weights[:-1] + b"x") != first
     assert fingerprint_of("e", weights, rope_theta=3.0) != first

@@ -1,4 +1,4 @@
-"""What `speculation.model` may name, and what is said of what it may not."""
+"""Sources accepted by `speculation.model`, and the errors for others."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def test_mtp_uses_the_models_directory(tmp_path: Path) -> None:
         assert source is None or source.directory == directory
         return source and source.kind
 
-    assert found(method="mtp") == "mtp", "whoever loads it says that it has none"
+    assert found(method="mtp") == "mtp", "loading reports missing layers"
     assert found(method="auto", model=str(directory)) == "draft"
     write(directory, architectures=["LlamaForCausalLM"], **of_its_own)
     assert found(method="auto", model=str(directory)) == "mtp"
-    assert found(method="auto") is None, "they take memory, so they are asked for"
+    assert found(method="auto") is None, "they take memory, so `auto` needs an explicit model"
     other = _model(tmp_path / "other")
     write(other, architectures=["LlamaForCausalLM"], **of_its_own)
     source = draft_source(parse_spec(served | {"speculation": {"method": "auto", "model": str(other)}}))
@@ -127,10 +127,10 @@ def test_heads_named_as_a_draft_model_are_reported(tmp_path: Path) -> None:
 
 
 def test_missing_repository_names_the_spec_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(*args: object, **options: object) -> str:
+    def fail(*args: object, **options: object) -> str:
         raise OSError("no connection")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(SpecError, match=r"^speculation\.model: hf:org/heads: no connection"):
         draft_source(_spec(method="eagle", model="hf:org/heads"))
 
@@ -141,7 +141,7 @@ def test_prefill_replica_loads_heads_but_no_draft_model(tmp_path: Path) -> None:
     assert heads_source(_spec(method="auto", model=str(directory))) is None
     found = heads_source(_spec(method="eagle", model=str(directory)))
     assert found and found.heads == "eagle"
-    with pytest.raises(SpecError, match=r"^speculation\.model: .*elsewhere: no such"):  # it may have been heads
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*elsewhere: no such"):  # `auto` may mean heads
         heads_source(_spec(method="auto", model=str(tmp_path / "elsewhere")))
 
 
@@ -149,29 +149,29 @@ def test_prefill_replica_loads_heads_but_no_draft_model(tmp_path: Path) -> None:
     ("role", "tree", "is_fetched"),
     [
         (Role.PREFILL, {}, True),
-        (Role.DECODE, {}, False),  # which loads it anyway
-        (Role.PREFILL, {"decode": {"kv_memory_gib": 2}}, False),  # it stays what it is
+        (Role.DECODE, {}, False),  # loads the draft model anyway
+        (Role.PREFILL, {"decode": {"kv_memory_gib": 2}}, False),  # cannot switch its role
         (Role.PREFILL, {"speculation": {"method": "ngram"}}, False),
     ],
 )
 def test_draft_model_is_fetched_before_a_role_switch(
     role: Role, tree: dict[str, Any], is_fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is nowhere keeps no prefill replica from its work."""
-    asked: list[str] = []
+    """A missing source does not keep a prefill replica from starting."""
+    resolved: list[str] = []
 
     def resolve(source: str, *, progress: object = None) -> Path:
-        asked.append(source)
+        resolved.append(source)
         raise SpecError("model.source: no such repository")
 
     monkeypatch.setattr(model_source, "resolve", resolve)
     spec = parse_spec({"speculation": {"method": "draft", "model": "hf:some/small"}} | tree)
     fetch_for_a_switch(spec, role)
-    assert asked == (["hf:some/small"] if is_fetched else [])
+    assert resolved == (["hf:some/small"] if is_fetched else [])
 
 
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    ("tree", "expected"),
     [
         ({"speculation": {"method": "draft"}}, "draft needs a smaller model of the same tokenizer; name its source"),
         ({"speculation": {"method": "eagle"}}, "eagle drafts by heads; name the directory"),
@@ -184,8 +184,8 @@ def test_draft_model_is_fetched_before_a_role_switch(
         ),
     ],
 )
-def test_method_and_model_must_match(tree: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_method_and_model_must_match(tree: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SpecError, match=expected):
         parse_spec(tree)
 
 

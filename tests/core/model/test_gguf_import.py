@@ -1,4 +1,4 @@
-"""A GGUF file that makes no sense is the operator's mistake: one line that names the file."""
+"""Errors of invalid GGUF files: one line that names the file."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_rope_factors_of_wrong_length_are_rejected(tmp_path: Path, factors: list
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("shape", [(8, 16), (64, 33), (64,), (256,)], ids=str)
 def test_row_that_ends_within_a_block_is_rejected(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
-    """Some rows of it would be read from blocks that they share with others, or from half of one."""
+    """Its rows would share blocks with other rows, or start in the middle of one."""
     path, name = _write(tmp_path / "wrong.gguf", _SOUND, np.zeros(shape, np.float32)), b"token_embd.weight"
     content = bytearray(path.read_bytes())
-    at = content.index(name) + len(name) + 4 + 8 * len(shape)  # of its type, behind its dimensions
+    at = content.index(name) + len(name) + 4 + 8 * len(shape)  # offset of its type, after its dimensions
     struct.pack_into("<I", content, at, GGMLQuantizationType[kind])
     path.write_bytes(content)
     with pytest.raises(SpecError, match=r"wrong\.gguf: tensor token_embd\.weight .* whole blocks") as caught:

@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF metadata encode and decode as the ones that the metadata was taken from."""
+"""Tokenizers rebuilt from GGUF metadata encode and decode like the originals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>"]
 USER_DEFINED = ["<tool>", "   "]
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-# As the models' own tokenizer.json files have them.
+# From the models' own tokenizer.json files.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -98,7 +98,7 @@ def test_text_round_trips(pre: str) -> None:
 
 
 def test_pieces_of_the_default_pre_tokenizer() -> None:
-    """No Hugging Face tokenizer has this one: it is llama.cpp's own. Punctuation first, digits by threes."""
+    """llama.cpp's own pre-tokenizer, without a Hugging Face counterpart. Splits punctuation first, digits by threes."""
     rebuilt = build_tokenizer(metadata_of(trained("gpt-2"), pre="default"))
     pieces = [piece for piece, _ in rebuilt.pre_tokenizer.pre_tokenize_str("a,b 1234567 x=y it's")]
     assert pieces == ["a", ",", "b", "Ġ", "123", "456", "7", "Ġx", "=", "y", "Ġit", "'", "s"]
@@ -118,7 +118,7 @@ def test_bos_token_follows_the_files_setting() -> None:
 def test_ends_of_generation() -> None:
     metadata = {
         "tokenizer.ggml.tokens": ["a", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>"],
-        "tokenizer.ggml.token_type": [1, 3, 3, 1, 3],  # a plain token that looks like one is none
+        "tokenizer.ggml.token_type": [1, 3, 3, 1, 3],  # a normal token with an end token's text does not count
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.eot_token_id": 0,
     }
@@ -131,7 +131,7 @@ PIECES = ["▁", "a", "b", "c", "n", "é", "日", "▁a", "an", "ab", "ban", "an
 def sentence_piece_metadata(**more: Any) -> dict[str, Any]:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, "<tool>"]
     types = [2, 3, 3, *[6] * 256, *[1] * len(PIECES), 4]
-    # Scores fall in an order that is not the vocabulary's, so that only they can decide.
+    # Scores in another order than the vocabulary, so that only scores decide.
     ranks = [(7 * i) % len(PIECES) for i in range(len(PIECES))]
     return {
         "tokenizer.ggml.model": "llama",
@@ -145,7 +145,7 @@ def sentence_piece_metadata(**more: Any) -> dict[str, Any]:
 
 
 def naive_sentence_piece(text: str, metadata: dict[str, Any]) -> list[int]:
-    """Join the neighbours that make the best token, the leftmost first, as long as any do."""
+    """Repeatedly join the neighbours that form the best token, leftmost first."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     ids = {token: i for i, token in enumerate(tokens)}
     parts = list("▁" + text.replace(" ", "▁")) if text else []
@@ -179,13 +179,13 @@ def test_sentence_piece_special_tokens_and_spaces() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; known here: gpt2, llama"),
-        ({"pre": "klingon"}, "(tokenizer.ggml.pre) is 'klingon'; known here: deepseek-r1-qwen, default"),
-        ({"pre": None}, "(tokenizer.ggml.pre) is None"),
+        ({"model": "bert"}, "tokenizer.ggml.model 'bert' is not supported; supported: gpt2, llama"),
+        ({"pre": "klingon"}, "(tokenizer.ggml.pre) 'klingon' is not supported; supported: deepseek-r1-qwen, default"),
+        ({"pre": None}, "(tokenizer.ggml.pre) None is not supported"),
         ({"merges": ()}, "no merges"),
         ({"merges": ["x nonsense"]}, "do not fit together"),
         ({"tokens": []}, "no vocabulary"),
-        ({"bos_token_id": 10**6, "add_bos_token": True}, "names none"),
+        ({"bos_token_id": 10**6, "add_bos_token": True}, "does not name it"),
         ({"model": "llama"}, "no score for each token"),
     ],
 )

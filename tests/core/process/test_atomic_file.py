@@ -1,4 +1,4 @@
-"""What a power cut, a full disk or another reader finds of a file: all of it, or what was there before."""
+"""Atomic writes under power failures, full disks and concurrent readers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def test_content_is_synced_before_the_rename_and_the_directory_after(
     assert name == (tmp_path, True)
 
 
-def test_directory_is_moved_after_its_content_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_is_moved_after_its_content_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, place = tmp_path / "made", tmp_path / "place"
     paths = [made, made / "a", made / "deeper", made / "deeper" / "b"]
     paths[2].mkdir(parents=True)

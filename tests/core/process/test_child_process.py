@@ -1,4 +1,4 @@
-"""A process that does what it is told, and one that is gone."""
+"""Commands to a child process, and its exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding and ending what carries a mark."""
+"""Finding and terminating processes by their mark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from core.process import processes
 
-# A leader with a child in a process group of its own; both say when they are there. `stubborn` ignores SIGTERM.
+# A leader and a child in a process group of its own; both print when they are ready. `stubborn` ignores SIGTERM.
 _PROGRAM = """
 import signal, subprocess, sys
 if "stubborn" in sys.argv:
@@ -32,7 +32,7 @@ def mark() -> Iterator[str]:
 
 
 def start(mark: str, *arguments: str) -> tuple[subprocess.Popen[str], int]:
-    """The leader, and its child's pid."""
+    """Start a leader; return it and its child's pid."""
     name, _, value = mark.partition("=")
     leader = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, *arguments],
@@ -56,7 +56,7 @@ def test_all_marked_processes_are_found(mark: str) -> None:
 
 
 def test_process_is_found_during_exec(mark: str) -> None:
-    # Its environment can be read a moment after its parent hears that it has been started.
+    # Popen returns a moment before the child's environment is readable.
     name, _, value = mark.partition("=")
     for _ in range(200):
         child = subprocess.Popen(["sleep", "60"], env={**os.environ, name: value})

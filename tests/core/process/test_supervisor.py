@@ -1,4 +1,4 @@
-"""Tasks that are to live as long as their process."""
+"""Restarting and reporting of supervised tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def test_dead_task_is_logged_counted_and_restarted(caplog: pytest.LogCaptu
         if lives == 1:
             raise ValueError("a bug")
         if lives == 2:
-            return  # nor should it end
+            return  # ending without an error counts as a death, too
         goes_on.set()
         await asyncio.Event().wait()
 

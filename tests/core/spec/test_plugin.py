@@ -1,4 +1,4 @@
-"""What an operator may name instead of something of ours: one clear line for every way in which it may be wrong."""
+"""Errors of plugin names: one line for every kind of mistake."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ _MODULES = {
         ("plugin_exits:X", "SystemExit: 3"),
     ],
 )
-def test_invalid_name_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
-) -> None:
+def test_invalid_name_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
     for module, text in _MODULES.items():
         (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as rejected:
         find(name, {"ours": object})
-    assert str(told.value).startswith(f"{name}: ") and reason in str(told.value) and "\n" not in str(told.value)
+    assert (
+        str(rejected.value).startswith(f"{name}: ")
+        and reason in str(rejected.value)
+        and "\n" not in str(rejected.value)
+    )
 
 
 def test_wrong_signature_is_one_line() -> None:

@@ -1,4 +1,4 @@
-"""What a spec refuses because its parts do not fit together: by path, in one line."""
+"""Errors of inconsistent specs: one line that names the path."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_deterministic_is_not_checked_with_other_mistakes() -> None:
 
 @pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("'off'", "off"), ("false", "off")])
 def test_cuda_graphs(text: str, meant: str) -> None:
-    """A bare off is false to YAML."""
+    """YAML reads a bare off as false."""
     assert load_spec("1P1D", overrides=[f"engine.cuda_graphs={text}"]).engine.cuda_graphs == meant
 
 
@@ -67,7 +67,7 @@ def test_tls(text: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("security", "said"),
+    ("security", "expected"),
     [
         ({"tls": "files"}, "spec: security: tls: files needs ca, certificate, key, too"),
         ({"tls": "files", "ca": "a", "key": "k"}, "spec: security: tls: files needs certificate, too"),
@@ -76,10 +76,10 @@ def test_tls(text: str, meant: str) -> None:
         ({"tls": "on"}, "spec: security.tls: input should be 'auto', 'files' or 'off'"),
     ],
 )
-def test_incomplete_security_files_are_rejected(security: dict[str, str], said: str) -> None:
+def test_incomplete_security_files_are_rejected(security: dict[str, str], expected: str) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec({"security": security})
-    assert str(rejected.value).startswith(said)
+    assert str(rejected.value).startswith(expected)
 
 
 @pytest.mark.parametrize(("running", "tokens"), [(512, 512), (600, 512), (16, 16)])
@@ -91,7 +91,9 @@ def test_max_running_must_be_below_max_batch_tokens(running: int, tokens: int) -
     assert (
         parse_spec({"decode": {"max_running": running, "max_batch_tokens": running + 1}}).decode.max_running == running
     )
-    assert parse_spec({"prefill": {"max_running": running, "max_batch_tokens": tokens}}), "there nothing decodes"
+    assert parse_spec({"prefill": {"max_running": running, "max_batch_tokens": tokens}}), (
+        "prefill replicas do not decode"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_served_model_names(source: str, name: str) -> None:
 
 
 def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later command, a rank, and another host have working directories of their own."""
+    """Later commands, ranks and other hosts have other working directories."""
     monkeypatch.chdir(tmp_path)
     tree = {"model": {"source": "models/small"}, "speculation": {"method": "eagle", "model": "./heads"}}
     spec = parse_spec(tree)
@@ -153,7 +155,7 @@ def test_encrypt_needs_the_tcp_link(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    ("tree", "expected"),
     [
         (
             {"speculation": "auto"},
@@ -166,19 +168,19 @@ def test_encrypt_needs_the_tcp_link(more: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_misplaced_or_scalar_section_gets_a_hint(tree: dict[str, Any], said: str) -> None:
+def test_misplaced_or_scalar_section_gets_a_hint(tree: dict[str, Any], expected: str) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec(tree)
-    assert said in str(rejected.value)
+    assert expected in str(rejected.value)
 
 
 @pytest.mark.parametrize(
-    ("method", "said"), [("eagle3", "(got 'eagle3'); did you mean eagle?"), ("luck", "(got 'luck')")]
+    ("method", "expected"), [("eagle3", "(got 'eagle3'); did you mean eagle?"), ("luck", "(got 'luck')")]
 )
-def test_near_miss_gets_a_suggestion(method: str, said: str) -> None:
+def test_near_miss_gets_a_suggestion(method: str, expected: str) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec({"speculation": {"method": method}})
-    assert str(rejected.value).endswith(said)
+    assert str(rejected.value).endswith(expected)
 
 
 def test_section_errors_do_not_print_the_section() -> None:

@@ -1,4 +1,4 @@
-"""Traces and the prompts that are made from them."""
+"""Reading of traces, and the prompts synthesized from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: what is kept of them, and what an operator may write."""
+"""Stored API keys, and validation of an operator's input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_registry_round_trips_and_ignores_newer_fields() -> None:
 def test_names_are_unique_until_revoked() -> None:
     key = new_key("a", "x")
     book = KeyRegistry().with_key(key)
-    assert book.with_key(key) == book == KeyRegistry(version=1, keys=(key,)), "a controller that died was asked again"
+    assert book.with_key(key) == book == KeyRegistry(version=1, keys=(key,)), "a retry after a crash is idempotent"
     with pytest.raises(SpecError, match="a key is called a already"):
         book.with_key(new_key("a", "y"))
     for name in ("a", key.id):
@@ -41,7 +41,7 @@ def test_names_are_unique_until_revoked() -> None:
     with pytest.raises(SpecError, match="no key is called b; there are: a"):
         book.find("b")
     without = book.without(key)
-    assert without.without(key) == without == KeyRegistry(version=2), "and so it is when one is revoked"
+    assert without.without(key) == without == KeyRegistry(version=2), "a repeated revocation is idempotent"
 
 
 def test_default_tenant_is_the_keys_name() -> None:
@@ -49,7 +49,7 @@ def test_default_tenant_is_the_keys_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         ({"name": "a b"}, "NAME 'a b': write 1 to 64 letters"),
         ({"name": "a", "tenant": "x\0y"}, "--tenant"),
@@ -57,8 +57,8 @@ def test_default_tenant_is_the_keys_name() -> None:
         ({"name": "a", "max_tokens": -1}, "--max-tokens -1"),
     ],
 )
-def test_invalid_value_is_one_line(arguments: dict[str, object], says: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(says)):
+def test_invalid_value_is_one_line(arguments: dict[str, object], expected: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(expected)):
         new_key(secret="x", **arguments)
 
 

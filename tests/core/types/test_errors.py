@@ -1,4 +1,4 @@
-"""One tree of errors: all of it in one file, and drawn there."""
+"""The error tree is complete, in one file, and drawn in its docstring."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_every_error_is_in_the_tree() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and name != errors.__name__:
                 bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                assert not bases & (_OURS | {"Exception"}), f"{name}.{node.name} belongs into {errors.__name__}"
+                assert not bases & (_OURS | {"Exception"}), f"{name}.{node.name} must be defined in {errors.__name__}"
 
 
 def test_docstring_shows_the_tree() -> None:
     assert errors.__doc__
-    drawn: list[tuple[int, str]] = []  # (depth, name) of the lines above
+    drawn: list[tuple[int, str]] = []  # (depth, name) of the enclosing lines
     for line in errors.__doc__.splitlines()[2:]:
         name = line.lstrip("│├└─ ").split()[0]
         depth = (len(line) - len(line.lstrip("│├└─ "))) // 4

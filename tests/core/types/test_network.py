@@ -1,4 +1,4 @@
-"""What has no protection of its own stays where nobody else is, unless the operator says otherwise."""
+"""Unprotected links are confined to private networks unless the operator trusts the network."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which replicas may become those of the other pool as they are."""
+"""Conditions under which replicas can switch roles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.spec.schema import PoolSpec
 from core.types.request import Role
 from core.types.role_switch import hindrance, unlike
 
-_ANY: dict[str, Any] = {  # what each field of a pool may differ in, and that it may
+_ANY: dict[str, Any] = {  # pool fields that may differ, with a value other than the default
     "replicas": 3,
     "max_running": 7,
     "max_batch_tokens": 300,
@@ -31,7 +31,7 @@ _NONE: dict[str, Any] = {
 def test_settings_read_at_a_switch_may_differ() -> None:
     assert not hindrance(parse_spec({}))
     assert not hindrance(parse_spec({"prefill": _ANY}))
-    assert _ANY.keys() | _NONE.keys() == PoolSpec.model_fields.keys(), "a new field of pools is one or the other"
+    assert _ANY.keys() | _NONE.keys() == PoolSpec.model_fields.keys(), "classify the new pool field"
 
 
 @pytest.mark.parametrize("field", _NONE)
@@ -48,11 +48,11 @@ def test_expert_parallel_prevents_a_switch() -> None:
 
 
 def test_changed_settings_are_compared_with_those_at_load() -> None:
-    """Whatever has been applied since."""
+    """Later changes of the spec do not affect the replica."""
     old, new = parse_spec({"decode": {"kv_memory_gib": 2.0}}), parse_spec({"decode": {"max_running": 3}})
     assert unlike(new, Role.DECODE, new) == []
     assert unlike(old, Role.DECODE, new) == ["kv_memory_gib"]
-    assert unlike(old, Role.PREFILL, new) == [], "that pool was as both are now"
+    assert unlike(old, Role.PREFILL, new) == [], "the prefill pool of the old spec equals both pools of the new one"
     assert unlike(parse_spec({"engine": {"cuda_graphs": "off"}}), Role.PREFILL, new) == ["engine"]
 
 

@@ -1,4 +1,4 @@
-"""What a request waited for, of states that overlap."""
+"""Critical path of overlapping request phases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _D, _P = "decode-1", "prefill-0"
 
 
 def _life() -> Timeline:
-    """As a prompt goes through two replicas: the wire overlaps what is computed, the decode replica waits for both."""
+    """Timeline of a prompt on two replicas: transfer overlaps computation, and the decode replica waits for both."""
     life = Timeline(began=100.0)
     life.add(RequestPhase.PREPARE, "", 100.0, 100.1)
     life.add(RequestPhase.QUEUE, "", 100.1, 100.3)
@@ -43,10 +43,10 @@ def test_critical_path_is_the_first_of_overlapping_phases() -> None:
         (RequestPhase.DECODE, _D),
     ]
     assert path[0].start_s == 0.0 and path[-1].end_s == pytest.approx(3.0)
-    assert sum(span.end_s - span.start_s for span in path) == pytest.approx(3.0), "no moment twice, and none left out"
+    assert sum(span.end_s - span.start_s for span in path) == pytest.approx(3.0), "no overlap and no gap"
     shares = {state: sum(one.end_s - one.start_s for one in path if one.state is state) for state in RequestPhase}
     assert shares[RequestPhase.COMPUTE] == pytest.approx(0.2) and shares[RequestPhase.FETCH] == pytest.approx(0.2)
-    assert shares[RequestPhase.WIRE] == pytest.approx(0.1), "what of the wire was not behind the computation"
+    assert shares[RequestPhase.WIRE] == pytest.approx(0.1), "the part of the transfer that computation did not hide"
 
 
 def test_remote_durations_start_no_earlier_than_the_call() -> None:
@@ -68,7 +68,7 @@ def test_chart_of_a_timeline() -> None:
     assert lines[0] == "request r-1: completed after 3000.0 ms, first token after 1000.0 ms"
     rows = {tuple(line.split()[:2]): line.partition("|")[2] for line in lines[2:-1]}
     assert set(rows["decode", _D]) == {" ", "#", "|"} and rows["decode", _D].count("#") == 36
-    assert "-" in rows["wire", _P] and "#" in rows["wire", _P], "first behind the computation, then alone"
+    assert "-" in rows["wire", _P] and "#" in rows["wire", _P], "first hidden by the computation, then critical"
     assert lines[-1].startswith("critical path: prepare 100.0 ms (3%) > queue 200.0 ms (7%)")
     assert lines[-1].endswith(f"decode {_D} 1800.0 ms (60%)")
 

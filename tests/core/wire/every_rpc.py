@@ -1,4 +1,4 @@
-"""Every RPC between the processes of a deployment, taken from proto/: a server of all, and calls."""
+"""Fake server and client for every RPC between a deployment's processes, generated from proto/."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METHODS: dict[str, MethodDescriptor] = {
 
 
 class FakeServices:
-    """Answers every RPC once, and counts those that came so far."""
+    """Services that answer every RPC once and count the calls."""
 
     def __init__(self) -> None:
         self.served: Counter[str] = Counter()
@@ -70,7 +70,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 async def call(channel: Any, name: str, message: Message | None = None) -> grpc.StatusCode:
-    """How one call ends, or that it begins to be answered. Without a message it gets an empty one."""
+    """Make one call and return its status; OK once an answer starts. The default message is empty."""
     method = METHODS[name]
     message = message or GetMessageClass(method.input_type)()
     codec = {
@@ -90,7 +90,7 @@ async def call(channel: Any, name: str, message: Message | None = None) -> grpc.
 
 
 def truthful(name: str, caller: ProcessName, callee: ProcessName) -> Message:
-    """A message that claims what `caller` is."""
+    """Return a first message that matches the certificate of `caller`."""
     handoff = worker.Handoff(replica=caller.group)
     is_own = caller.group == callee.group
     number = int(caller.member) if caller.member.isdecimal() else 0

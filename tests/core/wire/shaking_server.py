@@ -1,4 +1,4 @@
-"""A process that serves as a rank does. Prints its port; ends with its standard input.
+"""gRPC server set up like a rank's. Prints its port; exits at the end of its standard input.
 
 python -m tests.core.wire.shaking_server
 """

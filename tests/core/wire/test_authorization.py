@@ -1,4 +1,4 @@
-"""Who gets an answer from a rank's port, and from whom a caller takes one: by real handshakes and real calls."""
+"""Authorization at a rank's port, and of a rank by its caller, with real handshakes and calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROUTER, _LEADER, _SIBLING = router(), rank("decode-0", 0), rank("decode-0", 2)
 _OTHER_LEADER, _OTHER = rank("prefill-0", 0), rank("prefill-0", 1)
 _EVERYBODY = [_ROUTER, _LEADER, _SIBLING, _OTHER_LEADER, _OTHER]
 
-# Written down once more: whoever changes the table changes this, too.
+# An independent copy of the rules: change both.
 _MAY = {
     "Prefill": [_ROUTER],
     "Generate": [_ROUTER],
@@ -116,7 +116,7 @@ async def test_silent_stream_is_rejected_with_a_reason() -> None:
             with pytest.raises(aio.AioRpcError) as failed:
                 await anext(aiter(silent))
         assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
-        assert failed.value.details() == "nothing came by which to tell whose call this is"
+        assert failed.value.details() == "the call ended before its first message, which names its owner"
         assert not services.served
 
 
@@ -128,16 +128,16 @@ async def test_rpc_without_a_rule_is_rejected() -> None:
     assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-def _pending_peers(address: str) -> dict[str, aio.Channel]:
-    """Each has the network, and lacks a certificate that counts."""
+def _unauthenticated_channels(address: str) -> dict[str, aio.Channel]:
+    """Return channels that can connect, but have no valid certificate."""
     authorities = tls_credentials(_OURS, _ROUTER).certificate.authorities
-    nobody = grpc.ssl_channel_credentials(authorities)
+    anonymous = grpc.ssl_channel_credentials(authorities)
     theirs = tls_credentials(_THEIRS, _ROUTER)
     forged = grpc.ssl_channel_credentials(authorities, theirs.key, theirs.certificate.chain)
     name = [("grpc.ssl_target_name_override", _CALLEE.host)]
     return {
         "in clear": aio.insecure_channel(address),
-        "without a certificate": aio.secure_channel(address, nobody, options=name),
+        "without a certificate": aio.secure_channel(address, anonymous, options=name),
         "of another deployment, alike in name": aio.secure_channel(address, forged, options=name),
         "expired": _channel(address, proven(_OURS, _ROUTER, life_s=-1.0)),
     }
@@ -145,31 +145,31 @@ def _pending_peers(address: str) -> dict[str, aio.Channel]:
 
 async def test_caller_without_our_certificate_is_rejected_by_every_rpc() -> None:
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
-        for who, pending_peer in _pending_peers(address).items():
-            async with pending_peer as channel:
+        for kind, unauthenticated in _unauthenticated_channels(address).items():
+            async with unauthenticated as channel:
                 for name in METHODS:
                     status = await call(channel, name, truthful(name, _ROUTER, _CALLEE))
-                    assert status is grpc.StatusCode.UNAVAILABLE, (who, name)
+                    assert status is grpc.StatusCode.UNAVAILABLE, (kind, name)
         assert not services.served
-        async with _channel(address, proven(_OURS, _ROUTER)) as channel:  # not because nobody does
+        async with _channel(address, proven(_OURS, _ROUTER)) as channel:  # the server itself works
             generate = "/cluster.worker.v1.DecodeWorker/Generate"
             assert await call(channel, generate, truthful(generate, _ROUTER, _CALLEE)) is grpc.StatusCode.OK
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01"], ids=["nothing", "half a word"])
-async def test_connection_without_a_handshake_blocks_nothing(said: bytes) -> None:
-    """By itself gRPC waits for two minutes."""
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a word"])
+async def test_connection_without_a_handshake_blocks_nothing(sent: bytes) -> None:
+    """gRPC's default timeout is two minutes."""
     async with _serving(proven(_OURS, _CALLEE)) as (address, _):
         reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
-        writer.write(said)
+        writer.write(sent)
         with suppress(ConnectionError):
             await asyncio.wait_for(reader.read(), 50)
         writer.close()
 
 
 async def test_other_deployment_of_the_same_authority_is_rejected() -> None:
-    """As with an operator's own, which may serve several deployments."""
+    """An operator's authority may serve several deployments."""
     generate, neighbour = "/cluster.worker.v1.DecodeWorker/Generate", router(deployment="neighbour")
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
         async with _channel(address, proven(_OURS, neighbour)) as channel:
@@ -179,7 +179,7 @@ async def test_other_deployment_of_the_same_authority_is_rejected() -> None:
 
 
 async def test_operators_authority_is_accepted(tmp_path: Path) -> None:
-    """An intermediate one: each process shows it, too, and believes the root alone."""
+    """An intermediate authority: processes present its certificate and trust only the root."""
     root = issue_authority("the operator's root")
     certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
     authority = Authority.from_files(ca=root.write(tmp_path, "root")[0], certificate=certificate, key=key)
@@ -206,7 +206,7 @@ async def test_operators_authority_is_accepted(tmp_path: Path) -> None:
     ids=["another replica", "another rank", "another deployment", "another authority", "expired", "in clear"],
 )
 async def test_caller_accepts_only_the_expected_peer(impostor: Identity) -> None:
-    """Whoever has taken over an address, or stands between, hears no request."""
+    """A process that took over an address, or intercepts connections, gets no request."""
     generate = "/cluster.worker.v1.DecodeWorker/Generate"
     async with _serving(impostor) as (address, services):
         async with _channel(address, proven(_OURS, _ROUTER)) as channel:

@@ -1,4 +1,4 @@
-"""What an error still knows when it comes back from another process."""
+"""Errors that cross a gRPC call keep their class and facts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RefusingServicer(rpc.DecodeWorkerServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         await abort_with(context, self._error)
-        yield  # a generator
+        yield  # makes this function a generator
 
 
 @asynccontextmanager

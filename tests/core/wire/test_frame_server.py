@@ -1,4 +1,4 @@
-"""Both ends of a token stream over real connections: who gets one, and what a peer can do to the others."""
+"""Both ends of the token stream over real connections: authorization, and isolation from misbehaving peers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _S = 20.0
 
 
 class FakeHub(FrameHub):
-    """Sends the frames that it is given, and no others."""
+    """Hub that sends exactly the given frames."""
 
     def __init__(self, *frames: pb.Frame) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class FakeHub(FrameHub):
 
 
 class Following:
-    """A router's end: its frames, one after the other, and then how it ended."""
+    """Router side: its frames one by one, and then its end."""
 
     def __init__(self, address: str, identity: Identity, **options: Any) -> None:
         self._frames: asyncio.Queue[pb.Frame] = asyncio.Queue()
@@ -77,27 +77,27 @@ async def _serving(hub: FrameHub, identity: Identity | None = None, **options: A
 
 
 @asynccontextmanager
-async def _saying(said: bytes) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
-    """A server that says that, whatever it is asked; and what it hears until it is left."""
-    heard = asyncio.StreamReader()
+async def _sending(sent: bytes) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
+    """Run a server that sends `sent` to every client; yield its address and a reader of the bytes that it received."""
+    received = asyncio.StreamReader()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(said)
+        writer.write(sent)
         with suppress(ConnectionError):
             while data := await reader.read(65_536):
-                heard.feed_data(data)
-        heard.feed_eof()
+                received.feed_data(data)
+        received.feed_eof()
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        yield "{}:{}".format(*server.sockets[0].getsockname()), heard
+        yield "{}:{}".format(*server.sockets[0].getsockname()), received
 
 
 @asynccontextmanager
-async def _raw(address: str, *said: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection that says these messages, whatever they are."""
+async def _raw(address: str, *sent: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """Open a connection and send these raw messages."""
     reader, writer = await asyncio.open_connection(*address.split(":"))
-    for message in said:
+    for message in sent:
         writer.write(message)
     try:
         yield reader
@@ -108,7 +108,7 @@ async def _raw(address: str, *said: bytes) -> AsyncIterator[asyncio.StreamReader
 
 
 async def _dropped(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the server ends the connection."""
+    """Return the bytes received until the server closes the connection."""
     with suppress(ConnectionError):
         return await asyncio.wait_for(reader.read(), _S)
     return b""
@@ -148,7 +148,7 @@ async def test_closed_hub_ends_the_stream() -> None:
     async with _serving(FrameHub()) as address:
         following = _follow(address)
         await following.next()
-    with suppress(ReplicaLost):  # or it was closed in order
+    with suppress(ReplicaLost):  # unless it was closed in order
         await following.end()
 
 
@@ -165,8 +165,8 @@ async def test_a_router_that_leaves_is_forgotten_at_once() -> None:
 @on_both_loops
 async def test_only_a_router_of_this_deployment_gets_frames() -> None:
     authority = Authority.create(DEPLOYMENT)
-    strangers = {
-        "is a stranger": proven(authority, router(deployment="neighbour")),
+    rejected_callers = {
+        "is not of this deployment": proven(authority, router(deployment="neighbour")),
         "is a rank of another replica": Identity(_CALLER, tls_credentials(authority, rank("decode-1"))),
         "no connection": proven(Authority.create(DEPLOYMENT), _CALLER),
         "alert|reset|closed": proven(authority, _CALLER, life_s=-1.0),
@@ -174,9 +174,9 @@ async def test_only_a_router_of_this_deployment_gets_frames() -> None:
     }
     hub = FrameHub()
     async with _serving(hub, proven(authority, _CALLEE)) as address:
-        for why, pending_peer in strangers.items():
+        for why, caller in rejected_callers.items():
             with pytest.raises(ReplicaLost, match=f"(?i)decode-0.*({why})"):
-                await _follow(address, pending_peer).end()
+                await _follow(address, caller).end()
         assert not hub.num_frames(_CALLER.router)
         following = _follow(address, proven(authority, _CALLER))
         assert (await following.next()).number == 0
@@ -187,7 +187,7 @@ async def test_a_router_gets_no_frames_of_another() -> None:
     authority = Authority.create(DEPLOYMENT)
     async with _serving(FrameHub(), proven(authority, _CALLEE)) as address:
         liar = Identity(router("router-1"), tls_credentials(authority, _CALLER))
-        with pytest.raises(ReplicaLost, match=r"decode-0: this call is for another than router.router-0 to make"):
+        with pytest.raises(ReplicaLost, match=r"decode-0: router/router-0 may not make this call for another process"):
             await _follow(address, liar).end()
 
 
@@ -207,7 +207,7 @@ async def test_router_accepts_only_the_expected_worker(impostor: Any) -> None:
 
 
 async def test_renewed_certificate_is_used_from_the_next_connection_on() -> None:
-    """Here even the authority is another. Streams that are open go on."""
+    """Even the authority changes. Open streams continue."""
     before, after = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
     hub, server = FrameHub(), proven(before, _CALLEE)
     async with _serving(hub, server) as address:
@@ -262,7 +262,7 @@ async def test_too_many_routers_are_rejected_with_the_reason(monkeypatch: pytest
     async with _serving(FrameHub()) as address:
         first = _follow(address)
         await first.next()
-        with pytest.raises(ReplicaLost, match="decode-0: 1 routers listen already"):
+        with pytest.raises(ReplicaLost, match="decode-0: 1 routers are connected"):
             await _follow(address, in_clear(router("router-1"))).end()
         await first.leave()
 
@@ -311,8 +311,8 @@ async def test_a_malformed_peer_is_dropped_and_disturbs_no_other(what: str, tls:
 async def test_a_peer_that_names_itself_too_late_is_dropped(tls: bool) -> None:
     identity = proven(Authority.create(DEPLOYMENT), _CALLEE) if tls else in_clear(_CALLEE)
     async with _serving(FrameHub(), identity, open_s=0.05) as address:
-        for said in (b"", b"\x00"):
-            async with _raw(address, said) as reader:
+        for sent in (b"", b"\x00"):
+            async with _raw(address, sent) as reader:
                 assert await _dropped(reader) == b""
 
 
@@ -357,7 +357,7 @@ async def test_a_router_that_reads_nothing_gets_larger_frames_slows_no_other_and
         await becomes(lambda: hub.num_frames(_CALLER.router) == 2)
         some = [(stream, SampledToken(1 << 30)) for stream in range(1 << 40, (1 << 40) + 10_000)]
         num_steps = 0
-        while hub.num_frames(_CALLER.router):  # it is dropped, and not waited for
+        while hub.num_frames(_CALLER.router):  # until it is dropped
             hub.publish({_CALLER.router: some, "router-1": [(1, SampledToken(num_steps))]})
             num_steps += 1
             while not (frame := await quick.next()).plain_streams:
@@ -388,15 +388,15 @@ async def test_exception_of_take_ends_the_stream_and_is_raised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("sent", "why"),
     [
         (struct.pack(">I", (64 << 20) + 1), "exceeds the limit"),
         (_coded(b"\xff\xff"), "DecodeError"),
         (_coded(pb.Frame(error="no").SerializeToString()), "decode-0: no"),
     ],
 )
-async def test_a_worker_that_sends_nonsense_is_lost(said: bytes, why: str) -> None:
-    async with _saying(said) as (address, _):
+async def test_a_worker_that_sends_nonsense_is_lost(sent: bytes, why: str) -> None:
+    async with _sending(sent) as (address, _):
         with pytest.raises(ReplicaLost, match=why):
             await _follow(address).end()
 
@@ -405,12 +405,12 @@ async def test_a_router_names_itself_and_sends_keep_alives_until_it_is_cancelled
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("core.wire.frame_client.PING_EVERY_S", 0.01)
-    async with _saying(b"") as (address, heard):
+    async with _sending(b"") as (address, received):
         following = _follow(address)
         expected = _request() + 3 * _coded(b"")
-        assert await asyncio.wait_for(heard.readexactly(len(expected)), _S) == expected
+        assert await asyncio.wait_for(received.readexactly(len(expected)), _S) == expected
         await following.leave()
-        await asyncio.wait_for(heard.read(), _S)
+        await asyncio.wait_for(received.read(), _S)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", "127.0.0.1:70000", 70 * "x" + ".example:1", "a\0b:1"])
@@ -420,7 +420,7 @@ async def test_invalid_address_is_an_error(address: str) -> None:
 
 
 async def test_unreachable_worker_is_an_error() -> None:
-    async with _saying(b"") as (address, _):
+    async with _sending(b"") as (address, _):
         pass
     with pytest.raises(ReplicaLost, match="decode-0: no connection"):
         await _follow(address).end()
@@ -429,10 +429,10 @@ async def test_unreachable_worker_is_an_error() -> None:
 @on_both_loops
 async def test_worker_without_a_handshake_times_out() -> None:
     identity = proven(Authority.create(DEPLOYMENT), _CALLER)
-    async with _saying(b"") as (address, heard):
+    async with _sending(b"") as (address, received):
         with pytest.raises(ReplicaLost, match=r"no connection.*TimeoutError"):
             await _follow(address, identity, connect_s=0.05).end()
-        await asyncio.wait_for(heard.read(), _S)
-    async with _saying(bytes(8)) as (address, _):
+        await asyncio.wait_for(received.read(), _S)
+    async with _sending(bytes(8)) as (address, _):
         with pytest.raises(ReplicaLost, match="no connection"):
             await _follow(address, identity).end()

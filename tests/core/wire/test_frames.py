@@ -1,4 +1,4 @@
-"""What a router gets in a frame: its tokens in order, and as few messages as it can read."""
+"""Frames of a router: its tokens in order, in as few messages as it can read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAST = SampledToken(8, finish_reason=FinishReason.LENGTH)
 
 
 async def _frame(hub: FrameHub, *tokens: tuple[int, SampledToken]) -> pb.Frame:
-    """That has these tokens."""
+    """Return the frame with these tokens, published in one step each."""
     async with aclosing(hub.frames("router-0")) as frames:
         await anext(frames)
         for token in tokens:  # of so many steps
@@ -37,8 +37,8 @@ async def test_order_within_a_stream_is_kept() -> None:
     ]
     frame = await _frame(FrameHub(), *tokens)
     assert list(zip(frame.plain_streams, frame.plain_token_ids, strict=True)) == [(1, 5), (2, 6), (1, 7)]
-    told = [(one.stream, token.token_id, token.finish_reason) for one in frame.streams for token in one.tokens]
-    assert told == [(2, 8, "length"), (1, 9, ""), (1, 8, "length")]
+    rich = [(one.stream, token.token_id, token.finish_reason) for one in frame.streams for token in one.tokens]
+    assert rich == [(2, 8, "length"), (1, 9, ""), (1, 8, "length")]
 
 
 async def test_token_with_details_is_not_plain() -> None:

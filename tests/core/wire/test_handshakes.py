@@ -1,4 +1,4 @@
-"""Strangers who come side by side do not end a process."""
+"""Concurrent handshakes do not crash the server."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
 _AT_A_TIME = 32
-_STRANGERS = 3000  # some hundred were enough
+_CONNECTIONS = 3000  # some hundred crashed it
 
 
 def test_concurrent_aborted_handshakes_do_not_crash_the_server() -> None:
-    """To a rank's port, where a handshake begins with the connection."""
+    """At a rank's port, where a connection starts a handshake."""
     command = [sys.executable, "-m", "tests.core.wire.shaking_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         assert server.stdin and server.stdout
         port = int(server.stdout.readline())
         with ThreadPoolExecutor(_AT_A_TIME) as threads:
-            assert all(threads.map(_come, repeat(port, _STRANGERS)))
+            assert all(threads.map(_connect, repeat(port, _CONNECTIONS)))
         server.stdin.close()
         assert server.wait() == 0
 
 
-def _come(port: int) -> bool:
-    """And go. Whether somebody listened there."""
+def _connect(port: int) -> bool:
+    """Connect and disconnect. Returns False if the connection was refused."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=60).close()
     except ConnectionRefusedError:

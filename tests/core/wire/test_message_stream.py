@@ -1,4 +1,4 @@
-"""The format of token streams: messages come whole and in order, however the bytes are cut."""
+"""Format of token streams: messages arrive complete and in order, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_BYTES = 1000
 
 
 class FakeTransport(asyncio.Transport):
-    """Remembers what is written."""
+    """Transport that records what is written."""
 
     def __init__(self) -> None:
         super().__init__()

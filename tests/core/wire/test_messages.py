@@ -1,4 +1,4 @@
-"""What goes over the wire comes back as it was: every field, and those that may be missing."""
+"""Messages round-trip with every field, set or absent."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_field_but_the_user_is_sent() -> None:
     assert names(Sampling) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
     assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {
         "user",
-        "traceparent",  # in the metadata of a call
+        "traceparent",  # sent as call metadata
     }
 
 
@@ -103,7 +103,7 @@ def test_tokens_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "taken"),
+    ("sent", "taken"),
     [
         ({"steps": 9, "drafts": 3, "unguessed": 2, "drafted": 20, "accepted": 7, "floors": 1.5}, {}),
         ({"steps": 4, "drafts": 9, "unguessed": 9, "drafted": 5}, {"drafts": 4, "unguessed": 0}),
@@ -114,13 +114,13 @@ def test_tokens_round_trip() -> None:
         ({"steps": 2, "floors": float("nan")}, {"floors": 0.0}),
         ({"steps": 2, "floors": float("inf")}, {"floors": 0.0}),
         ({"steps": 2, "floors": -1.0}, {"floors": 0.0}),
-        ({"steps": 2, "floors": 3.0}, {}),  # nothing could pay
+        ({"steps": 2, "floors": 3.0}, {}),  # no draft could pay off
         ({"steps": 2, "floors": 1e300}, {"floors": 2000.0}),
         ({"drafted": 5, "accepted": 5}, {"drafted": 0, "accepted": 0}),
     ],
 )
-def test_implausible_draft_tally_is_clamped(told: dict[str, Any], taken: dict[str, Any]) -> None:
-    """And the token is the client's all the same."""
-    message = pb.SampledToken(token_id=3, drafts=pb.DraftTally(**told))
+def test_implausible_draft_tally_is_clamped(sent: dict[str, Any], taken: dict[str, Any]) -> None:
+    """The client still gets the token."""
+    message = pb.SampledToken(token_id=3, drafts=pb.DraftTally(**sent))
     (token,) = messages.tokens_from_proto([message])
-    assert token == SampledToken(token_id=3, drafts=DraftTally(**(told | taken)))
+    assert token == SampledToken(token_id=3, drafts=DraftTally(**(sent | taken)))

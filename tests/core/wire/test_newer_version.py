@@ -1,4 +1,4 @@
-"""What a newer version adds, at every level of every message and record, changes nothing of what we read."""
+"""Fields added by a newer version, at any level of messages and records, do not change what is read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_SINT32: st.integers(-(2**31), 2**31 - 1),
 }
-# As protobuf writes them: field 10,000, a number; field 10,001, four bytes; field 10,002, a message with a field.
+# Encoded by protobuf: field 10,000 (varint), field 10,001 (four bytes), field 10,002 (a message with one field).
 _UNKNOWN = bytes.fromhex("80f10407" "8af10404deadbeef" "92f104020801")  # fmt: skip
 
 
@@ -50,12 +50,12 @@ def _status(message: Any) -> object:
 
 
 def _known(message: Any) -> object:
-    """Of what is only looked at, field by field."""
+    """Return a message's known fields, for messages without a reader."""
     message.DiscardUnknownFields()
     return message
 
 
-# How those are read that become something of ours. All must give the same with and without more fields.
+# Readers of messages that become dataclasses. Each must give the same result with and without unknown fields.
 _READERS: dict[str, Callable[[Any], object]] = {
     "Sequence": messages.sequence_from_proto,
     "Handoff": messages.handoff_from_proto,
@@ -77,7 +77,7 @@ def test_unknown_message_fields_are_ignored_at_every_level(kind: type[Message], 
     for message in list(_levels(newer)):
         message.MergeFromString(_UNKNOWN)
     newer = kind.FromString(newer.SerializeToString())
-    assert newer.ByteSize() > sent.ByteSize(), "they are there"
+    assert newer.ByteSize() > sent.ByteSize(), "the unknown fields are missing"
     read = _READERS.get(kind.DESCRIPTOR.name, _known)
     assert _outcome(read, newer) == _outcome(read, sent)
 
@@ -94,7 +94,7 @@ def test_unknown_record_fields_are_ignored_at_every_level() -> None:
 
 
 def _filled(kind: Descriptor) -> st.SearchStrategy[Message]:
-    """With anything in any of its fields, and in those of the messages in them."""
+    """Messages of a kind, with arbitrary fields at every level."""
 
     @st.composite
     def fill(draw: st.DrawFn) -> Message:
@@ -122,7 +122,7 @@ def _fill_in(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
 
 
 def _levels(message: Message) -> Iterator[Message]:
-    """The message, and those in it that are there."""
+    """Yield the message and all its nested messages."""
     yield message
     for field, value in message.ListFields():
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:

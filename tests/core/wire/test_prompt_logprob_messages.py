@@ -1,4 +1,4 @@
-"""What workers say of a prompt's tokens: it travels in parts, and what makes no sense goes no further."""
+"""Prompt log-probabilities round-trip in parts, and invalid ones are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.wire.prompt_logprob_messages import prompt_logprobs_from_proto, prompt
 _VOCABULARY = 100
 
 
-def _told(num_tokens: int, num_top: int) -> PromptLogprobs:
+def _logprobs(num_tokens: int, num_top: int) -> PromptLogprobs:
     draw = np.random.default_rng(num_tokens)
     return PromptLogprobs.of(
         -draw.random(num_tokens, np.float32),
@@ -25,15 +25,15 @@ def _told(num_tokens: int, num_top: int) -> PromptLogprobs:
 
 @pytest.mark.parametrize(("num_tokens", "num_top"), [(0, 2), (1, 0), (40_000, 0), (9000, 20)])
 def test_round_trip_in_messages_of_bounded_size(num_tokens: int, num_top: int) -> None:
-    told = _told(num_tokens, num_top)
-    messages = [message.SerializeToString() for message in prompt_logprobs_to_proto(told)]
+    sent = _logprobs(num_tokens, num_top)
+    messages = [message.SerializeToString() for message in prompt_logprobs_to_proto(sent)]
     assert all(len(message) < 1 << 20 for message in messages) and bool(messages) == bool(num_tokens)
     parts = [
         prompt_logprobs_from_proto(pb.PromptLogprobs.FromString(message), num_top=num_top, vocab_size=_VOCABULARY)
         for message in messages
     ]
     whole = PromptLogprobs.joined(parts, num_top=num_top)
-    for ours, theirs in zip(whole.columns, told.columns, strict=True):
+    for ours, theirs in zip(whole.columns, sent.columns, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

@@ -1,4 +1,4 @@
-"""Certificates are renewed while streams are open, and nobody notices."""
+"""Certificates are renewed without interrupting streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REQUEST = pb.GenerateRequest(router=_CALLER.router)
 
 
 class CountingServicer(rpc.DecodeWorkerServicer):
-    """Sends an event whenever it is told to, and remembers by which certificate each call came."""
+    """Servicer that sends an event on demand and records the certificate of each call."""
 
     def __init__(self) -> None:
         self.go = asyncio.Semaphore(0)
@@ -88,13 +88,13 @@ async def test_stream_survives_renewals_of_both_ends() -> None:
                 assert await _number(servicer, events) == turn
                 assert client.tls_credentials
                 assert servicer.certificates[-1] == client.tls_credentials.certificate.chain.strip(), (
-                    "the new one is not shown"
+                    "the call uses the old certificate"
                 )
             assert len(set(servicer.certificates)) == 4
 
 
 async def test_renewed_server_uses_its_new_certificate_and_roots() -> None:
-    """Here even the authority is another: no caller of before can connect any more, and those of after can."""
+    """The authority changes, too: callers of the old one cannot connect any more, callers of the new one can."""
     before, after = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
     server = proven(before, _CALLEE)
     async with _serving(server) as (address, servicer):
@@ -105,7 +105,7 @@ async def test_renewed_server_uses_its_new_certificate_and_roots() -> None:
             for authority, status in ((before, grpc.StatusCode.UNAVAILABLE), (after, grpc.StatusCode.OK)):
                 async with open_channel(address, peer=_CALLEE, identity=proven(authority, _CALLER)) as another:
                     assert await _status(another) is status
-            assert await _number(servicer, events) == 1, "who is connected stays so"
+            assert await _number(servicer, events) == 1, "the open stream continues"
 
 
 async def test_old_connection_closes_with_its_last_call() -> None:
@@ -126,7 +126,7 @@ async def test_old_connection_closes_with_its_last_call() -> None:
             assert not events.done()
             events.cancel()
             await becomes(lambda: opened[0].get_state() is grpc.ChannelConnectivity.SHUTDOWN)
-            client.renew(tls_credentials(authority, _CALLER))  # nothing is under way: then the old one ends at once
+            client.renew(tls_credentials(authority, _CALLER))  # without running calls the old connection closes at once
             assert await _status(channel) is grpc.StatusCode.OK
             await becomes(lambda: opened[1].get_state() is grpc.ChannelConnectivity.SHUTDOWN)
             assert len(opened) == 3 and opened[2].get_state() is grpc.ChannelConnectivity.READY

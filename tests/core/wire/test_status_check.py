@@ -1,4 +1,4 @@
-"""A replica that has learnt nonsense, or tells it, does not decide where requests go."""
+"""Implausible metrics of a replica do not affect routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From whatever thread brings them about to the call that waits."""
+"""Events from any thread reach the waiting call in order."""
 
 from __future__ import annotations
 
