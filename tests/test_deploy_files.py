@@ -1,4 +1,4 @@
-"""What is in deploy/ is what Ray, KubeRay and our own spec accept, and the labels on both sides are the same."""
+"""Files in deploy/ are valid for Ray, KubeRay and our own spec, and their labels match."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_gpu_topology_fits_the_nodes_of_both_clusters() -> None:
 
 
 def strict(schema: Any) -> Any:
-    """With no room for keys that are not in it: Kubernetes would drop them without a word."""
+    """Return the schema without room for unknown keys, which Kubernetes would silently drop."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -166,7 +166,7 @@ def test_the_spec_for_kubernetes_is_accepted_as_its_readme_makes_it(
     check_network(spec, [Node(id="a", name="a", ip="100.64.0.7", total={}, available={})])  # no private network
     plain = load_spec(str(DEPLOY / "topologies" / "2P4D-h200.yaml"))
     ours = {"index": spec.index, "kv": plain.kv.model_copy(update={"trust_network": True})}
-    assert spec == plain.model_copy(update=ours), "nothing else has changed"
+    assert spec == plain.model_copy(update=ours), "another key has changed"
 
 
 def test_state_directory_outlives_the_heads_pod(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_state_directory_outlives_the_heads_pod(monkeypatch: pytest.MonkeyPatch)
     claims = {thing["metadata"]["name"] for thing in KUBERAY if thing["kind"] == "PersistentVolumeClaim"}
     assert claim["persistentVolumeClaim"]["claimName"] in claims
     for group in cluster["spec"]["workerGroupSpecs"]:
-        assert claim not in group["template"]["spec"]["volumes"], "one node at a time has it"
+        assert claim not in group["template"]["spec"]["volumes"], "the volume can be mounted on one node only"
 
 
 def test_every_volume_is_mounted() -> None:

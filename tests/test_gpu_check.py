@@ -1,4 +1,4 @@
-"""`make gpu-check`, rehearsed without a GPU: every part says something, and nothing that goes wrong is lost."""
+"""Rehearsal of `make gpu-check` without a GPU: every part reports, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_part_whose_tests_were_all_skipped_has_not_passed(tmp_path: Path) -> N
     ids=range(8),
 )
 def test_malformed_rows_are_ignored(line: str, tmp_path: Path) -> None:
-    """What libraries print, or a part that is broken."""
+    """Output of libraries, or of a broken part."""
     good = '{"name": "x", "value": 1}'
     report = Report(tmp_path)
     report.part("a part", _program(tmp_path, f"print({line!r})\nprint({good!r})"))
@@ -225,7 +225,7 @@ def test_earlier_and_partial_results_are_ignored(tmp_path: Path) -> None:
 
 
 def test_processes_left_by_a_part_are_not_waited_for(tmp_path: Path) -> None:
-    """With its output, and in a session of its own, where no signal to the part's reaches it."""
+    """The process holds the part's output, in a session of its own, where signals to the part's do not reach it."""
     number = tmp_path / "number"
     left = f"""import pathlib, subprocess, sys
 left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

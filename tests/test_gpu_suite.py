@@ -1,4 +1,4 @@
-"""The tests of a GPU run on an image that somebody else has made: with `-m gpu` little is asked of it."""
+"""GPU tests run on a foreign image: `-m gpu` needs few packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_warned_by(module):
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
-    """A suite under our settings, with one file for a GPU and one that cannot be imported here."""
+    """Test suite with our settings: one file for a GPU, and one that cannot be imported here."""
     (tmp_path / "conftest.py").write_text((_ROOT / "tests/conftest.py").read_text())
     (tmp_path / "test_warned.py").write_text(_WARNED)
     (tmp_path / "test_of_more.py").write_text("import what_is_not_there\n")

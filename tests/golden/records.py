@@ -1,4 +1,4 @@
-"""Writing records, and comparing this tree with them."""
+"""Writing of records, and comparison of this tree with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Result:
 
 
 def names() -> list[str]:
-    """All texts, then all groups of tokens."""
+    """Return the names of all texts, then of all groups of tokens."""
     return [*TEXTS, *GROUPS]
 
 
@@ -33,13 +33,13 @@ def record_text(name: str) -> list[str]:
 
 
 def check_text(name: str) -> list[str]:
-    """A diff from the record to this tree, without context: each line is whole in itself."""
+    """Return the diff between the record and this tree. Lines are self-contained, so it has no context."""
     old, new = _text_file(name).read_text().splitlines(), TEXTS[name]().splitlines()
     return list(difflib.unified_diff(old, new, f"recorded {name}", "this tree", lineterm="", n=0))
 
 
 def record_tokens(name: str, directory: Path, redis_url: str) -> list[str]:
-    """Record a group, unless its cases disagree: then return how."""
+    """Record a group. If its cases disagree, write nothing and return the differences."""
     group = GROUPS[name]
     found = run(group, directory, redis_url)
     if wrong := _disagreements(found["cases"], group.within):
@@ -62,7 +62,7 @@ def record_tokens(name: str, directory: Path, redis_url: str) -> list[str]:
 
 
 def check_tokens(name: str, directory: Path, redis_url: str, *, only_quick: bool = False) -> Result:
-    """Compare each case with the first one, and with the record if it is from such a machine."""
+    """Compare each case with the first one, and with the record if it was made on such a machine."""
     group, old = GROUPS[name], json.loads(_tokens_file(name).read_text())
     result = Result()
     gone, new = set(old["cases"]) - set(group.cases), set(group.cases) - set(old["cases"])

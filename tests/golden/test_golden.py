@@ -1,4 +1,4 @@
-"""This tree against the golden records; `python -m tests.golden check` compares every case of them."""
+"""Comparison of this tree with the golden records; `python -m tests.golden check` compares every case."""
 
 from __future__ import annotations
 

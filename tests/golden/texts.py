@@ -1,6 +1,6 @@
-"""Text records of the public surface for clients and operators, sorted: one fact a line.
+"""Text records of the public surface for clients and operators: sorted, one fact per line.
 
-Prose is recorded separately, so that a change of words alone does not hide a change of facts.
+Prose has its own records, so that a rewording does not hide a changed fact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def openapi_prose() -> str:
 
 
 def spec() -> str:
-    """Keys, types, bounds and defaults: the JSON schema, its references followed."""
+    """Keys, types, bounds and defaults: the JSON schema with resolved references."""
     schema = product.Spec.model_json_schema()
     return _lines(_spec_lines("", schema, schema["$defs"]))
 
@@ -46,7 +46,7 @@ def help_texts() -> str:
 
 
 def errors() -> str:
-    """Each class: its base, gRPC status, HTTP status, OpenAI's `type` and `code`, and the exit code of the CLI."""
+    """Each error class: base, gRPC status, HTTP status, OpenAI's `type` and `code`, and the CLI's exit code."""
     rows = []
     for kind in _below(product.errors.ClusterError):
         error = _raised(kind)
@@ -76,7 +76,7 @@ def metrics_prose() -> str:
 
 
 def redis_keys() -> str:
-    """Patterns of keys, from the source: no one module names them all. `NAME` is the deployment's."""
+    """Patterns of Redis keys, collected from the source. `NAME` is the deployment's name."""
     found = set()
     for package in product.PACKAGES:
         for path in (product.ROOT / package).rglob("*.py"):
@@ -105,7 +105,7 @@ def _lines(lines: Any) -> str:
 
 
 def _flat(tree: Any, path: str = "") -> Iterator[str]:
-    """`a.b[0]: value` for every leaf of a JSON document."""
+    """Yield `a.b[0]: value` for every leaf of a JSON document."""
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
             yield from _flat(value, f"{path} > {key}" if path else key)
@@ -178,7 +178,7 @@ def _message_lines(message: Any) -> Iterator[str]:
 
 
 def _commands() -> Iterator[tuple[str, Any, Any]]:
-    """(path, command, context) of every command and group."""
+    """Yield (path, command, context) of every command and group."""
 
     def walk(name: str, command: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
         context = command.context_class(
@@ -223,12 +223,12 @@ def _below(kind: type) -> Iterator[type]:
 def _raised(kind: type) -> BaseException:
     try:
         return kind("")
-    except TypeError:  # it has required arguments, which no exit code depends on
+    except TypeError:  # required arguments, which do not affect exit codes
         return kind.__new__(kind)
 
 
 def _documented_tests(name: str) -> str:
-    """Rows of the document's tables that name tests: the first cell, then the tests."""
+    """Rows of the document's tables that name tests: first cell, then the tests."""
     rows = []
     for line in (product.ROOT / "docs" / name).read_text().splitlines():
         cells = [cell.strip() for cell in _CELL.split(line)[1:-1]]
@@ -238,7 +238,7 @@ def _documented_tests(name: str) -> str:
 
 
 def _tests_of(text: str) -> list[str]:
-    """Code spans that name a test file, or the beginning or end of a test's name."""
+    """Return the code spans that name a test file, or the start or end of a test's name."""
     tests: list[str] = []
     end = 0
     for span in re.finditer(r"`([^`]+)`", text):

@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Group:
-    """Requests whose answers are equal in every case."""
+    """Requests whose answers must be equal in every case."""
 
     name: str
     model: Callable[[Path], Path]
@@ -53,16 +53,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Setting:
-    """One group on this machine."""
+    """Environment of one group on this machine."""
 
-    directory: Path  # of all models
+    directory: Path  # parent of all models
     model_dir: Path
     requests: list[Request]
     redis_url: str
 
 
 def processor() -> str:
-    """The kind of this processor, as far as results depend on it."""
+    """Return the processor's kind, as far as it affects results."""
     path = Path("/proc/cpuinfo")
     words = set(path.read_text().split()) if path.exists() else set()
     found = [flag for flag in _FLAGS if flag in words]
@@ -71,7 +71,7 @@ def processor() -> str:
 
 
 def weights_of(model_dir: Path) -> str:
-    """A digest of the weights: random ones depend on the versions of torch and transformers."""
+    """Return a digest of the weights: random ones depend on the versions of torch and transformers."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted((*model_dir.glob("*.safetensors"), *model_dir.glob("*.gguf"))):
         with path.open("rb") as file:
@@ -81,7 +81,7 @@ def weights_of(model_dir: Path) -> str:
 
 
 def run(group: Group, directory: Path, redis_url: str, *, only_quick: bool = False) -> dict[str, Any]:
-    """Answers of every case."""
+    """Return the answers of every case."""
     torch.set_num_threads(1)
     model_dir = group.model(directory)
     setting = Setting(directory, model_dir, group.requests(model_dir), redis_url)
@@ -90,7 +90,7 @@ def run(group: Group, directory: Path, redis_url: str, *, only_quick: bool = Fal
 
 
 def differences(expected: list[dict[str, str]], found: list[dict[str, str]], *, within: float) -> list[str]:
-    """Lines that say where `found` differs, at the first token of each request."""
+    """Return lines that describe the first difference of each request."""
     wrong = [] if len(expected) == len(found) else [f"{len(found)} answers, expected {len(expected)}"]
     for old, new in zip(expected, found, strict=False):
         for key in sorted((old.keys() | new.keys()) - {"request"}):
@@ -104,7 +104,7 @@ def differences(expected: list[dict[str, str]], found: list[dict[str, str]], *, 
 
 
 def _same(old: str, new: str, within: float) -> bool:
-    """Words are ids, or ids with a logprob behind a colon, or logprobs."""
+    """Compare words: token ids, ids with a logprob after a colon, or logprobs."""
     old_id, _, old_value = old.rpartition(":")
     new_id, _, new_value = new.rpartition(":")
     if "." not in old_value:
@@ -116,7 +116,7 @@ def _same(old: str, new: str, within: float) -> bool:
 
 
 def engine(**config: Any) -> Callable[[Setting], list[dict[str, str]]]:
-    """The engine alone, one rank."""
+    """Case of the engine alone, one rank."""
 
     def case(setting: Setting) -> list[dict[str, str]]:
         runner = product.ModelRunner(
@@ -262,7 +262,7 @@ def _mtp(directory: Path) -> Path:
 
 
 def _drafts(setting: Setting, method: str) -> str | None:
-    """The draft model or heads of a method."""
+    """Return the draft model or heads of a method."""
     place = setting.directory / f"{method}-of-{setting.model_dir.name}"
     writes = {"medusa": product.write_medusa, "eagle": product.write_eagle, "eagle1": product.write_eagle1}
     if method in ("draft", "auto"):
@@ -276,7 +276,7 @@ def _drafts(setting: Setting, method: str) -> str | None:
 
 
 def _two_kinds(*lengths: int) -> Callable[[Path], list[Request]]:
-    """Prompts of these lengths: plain greedy and seeded in turns."""
+    """Prompts of these lengths, greedy and seeded in turn."""
     kinds = {"greedy": _GREEDY, "seeded": _SEEDED}
     names = [list(kinds)[i % 2] for i in range(len(lengths))]
     return lambda _: [
@@ -396,7 +396,7 @@ def _families() -> list[Group]:
 
 
 def _with_repeats(model_dir: Path) -> list[Request]:
-    """Of three tokens alone, an answer repeats itself: then n-grams are found."""
+    """Prompts of only three different tokens: their answers repeat, so that n-grams are found."""
     few = Sampling(max_tokens=24, seed=3, token_rules=product.TokenRules(allowed_token_ids=(5, 6, 7)))
     return [*_two_kinds(20, 33, 47, 18)(model_dir), Request("three tokens alone", product.prompts(25)[0], few)]
 

@@ -1,8 +1,8 @@
-"""Answers that cannot end before a test lets them: they run when something happens, on any machine.
+"""Answers that cannot end before a test allows it, which makes tests independent of the machine's speed.
 
 under = Ceiling(20)
 under.arm(monkeypatch.setattr)      # decode replicas in this process; others: `LocalCluster.add(…, ceiling=…)`
-…                                   # every answer stands still at 20 tokens; its replica goes on with all else
+…                                   # every answer stops at 20 tokens; its replica keeps serving everything else
 under.lift()
 """
 
@@ -21,20 +21,20 @@ from worker.step_loop import StepLoop
 
 
 class Ceiling:
-    """No sequence decodes beyond `num_tokens` of its answer until `lift`. What stands there may be moved, copied,
-    stopped, and killed; it never is too near its end to be worth a move."""
+    """Limit that stops decoding at `num_tokens` of an answer until `lift`. Stopped sequences can be moved, copied,
+    aborted and killed, and are never too near their end to be worth a move."""
 
     def __init__(self, num_tokens: int, *, lifted: threading.Event | Event | None = None) -> None:
-        """lifted: one that other processes share, where they are to arm this."""
+        """lifted: event shared with other processes that arm this ceiling."""
         self._num_tokens = num_tokens
         self._lifted = lifted or threading.Event()
 
     def lift(self) -> None:
-        """For good."""
+        """Remove the limit for good."""
         self._lifted.set()
 
     def arm(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
-        """In this process; `replace` puts a function in another's place."""
+        """Install the limit in this process. replace: sets an attribute, such as monkeypatch.setattr."""
         make_room = Decoding.make_room
 
         def make_room_below(decoding: Decoding) -> NextTokens:
@@ -47,10 +47,10 @@ class Ceiling:
 
     def _holds(self, sequence: Sequence) -> bool:
         if self._lifted.is_set() or threading.current_thread() is threading.main_thread():
-            return False  # what the test itself generates, as a reference
+            return False  # reference answers that the test itself generates
         return sequence.num_generated >= self._num_tokens
 
 
 def _eager_loop(**arguments: Any) -> StepLoop:
-    """Looks again soon where there was nothing to do: what stands still goes on at once when it may."""
+    """Return a step loop that polls when idle, so that stopped sequences continue at once after `lift`."""
     return StepLoop(**(arguments | {"idle_s": 0.01}))

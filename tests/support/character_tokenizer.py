@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are the printable characters of ASCII, for models whose words mean nothing."""
+"""Tokenizer whose tokens are the printable ASCII characters, for models with random weights."""
 
 from __future__ import annotations
 

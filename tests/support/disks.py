@@ -1,4 +1,4 @@
-"""Disks on which there is no room, and those that note what has reached them."""
+"""Fake disks: a full one, and one that records what is synced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as `monkeypatch` lasts: only when it is told to write does a filesystem find that it has no room."""
+    """Make fsync fail with ENOSPC while `monkeypatch` lasts: filesystems may detect a full disk only then."""
 
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -19,7 +19,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeDisk:
-    """Notes what is synced, and whether anything was called `renamed` by then."""
+    """Disk that records each synced path, and whether `renamed` existed by then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, renamed: Path) -> None:
         self._renamed = renamed

@@ -1,5 +1,5 @@
-"""Drafts before every step, whatever they cost and however seldom they are right: without this, heads with random
-weights are soon not asked any more.
+"""Drafts before every step, whatever their cost and acceptance rate. Otherwise heads with random weights are soon
+disabled.
 
 await cluster.add(Role.DECODE, prepare=draft_always)    # where ranks have processes of their own
 """
@@ -17,7 +17,7 @@ from engine.timing.pace import Pace
 
 
 class AskedAlways:
-    """Implements Proposer by who computes drafts, for every row of every step."""
+    """Proposer that drafts for every row of every step."""
 
     def __init__(self, computing: Computing) -> None:
         self._computing = computing
@@ -31,7 +31,7 @@ class AskedAlways:
 
 
 def draft_always() -> None:
-    """In this process, for all that is made from now on."""
+    """Install the proposer in this process for all engines created later."""
     of_method = Speculation.of
 
     def of(method: str, *, computing: Mapping[str, Computing], max_tokens: int, vocab_size: int, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tests of what must hold on either event loop: asyncio's own, and uvloop, on which Ray runs a router."""
+"""Tests that must pass on both event loops: asyncio's own, and uvloop, which Ray uses for routers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import uvloop
 
 
 def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test once on each. It takes no async fixtures."""
+    """Run an async test once on each event loop. It cannot use async fixtures."""
 
     @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
     @wraps(test)

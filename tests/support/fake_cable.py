@@ -1,4 +1,4 @@
-"""A cable between clients of a server on this machine and that server, which can be pulled out, or fall silent."""
+"""Proxy between clients and a server on this machine that can disconnect or drop all data silently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class FakeCable:
-    """Clients connect to `port` of loopback."""
+    """Proxy for clients that connect to `port` on loopback."""
 
     def __init__(self, to_port: int) -> None:
         self._to_port = to_port
@@ -24,11 +24,11 @@ class FakeCable:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def fall_silent(self) -> None:
-        """Nobody is told."""
+        """Drop all data without closing the connections."""
         self._carries.clear()
 
     def pull_out(self) -> None:
-        """Both sides are told, and nobody connects any more."""
+        """Close all connections and stop listening."""
         self._server.close()
         for writer in self._writers:
             writer.transport.abort()

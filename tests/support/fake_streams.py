@@ -1,18 +1,17 @@
-"""A device on which nothing is in order but what somebody has put in order: a model of streams, marks and memory.
+"""Model of a device with unordered streams, events and memory, which detects races.
 
-It stands behind `engine.runner.streams.streams_of` for a device that is really a CPU. Everything is done when it is
-called, so numbers are right; but each read and write of memory is booked under the stream on which it was started, with
-what that stream comes behind: a vector clock (Mattern 1988; as in FastTrack, Flanagan and Freund 2009). Two accesses to
-one byte, one of them a write, of which neither comes behind the other, are a race, however late or early the device
-would be.
+It replaces `engine.runner.streams.streams_of` for a device that is really a CPU. Operations run when they are called,
+so results are correct. Each read and write of memory is recorded under its stream with a vector clock (Mattern 1988; as in
+FastTrack, Flanagan and Freund 2009). Two accesses to one byte, at least one of them a write, are a race unless one is
+ordered before the other, whatever the device's timing.
 
-    a stream   comes behind all that was started there before, what it was held up for, and what the host had waited for
-               when the work was started
-    the host   comes behind what it has waited for; its threads count as one, in the order in which they came
-    memory     that is let go is written to by the stream on which it was made, as torch's allocator may
+    a stream   is ordered after its earlier operations, the events it waited for, and everything that the host had
+               waited for when the operation was launched
+    the host   is ordered after everything it has waited for; its threads count as one, in the order of their calls
+    memory     is written by its stream when it is freed, as torch's allocator may reuse it
 
-Operations are seen by torch's dispatcher, on threads that are `watched`; indices are looked up, so that two blocks of a
-pool are two things. Of what numpy does with memory of the host it is seen that it looks there.
+Torch's dispatcher reports operations of `watched` threads. Indices are resolved, so two blocks of a pool are separate.
+Accesses by numpy are recorded as reads by the host.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Clock = Counter[str]  # of each stream, how many of its operations come before
+Clock = Counter[str]  # stream -> number of its operations that are ordered before
 HOST = "host"
 _WAITS = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default")
 _AT_INDICES = ("aten.index.Tensor", "aten.index_put_.default", "aten.index_put.default")
@@ -38,13 +37,13 @@ _AT_ROWS = ("aten.index_select.default", "aten.index_copy_.default")
 
 
 class FakeStreams:
-    """Implements engine.runner.streams.Streams. Races are collected, not raised: threads have edges that would catch
-    them."""
+    """Implementation of engine.runner.streams.Streams. Races are collected instead of raised, because threads may catch
+    exceptions."""
 
     is_at_once = False
 
     def __init__(self, *, num_streams: int | None = None) -> None:
-        """num_streams: lanes share so many, in turn, as torch's streams do; None: each has its own."""
+        """num_streams: number of streams that lanes share in turn, as with torch's streams; None: one per lane."""
         self.races: list[str] = []
         self._num_streams = num_streams
         self._num_lanes = 0
@@ -57,7 +56,7 @@ class FakeStreams:
     def streams_of(self, device: torch.device) -> FakeStreams:
         return self
 
-    # As engine.runner.streams.Streams says.
+    # Interface of engine.runner.streams.Streams.
 
     def mark(self) -> FakeEvent:
         with self._lock:
@@ -103,16 +102,16 @@ class FakeStreams:
         with self._unseen():
             target.copy_(source)
 
-    # For tests.
+    # Interface for tests.
 
     @property
     def current(self) -> str:
-        """The calling thread's stream."""
+        """Stream of the calling thread."""
         return getattr(self._own, "stream", "compute")
 
     @contextmanager
     def watched(self, stream: str) -> Iterator[None]:
-        """Inside, the calling thread works on this stream, and is seen."""
+        """Record the calling thread's operations under this stream."""
         before, self._own.stream = self.current, stream
         is_seen = getattr(self._own, "is_seen", False)
         try:
@@ -126,7 +125,7 @@ class FakeStreams:
             self._own.stream, self._own.is_seen = before, is_seen
 
     def clock(self, stream: str) -> Clock:
-        """What a stream's next operation comes behind, started by the host as it is now."""
+        """Return the clock of the next operation on a stream if the host launched it now."""
         with self._lock:
             clock = self._clocks.setdefault(stream, Counter())
             clock |= self._clocks[HOST]
@@ -134,16 +133,16 @@ class FakeStreams:
             return clock
 
     def join(self, stream: str, clock: Clock) -> None:
-        """It comes behind that from now on."""
+        """Order the stream's later operations after `clock`."""
         with self._lock:
             self._clocks[stream] = self.clock(stream) | clock
 
     def launch(self, what: str, *, reads: list[Tensor] = [], writes: list[Tensor] = []) -> None:  # noqa: B006
-        """Book something on the calling thread's stream."""
+        """Record an operation on the calling thread's stream."""
         self._book(self.current, what, reads, writes)
 
     def looked_at(self, memory: Tensor) -> None:
-        """By the host, if the memory is its own."""
+        """Record a read by the host if the memory is host memory."""
         if getattr(self._own, "is_unseen", False):
             return
         with self._lock:
@@ -151,13 +150,13 @@ class FakeStreams:
                 self._book(HOST, "numpy", [memory], [])
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Book an operation of torch."""
+        """Record an operation of torch."""
         if getattr(self._own, "is_unseen", False):
             return
         with self._lock:
             reads, writes = _accesses(func, args, kwargs, out)
             touched = [self._memory_of(tensor) for tensor, _ in (*reads, *writes) if tensor.numel()]
-            if not touched or "empty" in str(func):  # memory that is made, and not touched
+            if not touched or "empty" in str(func):  # allocations without an access
                 return
             is_host = all(self._memory_of(tensor).is_host for tensor, _ in reads) and bool(reads)
             stream = HOST if is_host else self.current
@@ -196,7 +195,7 @@ class FakeStreams:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         memory = self._memory.get(address)
-        # Bytes can be given to somebody else before whoever had them is known to be gone: an address is not enough.
+        # An address may be reused before the previous storage is known to be freed, so it is not enough.
         if memory is None or memory.of() is not storage or memory.size < storage.nbytes():
             memory = self._memory[address] = _Memory(storage, self.current)
             weakref.finalize(storage, self._let_go, address, memory)
@@ -206,13 +205,13 @@ class FakeStreams:
         with self._lock:
             if self._memory.get(address) is memory:
                 del self._memory[address]
-            if memory.is_locked:  # not by torch's allocator, which knows of copies under way
+            if memory.is_locked:  # not from torch's allocator, which tracks running copies
                 self._check_over(memory, HOST, "let go")
             elif not memory.is_host:
                 self._check_over(memory, memory.home, "let go")
 
     def _check_over(self, memory: _Memory, stream: str, what: str) -> None:
-        """All that was done with it comes before what this stream, or the host, does next."""
+        """Record a race unless all accesses are ordered before the next operation of this stream or the host."""
         for other in memory.unordered(self.clock(stream), but=stream):
             self.races.append(f"memory of {stream} is {what} while {self._names[other]!r} on {other[0]} uses it")
 
@@ -230,7 +229,7 @@ class FakeEvent:
 
     @property
     def is_over(self) -> bool:
-        """It may be, and who asks then knows."""
+        """Return True and order the host after the event: a poll may succeed at any time."""
         self.wait()
         return True
 
@@ -252,19 +251,19 @@ class FakeLane:
 
 
 class _Memory:
-    """Who has used which byte of one allocation last: numbers of operations, by stream; 0: nobody."""
+    """Last accesses to each byte of one allocation: operation numbers per stream; 0 for none."""
 
     def __init__(self, storage: torch.UntypedStorage, home: str) -> None:
         self.of = weakref.ref(storage)
         self.size = storage.nbytes()
-        self.home = home  # the stream on which it was made
+        self.home = home  # stream of the allocation
         self.is_host = False
-        self.is_locked = False  # by `lock_pages`
+        self.is_locked = False  # page-locked with `lock_pages`
         self._written: dict[str, np.ndarray] = {}
         self._read: dict[str, np.ndarray] = {}
 
     def access(self, cells: Any, stream: str, clock: Clock, *, is_write: bool) -> set[tuple[str, int]]:
-        """Book it. Returns operations that it should come behind, and does not."""
+        """Record an access. Returns the operations that race with it."""
         found = {
             race
             for used in ([self._written, self._read] if is_write else [self._written])
@@ -309,14 +308,14 @@ class _SeenByNumpy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_Access = tuple[Tensor, Any]  # a tensor, and what picks elements of it; None: all
+_Access = tuple[Tensor, Any]  # (tensor, index of the accessed elements; None: all)
 
 
 def _accesses(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[_Access], list[_Access]]:
-    """What an operation of torch reads, and what it writes."""
+    """Return the reads and writes of a torch operation."""
     schema = func._schema
     if any(result.alias_info and not result.alias_info.is_write for result in schema.returns):
-        return [], []  # a view
+        return [], []  # a view does not access memory
     reads: list[_Access] = []
     writes: list[_Access] = []
     for number, argument in enumerate(schema.arguments):
@@ -330,7 +329,7 @@ def _accesses(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[_Access
 
 
 def _picked(func: Any, args: Any, number: int) -> Any:
-    """What the operation picks of its first argument."""
+    """Return the index by which an operation selects from its first argument."""
     if number:
         return None
     if str(func) in _AT_INDICES:
@@ -349,7 +348,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cells(tensor: Tensor, index: Any) -> Any:
-    """The bytes of its storage."""
+    """Return the bytes of its storage."""
     size = tensor.itemsize
     if index is None and tensor.is_contiguous():
         begin = tensor.storage_offset() * size

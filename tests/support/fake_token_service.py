@@ -1,4 +1,4 @@
-"""A token service without a cluster: it says what a script says, and remembers how each request ended."""
+"""Token service without a cluster. It follows a script and records how each request ended."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ Script = Callable[[SequenceRequest, int], Sequence[int]]
 
 
 def echo(request: SequenceRequest, choice: int) -> Sequence[int]:
-    """Says the prompt again, for ever."""
+    """Script that repeats the prompt forever."""
     return request.token_ids
 
 
 @dataclass(kw_only=True)
 class FakeTokenService:
-    """Repeats each choice's script until the request's own rules end it. The choices take turns."""
+    """Token service that repeats each choice's script until the request's own limits end it. Choices take turns."""
 
     script: Script = echo
     max_context: int = 256
-    together: int = 1  # so many tokens of all choices come at once
-    logprobs: Sequence[float] = ()  # of each token of a choice; -0.5 of those that come after
-    reject: Exception | None = None  # on entering
-    hang_after: int | None = None  # tokens of all choices, then silence until `go_on`
-    fail_after: tuple[int, Exception] | None = None  # tokens of all choices, then this error
-    end_after: int | None = None  # tokens of all choices, then a premature end
+    together: int = 1  # tokens per batch, over all choices
+    logprobs: Sequence[float] = ()  # of each token, by choice; further choices have -0.5
+    reject: Exception | None = None  # raised on entering
+    hang_after: int | None = None  # pause after this many tokens of all choices, until `go_on`
+    fail_after: tuple[int, Exception] | None = None  # raise this error after so many tokens of all choices
+    end_after: int | None = None  # end early after this many tokens of all choices
     started: list[SequenceRequest] = field(default_factory=list)
     stopped: list[tuple[str, int]] = field(default_factory=list)
-    num_tokens: int = 0  # given out, of all requests
+    num_tokens: int = 0  # generated, over all requests
     ended: list[tuple[str, type[BaseException] | None]] = field(default_factory=list)
     is_hanging: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
-    has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # none is under way; set when the last one ends
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when the last running request ends
 
     def start(self, request: SequenceRequest) -> FakeGeneration:
         return FakeGeneration(self, request)
@@ -104,12 +104,12 @@ class FakeGeneration:
                     self._open.discard(choice)
                 yield choice, token
             position += 1
-        self.route.blocks_shipped, self.route.wire_bytes = 2, 1000  # told a little after the last token
+        self.route.blocks_shipped, self.route.wire_bytes = 2, 1000  # known shortly after the last token
         assert num_sent <= len(request.choices) * request.sampling.max_tokens
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Token i has log-probability -i, and is the second likeliest behind the one whose id is higher by one."""
+        """Token i has log-probability -i and is second to the token whose id is higher by one."""
         if (num_top := self._request.num_prompt_logprobs) is None:
             return None
         places = np.arange(1, len(self._request.token_ids), dtype=np.float32)
@@ -122,7 +122,7 @@ class FakeGeneration:
         )
 
     async def stop(self, choice: int) -> None:
-        """One more token follows: it was on the wire already."""
+        """Stop a choice after one more token, which counts as in flight."""
         assert choice in self._request.choices
         self._fake.stopped.append((self._request.id, choice))
         self._stopped.add(choice)

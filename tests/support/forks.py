@@ -1,6 +1,6 @@
 """Processes that start in a tenth of a second: forked from a server that has imported what tests' processes need.
 
-Python keeps one such server per process, so that what it imports is said here for all of them.
+Python has one such server per process, so this module lists the imports for all tests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
-_IMPORTED = (  # those that are missing on this machine are left out
+_IMPORTED = (  # packages that are not installed are ignored
     "kvtransfer.links.backends",
     "tests.engine.gang",
     "prefill_worker.actor",
@@ -17,10 +17,10 @@ _IMPORTED = (  # those that are missing on this machine are left out
     "tests.support.rank_in_process",
 )
 
-os.environ["PYTHONPATH"] = os.pathsep.join(  # the server's, which does not look at our sys.path
+os.environ["PYTHONPATH"] = os.pathsep.join(  # for the server, which does not inherit sys.path
     [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
-# Asked otherwise, whether there is a GPU starts CUDA in the server, and what is forked from it could not use CUDA.
+# The default check for a GPU initializes CUDA in the server, and forked processes could not use CUDA.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(list(_IMPORTED))

@@ -1,4 +1,4 @@
-"""JSON schemas, drawn by Hypothesis: the same ones every time."""
+"""Random JSON schemas, drawn by Hypothesis: the same ones in every run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMATS = st.sampled_from(["date", "time", "date-time", "uuid", "ipv4", "ipv6",
 _PATTERNS = st.sampled_from(
     ["^[a-z]{2,5}$", "^(yes|no)$", "[0-9]", "^[A-Z][a-z]+( [A-Z][a-z]+)?$", r"^\+?[0-9 .()-]{3,9}$"]
 )
-_TREE = {  # it leads back to itself, and may end
+_TREE = {  # recursive, with finite instances
     "type": "object",
     "properties": {"leaf": {"type": "integer"}, "left": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]}},
     "required": ["leaf", "left"],
@@ -29,8 +29,8 @@ _TREE = {  # it leads back to itself, and may end
 
 
 def schemas(count: int) -> list[Schema]:
-    """So many. An interpreter of their own draws them: Hypothesis also draws constants of whatever modules are loaded,
-    so that another test beside this one, or a number that was changed anywhere, would bring others."""
+    """Return `count` schemas. A separate interpreter draws them: Hypothesis also draws constants of the loaded modules,
+    so results would depend on other tests and on any changed number."""
     command = [sys.executable, "-m", "tests.support.generated_schemas", str(count)]
     root = Path(__file__).parents[2]
     drawn = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, timeout=300)
@@ -101,7 +101,7 @@ def _any_of(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
 
 @st.composite
 def _all_of(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
-    """Objects whose properties are said in several places."""
+    """Objects whose properties are defined in several subschemas."""
     names = draw(st.lists(_NAMES, min_size=2, max_size=3, unique=True))
     parts = [{"properties": {name: draw(inner)}, "required": [name]} for name in names]
     return {"type": "object", "allOf": parts[1:], **parts[0]}
@@ -113,7 +113,7 @@ def _objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
     required = draw(st.lists(st.sampled_from(sorted(properties)), unique=True))
     others = draw(st.sampled_from(["any", "none", "none", "counted", "named"]))
     more: Schema = {"none": {"additionalProperties": False}}.get(others, {})
-    if others == "counted":  # which llguidance does where none of those that are named may be left out
+    if others == "counted":  # llguidance supports it only if every named property is required
         required, most = sorted(properties), len(properties) + 1
         more = {"additionalProperties": draw(inner), "minProperties": most, "maxProperties": most}
     if others == "named":

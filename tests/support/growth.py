@@ -1,4 +1,4 @@
-"""Whether work grows with what it is given, and no faster, where its steps cannot be counted."""
+"""Growth of a function's cost with its input size, for functions whose steps cannot be counted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 
 def growth(work: Callable[[int], object], size: int) -> float:
-    """How many times as much of this thread's processor time four times the size takes: 4 where it is linear, 16 where
-    it is quadratic. Both in turn, the least of three each, so that a busy machine does not matter."""
+    """Return the ratio of this thread's CPU time at 4 * size and at size: 4 for linear cost, 16 for quadratic.
+
+    Takes the minimum of three alternating runs each, so that a busy machine does not matter.
+    """
     times = [(_cost(work, size), _cost(work, 4 * size)) for _ in range(3)]
     return min(large for _, large in times) / min(small for small, _ in times)
 

@@ -1,4 +1,4 @@
-"""Schemas that are meant to cost much, or are none: what each is, and its text."""
+"""Expensive and invalid schemas: name and text of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-REFUSED, EITHER = True, False  # whether a strict one is refused; the others may be answered, in as little time
+REFUSED, EITHER = True, False  # whether a strict schema is rejected; EITHER: a quick answer is fine, too
 
 
 def hostile_schemas() -> dict[str, tuple[str, bool]]:
@@ -45,7 +45,7 @@ def _wrong() -> Iterator[tuple[str, Any]]:
         ("bounds that exclude each other", {"type": "integer", "minimum": 5, "maximum": 3}),
         ("lengths that do", {"type": "string", "minLength": 5, "maxLength": 3}),
         ("types that do", {"allOf": [{"type": "string"}, {"type": "integer"}]}),
-        ("a keyword that cannot be kept to", {"type": "array", "uniqueItems": True}),
+        ("a keyword that cannot be enforced", {"type": "array", "uniqueItems": True}),
         ("a schema from elsewhere", {"$ref": "http://127.0.0.1:1/schema"}),
         ("a file", {"$ref": "file:///etc/passwd"}),
         ("a reference to nowhere", {"$ref": "#/nowhere"}),
@@ -101,6 +101,6 @@ def _large() -> Iterator[tuple[str, Any]]:
 
 
 def _web(part: Any) -> dict[str, Any]:
-    """Each of 30 definitions refers to the next twice."""
+    """Return 30 definitions, each of which refers to the next one twice."""
     definitions = {f"d{i}": part({"$ref": f"#/$defs/d{i + 1}"}) for i in range(30)}
     return {"$defs": {**definitions, "d30": {"type": "string"}}, "$ref": "#/$defs/d0"}

@@ -1,6 +1,6 @@
 """Two hosts on one machine: this one, and a network namespace at the other end of a cable that can be cut.
 
-Cut means silence: no packet arrives, and nobody is told. It needs root, and the `ip` command.
+A cut drops packets silently. Needs root and the `ip` command.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from tests.support.slow_cable import Slowness, slow_cable
 
 _CLONE_NEWNET = 0x40000000
 _LOCK = Path("/run/lock/xpyd-test-cable")
-_NETWORK, _NEAR, _FAR = "198.18.77.0/30", "198.18.77.1", "198.18.77.2"  # RFC 2544: for tests of networks
+_NETWORK, _NEAR, _FAR = "198.18.77.0/30", "198.18.77.1", "198.18.77.2"  # RFC 2544: reserved for network tests
 
 
 @dataclass(frozen=True)
 class Host:
     address: str
-    network: str = ""  # the namespace; "" is this machine's own
+    network: str = ""  # name of the namespace; empty: this machine's own
 
 
 @dataclass(frozen=True)
 class Cable:
     near: Host
     far: Host
-    interface: str  # the near end
+    interface: str  # at the near end
 
     def cut(self) -> None:
         _ip("link", "set", self.interface, "down")
 
     def mute(self) -> None:
-        """From the far host nothing comes any more. Here the cable is well, and nobody is told."""
+        """Drop everything from the far host. The near interface stays up."""
         _ip("-n", self.far.network, "route", "add", "blackhole", f"{_NEAR}/32")
 
     def mend(self) -> None:
@@ -47,13 +47,13 @@ class Cable:
 
 
 def can_be_made() -> bool:
-    """Whether this process may make network namespaces."""
+    """Return whether this process may create network namespaces."""
     return os.geteuid() == 0 and shutil.which("ip") is not None and _may_unshare()
 
 
 @contextmanager
 def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
-    """One at a time on a machine: the addresses are fixed, and whoever comes second waits."""
+    """Set up a cable. One at a time per machine, because the addresses are fixed; a second caller waits."""
     number = uuid.uuid4().hex[:6]
     network, near, far = f"xpyd-{number}", f"xpn{number}", f"xpf{number}"
     _ip("netns", "add", network)
@@ -71,7 +71,7 @@ def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
         _ip("-n", network, "link", "set", far, "up")
         _ip("-n", network, "link", "set", "lo", "up")
         if slowness:
-            usual = ["proto", "kernel", "scope", "link", "src", _FAR, "congctl", "cubic"]  # with most hosts
+            usual = ["proto", "kernel", "scope", "link", "src", _FAR, "congctl", "cubic"]  # default of most hosts
             _ip("-n", network, "route", "replace", _NETWORK, "dev", far, *usual)
         yield Cable(Host(_NEAR), Host(_FAR, network), near)
     finally:
@@ -81,7 +81,7 @@ def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
 
 
 def enter(network: str) -> None:
-    """Move this process into a namespace, before it has other threads: those that it starts will be there too."""
+    """Move this process into a namespace. Call it before other threads exist; new threads inherit it."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(f"/run/netns/{network}", os.O_RDONLY)
     try:

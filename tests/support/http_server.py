@@ -1,4 +1,4 @@
-"""The HTTP door's listener on a port of its own, in the test's own event loop."""
+"""HTTP listener on a free port, in the test's own event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frontend.http.http_listener import HttpListener
 async def serve_http(
     app: ASGIApp, *, host: str = "127.0.0.1", limits: HttpLimits = HTTP_ENDPOINT, **options: Any
 ) -> AsyncIterator[tuple[str, int]]:
-    """Gives (host, port). options: of HttpListener.open."""
+    """Yield (host, port). options: of HttpListener.open."""
     listener = await HttpListener.open(app, host=host, port=0, limits=limits, **options)
     try:
         yield listener.address

@@ -1,4 +1,4 @@
-"""Who a process is, for tests: with papers of an authority that the test has made, or in clear."""
+"""Process identities for tests: with certificates of a test authority, or in clear text."""
 
 from __future__ import annotations
 

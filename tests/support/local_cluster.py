@@ -1,6 +1,6 @@
-"""A whole disaggregated deployment without Ray: real workers, real links, real Redis, real dispatch.
+"""A complete disaggregated deployment without Ray: real workers, real links, real Redis, real dispatch.
 
-The ranks run in this process or, with `local_cluster(..., processes=True)`, each in one of its own.
+Ranks run in this process or, with `local_cluster(..., processes=True)`, in one process each.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class LocalReplica:
     ranks: list[Any]  # RankProcess or RankInProcess
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to every rank; for ranks in processes."""
+        """Send a signal to every rank; for ranks in their own processes."""
         for rank in self.ranks:
             rank.send(number)
 
     @property
     def has_been_hit(self) -> bool:
-        """A rank has died, or stands still."""
+        """Return whether a rank is dead or stopped."""
         return any(rank.state in ("Z", "X", "T") for rank in self.ranks)
 
     @property
@@ -79,7 +79,7 @@ class LocalReplica:
 
 @dataclass
 class Answer:
-    """What came of one request: tokens per choice, and the way it went."""
+    """Result of one request: tokens per choice, and its route."""
 
     tokens: dict[int, list[SampledToken]]
     route: RequestRoute
@@ -125,7 +125,7 @@ class LocalCluster:
     ) -> LocalReplica:
         """Start one more replica and wait until the router sees it.
 
-        Faults, a ceiling, what they do first, the log, and a host other than this one, are for ranks in processes.
+        Faults, ceiling, prepare, log and a remote host are for ranks in their own processes.
         """
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
@@ -147,12 +147,12 @@ class LocalCluster:
         return replica
 
     def identity(self, name: ProcessName) -> Identity:
-        """Of one process more, which the others take for one of theirs."""
+        """Return the identity of another process that belongs to this cluster."""
         self._identities.append(_identity(self.spec, self.authority, name))
         return self._identities[-1]
 
     def renew(self) -> None:
-        """New certificates for all; for ranks in this process."""
+        """Renew all certificates; for ranks in this process."""
         for identity in self._identities:
             identity.renew(tls_credentials(self.authority, identity.name))
 
@@ -187,27 +187,26 @@ class LocalCluster:
         return Answer(tokens, generation.route, generation.prompt_logprobs)
 
     async def idle(self, *, timeout_s: float = 30.0) -> None:
-        """Wait until every replica that lives has nothing to do and has all its blocks back.
+        """Wait until every live replica is idle and has all its blocks back.
 
-        However slow the machine is, 30 s are less than the time after which a handoff expires: what is free by then was
-        given back, and not only given up.
+        The timeout of 30 s is shorter than the expiry of a handoff, so free blocks were returned and did not expire.
         """
         every = [replica for pool in self.pools.values() for replica in pool]
         await becomes(lambda: all(_is_idle(one) for one in every if one.is_alive), within_s=timeout_s)
 
     async def until(self, condition: Callable[[], Any]) -> None:
-        """Wait until a condition holds that only what is heard of the replicas can bring about. Raises TimeoutError."""
+        """Wait for a condition that changes with the replicas' reports. Raises TimeoutError."""
         while not condition():
             await self.replicas.changed(timeout_s=WITHIN_S)
 
     async def drain(self, replica: LocalReplica) -> None:
-        """Tell a replica to drain, and wait until it has."""
+        """Drain a replica and wait until it is drained."""
         for rank in replica.ranks:
             rank.drain()
         await becomes(lambda: replica.ranks[0].status()["state"] == "drained")
 
     async def switch(self, replica: LocalReplica) -> LocalReplica:
-        """Let a replica become one of the other pool, and wait until the router sees it."""
+        """Switch a replica to the other role and wait until the router sees it."""
         role = other(role_of(replica.id))
         successor = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
@@ -226,7 +225,7 @@ class LocalCluster:
         return successor
 
     def _become(self, rank: Any, role: Role, identity: Identity) -> Any:
-        """The rank that goes on with what this one has loaded; one in a process of its own stays what it is here."""
+        """Return the rank that takes over from `rank`; a rank in its own process keeps its object here."""
         if self.processes:
             rank.become(role, identity)
             return rank
@@ -236,20 +235,20 @@ class LocalCluster:
         return successor
 
     def seen(self, replica: LocalReplica) -> Replica:
-        """As the router sees it."""
+        """Return the router's view of the replica."""
         found = self.replicas.get(replica.id)
         assert found
         return found
 
 
 async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], under: Ceiling) -> Answer:
-    """What stands under the ceiling on the first decode replica moves to a new one, and ends there."""
+    """Migrate the answer stopped at the ceiling from the first decode replica to a new one, and let it end there."""
     task = asyncio.create_task(answering)
     source = cluster.pools[Role.DECODE][0]
     await cluster.until(lambda: cluster.seen(source).status.running)
     target = await cluster.add(Role.DECODE)
     async with beside(cluster.drain(source)):
-        await cluster.until(lambda: cluster.seen(target).status.context_tokens)  # it decodes there
+        await cluster.until(lambda: cluster.seen(target).status.context_tokens)  # decoding on the target
         under.lift()
         answer = await task
     assert answer.route.decode_replica == target.id and answer.route.attempts == 1
@@ -258,7 +257,7 @@ async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], u
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work`, which does not end by itself, until the block ends."""
+    """Run `work`, which does not end by itself, until the block ends."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -274,7 +273,7 @@ def _identity(spec: Spec, authority: Authority, name: ProcessName) -> Identity:
 def _is_idle(replica: LocalReplica) -> bool:
     try:
         status = replica.ranks[0].status()
-    except (OSError, EOFError):  # killed just now, and looked at again when it does not live any more
+    except (OSError, EOFError):  # killed a moment ago; `idle` checks again
         return False
     blocks = status["blocks"]
     return not status["running"] + status["waiting"] and blocks["free"] + blocks["cached"] == blocks["total"]
@@ -290,8 +289,7 @@ async def local_cluster(
     is_alone: bool = True,
     **tree: Any,
 ) -> AsyncIterator[LocalCluster]:
-    """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`. `policy`: another than it names.
-    `is_alone`: what is in Redis is of nobody."""
+    """Deploy the spec `tree` with the model in `model_dir`. policy: overrides the spec's. is_alone: flush Redis."""
     tree.setdefault("model", {}).update(source=str(model_dir))
     spec = parse_spec(tree)
     if is_alone:
@@ -321,7 +319,7 @@ async def local_cluster(
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]
         if processes:
             await asyncio.gather(*starting)
-        else:  # one after another: they share an interpreter
+        else:  # sequentially, because they share an interpreter
             for start in starting:
                 await start
         yield cluster

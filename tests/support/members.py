@@ -1,4 +1,4 @@
-"""What a replica says of itself in Redis, for tests to which most of it does not matter."""
+"""Member records for tests that need only a few of their fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.types.request import Role
 def make_member(
     replica: str = "decode-0", *, address: str = "127.0.0.1:1", frames_address: str = "127.0.0.1:1"
 ) -> Member:
-    """replica: its name, which says its role."""
+    """Make a record. replica: its name, from which the role follows."""
     return Member(
         replica=replica,
         role=Role(replica.partition("-")[0]),

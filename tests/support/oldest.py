@@ -1,4 +1,4 @@
-"""The oldest version whose processes must work beside ours, taken from git, and its processes."""
+"""The oldest version that must interoperate with ours, checked out from git, and its processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from core.identity.credentials import Identity
 from core.types.launch import Launch
 
-# Processes of this commit and of every later one work together: an upgrade may go from any of them, replica by replica.
-# It moves on when WIRE_VERSION does (core/types/wire_version.py), or when nobody runs anything so old any more; then
-# tests/support/oldest_process.py calls things as they are called there.
+# Processes of this and of every later commit interoperate: an upgrade may start from any of them, replica by replica.
+# Update it when WIRE_VERSION changes (core/types/wire_version.py), or when no deployment is that old any more; then
+# adapt tests/support/oldest_process.py to that version's names.
 OLDEST = "57d7b86ad1f43210f4e947b47638a4e615be9e4d"
 
 _ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ _END_S = 10.0
 
 
 def check_out(directory: Path) -> Path:
-    """The tree of OLDEST, in `directory`. Skips the test where there is no git, or not so much of its history."""
+    """Check out the tree of OLDEST into `directory`. Skips the test if git or the commit is missing."""
     try:
         archive = subprocess.run(["git", "archive", OLDEST], cwd=_ROOT, capture_output=True, check=True).stdout
     except FileNotFoundError:
@@ -40,10 +40,10 @@ def check_out(directory: Path) -> Path:
 
 
 class OldestProcess:
-    """A rank or a router that runs what is in `tree`; by `identity`, which says which of them it is."""
+    """Rank or router that runs the code in `tree`, named by `identity`."""
 
     def __init__(self, tree: Path, launch: Launch, identity: Identity, *, log: Path, ceiling: int = 0) -> None:
-        """ceiling: of tests.ceiling, in tokens; 0: none. Returns before it serves: see `start`."""
+        """ceiling: of tests.support.ceiling, in tokens; 0: none. Returns before the process serves: see `start`."""
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_ROOT / "tests" / "support" / "oldest_process.py")],
@@ -59,7 +59,7 @@ class OldestProcess:
         tls_credentials = identity.tls_credentials
         order = {
             "name": identity.name.uri,
-            # Only what was said of it: an older version may not know what a newer one fills in.
+            # Only the keys that were set: an older version may not have newer ones.
             "spec": launch.spec.model_dump(mode="json", exclude_unset=True),
             "index_url": launch.credentials.index_url,
             "secret": launch.credentials.secret.hex(),
@@ -74,13 +74,13 @@ class OldestProcess:
         self.tell(json.dumps(order))
 
     def start(self) -> dict[str, Any]:
-        """Where it serves, as soon as it does. Blocks. Raises RuntimeError with what it has said."""
+        """Wait until the process serves and return its addresses. Raises RuntimeError with its log."""
         assert self._process.stdout
         for line in self._process.stdout:
             if line.startswith("{"):
                 facts: dict[str, Any] = json.loads(line)
                 return facts
-        raise RuntimeError(f"it ended: {self._log.read_text()[-2000:]}")
+        raise RuntimeError(f"the process exited: {self._log.read_text()[-2000:]}")
 
     def tell(self, line: str) -> None:
         assert self._process.stdin
@@ -92,7 +92,7 @@ class OldestProcess:
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """Let it leave in order; one that does not is killed."""
+        """Let the process leave in order; kill it if it does not."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
         try:

@@ -1,8 +1,8 @@
-"""A rank or a router of the oldest version that must work beside ours, as a process of its own: run by that tree.
+"""Process of the oldest version that must interoperate with ours, a rank or a router, run from that version's tree.
 
-Started by tests.oldest, which puts that tree on PYTHONPATH; what is imported here is therefore that version's, and is
-called as it was then. The first line on stdin says what to be, in JSON; the answer is one line of JSON on stdout. Then
-"drain" and "lift" are lines of their own, and the end of stdin is that of the process.
+tests.support.oldest puts that tree on PYTHONPATH, so imports and names here are that version's. The first line on stdin
+is a JSON object that describes the process; the reply is one line of JSON on stdout. Later lines are "drain" and
+"lift". The process ends at the end of stdin.
 """
 
 from __future__ import annotations

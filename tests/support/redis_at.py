@@ -1,4 +1,4 @@
-"""A Redis-protocol server at an address of this machine's, without persistence."""
+"""Redis server at a given address of this machine, without persistence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 @contextmanager
 def redis_at(host: str, directory: Path, *, password: str = "") -> Iterator[str]:
-    """Its URL."""
+    """Start the server and yield its URL."""
     port = free_port(host)
     address = ["--bind", host, "--port", str(port), "--protected-mode", "no"]
     options = [*address, "--save", "", *(["--requirepass", password] if password else [])]

@@ -1,10 +1,10 @@
-"""The suite again and again, in ways that bring out a test which depends on time, on order, or on who comes first.
+"""Repeated runs of the suite that expose tests which depend on time, order or a race.
 
     make test-repeat                        # six runs: as it is, beside a busy core, in random order, each twice
     python tests/support/repeat.py --runs busy random=1234 slow -- tests/e2e -k drain
 
 plain · busy: beside a process that keeps one core busy · random[=SEED]: files and tests in random order · slow: on one
-core, at the lowest priority. Prints a line for each run, its log's name, and how to run again what failed.
+core, at the lowest priority. Prints a line per run with its log's name and the command that repeats the failed tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 _SIX = ["plain", "busy", "random", "plain", "busy", "random"]
-_SPIN = [sys.executable, "-c", "import os; us = os.getppid()\nwhile os.getppid() == us: pass"]  # not longer than we do
+_SPIN = [sys.executable, "-c", "import os; us = os.getppid()\nwhile os.getppid() == us: pass"]  # ends with its parent
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Run:
         return [*before, sys.executable, "-m", "pytest", *order, *options]
 
     def execute(self, options: list[str], log: Path) -> int:
-        """Its exit code; what pytest says goes to `log`."""
+        """Run it with pytest's output in `log`. Returns the exit code."""
         with ExitStack() as stack:
             if self.kind == "busy":
                 busy = stack.enter_context(subprocess.Popen(_SPIN))

@@ -1,6 +1,6 @@
-"""A network that is slow and loses packets, for kernels that have no netem: a process between two network interfaces.
+"""Slow and lossy network for kernels without netem: a process that forwards between two TAP interfaces.
 
-It makes both (TAP), and they go when it ends. Needs root.
+It creates both interfaces, which disappear when it ends. Needs root.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from dataclasses import dataclass
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _FRAME_BYTES = 1 << 16
-_QUEUE_S = 0.5  # what waits longer for its turn is lost, as in a switch
+_QUEUE_S = 0.5  # packets that would queue for longer are dropped, as in a switch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """Of each direction."""
+    """Delay, rate and loss per direction."""
 
     delay_s: float
-    loss: float  # share of the packets
+    loss: float  # fraction of the packets
     bytes_per_s: float
 
 
 @contextmanager
 def slow_cable(near: str, far: str, slowness: Slowness) -> Iterator[None]:
-    """Both interfaces are there, and down."""
+    """Create both interfaces; they are still down."""
     options = [str(slowness.delay_s), str(slowness.loss), str(slowness.bytes_per_s)]
     process = subprocess.Popen([sys.executable, __file__, near, far, *options], stdout=subprocess.PIPE)
     assert process.stdout
     try:
-        assert process.stdout.readline(), "it could not make them"
+        assert process.stdout.readline(), "failed to create the interfaces"
         yield
     finally:
         process.kill()
@@ -49,7 +49,7 @@ def slow_cable(near: str, far: str, slowness: Slowness) -> Iterator[None]:
 
 
 class _Direction:
-    """One direction: a packet's turn comes when those before it are through, its end some time after that."""
+    """One direction: packets are sent one after the other and arrive after a delay."""
 
     def __init__(self, source: int, target: int, slowness: Slowness, seed: int) -> None:
         self.source = source
@@ -64,7 +64,7 @@ class _Direction:
         while True:
             try:
                 frame = os.read(self.source, _FRAME_BYTES)
-            except OSError:  # no more, or the interface is down
+            except OSError:  # no more packets, or the interface is down
                 return
             starts_at = max(now, self._free_at)
             if self._random.random() < self._slowness.loss or starts_at - now > _QUEUE_S:
@@ -74,7 +74,7 @@ class _Direction:
             heapq.heappush(self._under_way, (self._free_at + self._slowness.delay_s, self._number, frame))
 
     def deliver(self, now: float) -> float:
-        """What has arrived; returns when something does next."""
+        """Deliver the packets that are due; return the time of the next one."""
         while self._under_way and self._under_way[0][0] <= now:
             _, _, frame = heapq.heappop(self._under_way)
             try:

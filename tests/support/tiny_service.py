@@ -1,4 +1,4 @@
-"""The service that both doors are given, for a model such as "tiny", over a fake token service."""
+"""Completion service over a fake token service and a tiny model, for tests of the endpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MakeCompletions:
         has_grammars: bool = False,
         tracing: Tracing | None = None,
     ) -> Completions:
-        """chat_template None: the one of the model directory. has_grammars: requests may have some."""
+        """chat_template: None uses that of the model directory. has_grammars: whether requests may have grammars."""
         tokenizer = self._tokenizer
         template = ChatTemplate(chat_template or self._template, special_tokens=tokenizer.special_tokens)
         return Completions(

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two families that exist, trained in a moment, in the shape of a model directory."""
+"""Small trained tokenizers of the two common families, written as model directories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHATML = (
 
 
 def make_byte_level(model_dir: Path) -> Path:
-    """As Llama 3, Qwen and SmolLM2: a token is bytes; special tokens as in ChatML."""
+    """Write a byte-level tokenizer, as in Llama 3, Qwen and SmolLM2, with ChatML's special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def make_byte_level(model_dir: Path) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken("<think> so", special=False, normalized=False)])  # it holds a space, as is
+    tokenizer.add_tokens([AddedToken("<think> so", special=False, normalized=False)])  # an added token with a space
     tokenizer.save(str(model_dir / "tokenizer.json"))
     write_json(
         model_dir / "tokenizer_config.json",
@@ -47,7 +47,7 @@ def make_byte_level(model_dir: Path) -> Path:
 
 
 def make_byte_fallback(model_dir: Path) -> Path:
-    """As Llama 2 and Mistral: a token is text, ▁ is a space, what has no token is spelt <0xNN>, and BOS goes first."""
+    """Write a tokenizer with byte fallback, as in Llama 2 and Mistral: ▁ for a space, <0xNN> for bytes, BOS first."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)

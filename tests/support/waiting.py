@@ -1,7 +1,7 @@
-"""Waiting for what nobody announces: a condition in another process, or on a thread that has no event for it.
+"""Polling for conditions without an event: in another process, or on a thread.
 
-Where there is an event (`Replicas.changed`, a task, a future), wait for that. The deadline ends a test that would hang:
-no test says by it how quick something is.
+Wait for an event (`Replicas.changed`, a task, a future) where there is one. The deadline only ends a test that would
+hang; it is no measure of speed.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ _LOOK_S = 0.01
 
 
 def until(condition: Callable[[], T], *, within_s: float = WITHIN_S, look_s: float = _LOOK_S) -> T:
-    """Block until `condition()` is true, and return it. Raises AssertionError, with what it was last."""
+    """Block until `condition()` is true and return its value. Raises AssertionError with the last value."""
     end_at, pause = time.monotonic() + within_s, threading.Event()
     while not (value := condition()):
-        assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
+        assert time.monotonic() < end_at, f"not true within {within_s:g} s; last value: {value!r}"
         pause.wait(look_s)
     return value
 
 
 async def becomes(condition: Callable[[], T], *, within_s: float = WITHIN_S) -> T:
-    """As `until`, while the event loop goes on."""
+    """Like `until`, without blocking the event loop."""
     end_at = time.monotonic() + within_s
     while not (value := condition()):
-        assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
+        assert time.monotonic() < end_at, f"not true within {within_s:g} s; last value: {value!r}"
         await asyncio.sleep(_LOOK_S)
     return value
 
 
 async def told(ask: Callable[[], Awaitable[T]], *, within_s: float = WITHIN_S) -> T:
-    """As `becomes`, of what has to be asked for."""
+    """Like `becomes`, for an async condition."""
     end_at = time.monotonic() + within_s
     while not (value := await ask()):
-        assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
+        assert time.monotonic() < end_at, f"not true within {within_s:g} s; last value: {value!r}"
         await asyncio.sleep(_LOOK_S)
     return value
 
 
 async def stays(condition: Callable[[], object], *, for_s: float) -> None:
-    """A condition holds whenever it is looked at, for so long. A slow machine looks less often."""
+    """Assert that a condition holds at every poll for `for_s` seconds. A slow machine polls less often."""
     end_at = time.monotonic() + for_s
     while time.monotonic() < end_at:
         assert condition()
