@@ -49,7 +49,7 @@ class Supervisor:
                 error = died
             if this_task and this_task.cancelling():  # libraries may swallow the cancellation
                 return
-            logger.error("restarting task %s: it %s", name, "died" if error else "ended", exc_info=error)
+            logger.error("task %s %s; restarting it", name, "died" if error else "ended", exc_info=error)
             if time.monotonic() - self._began_at[name] > _WELL_S:
                 self._deaths.pop(name, None)
             deaths = self._deaths[name] = self._deaths.get(name, 0) + 1

@@ -1,9 +1,9 @@
 """Model of a device with unordered streams, events and memory, which detects races.
 
 It replaces `engine.runner.streams.streams_of` for a device that is really a CPU. Operations run when they are called,
-so results are correct. Each read and write of memory is recorded under its stream with a vector clock (Mattern 1988; as in
-FastTrack, Flanagan and Freund 2009). Two accesses to one byte, at least one of them a write, are a race unless one is
-ordered before the other, whatever the device's timing.
+so results are correct. Each read and write of memory is recorded under its stream with a vector clock (Mattern 1988; as
+in FastTrack, Flanagan and Freund 2009). Two accesses to one byte, at least one of them a write, are a race unless one
+is ordered before the other, whatever the device's timing.
 
     a stream   is ordered after its earlier operations, the events it waited for, and everything that the host had
                waited for when the operation was launched

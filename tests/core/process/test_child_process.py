@@ -14,7 +14,7 @@ def test_commands_are_answered_in_order_until_the_process_exits() -> None:
         process.tell("add", number=1)
         process.tell("add", number=1)
         assert (process.answer(), process.answer()) == (41, 42)
-        with pytest.raises(ReplicaLost, match="is gone"):
+        with pytest.raises(ReplicaLost, match="has exited"):
             process.ask("leave")
     finally:
         process.close()
