@@ -100,7 +100,7 @@ class GrammarCompiler:
 
     def _understood(self, param: str) -> LLTokenizer:
         if self._tokenizer is None:
-            raise RequestError(f"{param}: this model's tokenizer allows no grammars", param=param)
+            raise RequestError(f"{param}: this model's tokenizer does not support grammars", param=param)
         return self._tokenizer
 
 
@@ -181,7 +181,7 @@ def _exact_text(text: str, options: dict[str, Any]) -> str:
     try:
         schema = exact(json.loads(text), is_lenient=is_lenient)
         if is_endless(schema):
-            raise ValueError("no answer to it ends: it only leads back to itself")
+            raise ValueError("no finite answer satisfies it: it refers only to itself")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(schema, dict):
@@ -207,7 +207,7 @@ def _first_problem(matcher: LLMatcher) -> str:
     if has_any and not probe.is_error():
         return ""
     detail = probe.get_error().partition("\n")[0].replace("NoExtensionBias", "").strip()  # its name for this error
-    return f"no answer keeps to it ({detail or 'nothing fits'})"
+    return f"no answer can satisfy it ({detail or 'nothing fits'})"
 
 
 def _in_one_line(text: str) -> str:

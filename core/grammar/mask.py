@@ -48,7 +48,7 @@ class GrammarMask:
         if self._rebuild and any(error in self.failure for error in _FULL):
             self._matcher, self._num_taken, self.failure = self._rebuild(), 0, ""
             words = self._allowed(tokens, start)
-        self._check(self._cost.is_borne(time.thread_time() - begin), "following it takes too long")
+        self._check(self._cost.is_borne(time.thread_time() - begin), "computing its masks takes too long")
         return words if not self.failure else words * 0
 
     def only(self, tokens: Sequence[int], start: int) -> int | None:
@@ -56,7 +56,7 @@ class GrammarMask:
         begin = time.thread_time()
         found = self._only(tokens, start)
         is_borne = self._cost.is_borne(time.thread_time() - begin, num_masks=int(found is not None))
-        self._check(is_borne, "following it takes too long")
+        self._check(is_borne, "computing its masks takes too long")
         return found if not self.failure else None
 
     def take(self, tokens: Sequence[int], start: int) -> None:
@@ -107,7 +107,7 @@ class GrammarMask:
     def _check(self, is_met: bool, why: str) -> None:
         if not is_met and not self.failure:
             error = self._matcher.get_error().partition("\n")[0]
-            self.failure = f"the grammar cannot be followed any further: {error or why}"
+            self.failure = f"the grammar allows no further token: {error or why}"
 
 
 @dataclass(slots=True)

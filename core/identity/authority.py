@@ -91,7 +91,7 @@ class Authority:
         issuer, now = self._chain[0], _now()
         ends = min(now + datetime.timedelta(seconds=life_s), *(link.not_valid_after_utc for link in self._chain))
         if ends <= now and life_s > 0:
-            raise SpecError(f"the authority's own certificate has ended, on {ends:%Y-%m-%d %H:%M} UTC: renew it")
+            raise SpecError(f"the authority's own certificate expired on {ends:%Y-%m-%d %H:%M} UTC; renew it")
         names = [x509.UniformResourceIdentifier(name.uri), x509.DNSName(name.host)]
         leaf = (
             x509.CertificateBuilder()
@@ -121,11 +121,15 @@ class Authority:
         except x509.ExtensionNotFound:
             is_issuer = False
         if not is_issuer:
-            _reject("certificate", certificate, "may not issue others (CA:TRUE): give an intermediate authority's")
+            _reject("certificate", certificate, "is not a CA certificate (CA:TRUE); use an intermediate authority's")
         if not _is_path(self._chain, self._roots):
-            _reject("certificate", certificate, "does not come from security.ca; put what is between into this file")
+            _reject(
+                "certificate",
+                certificate,
+                "is not issued by security.ca; add the intermediate certificates to this file",
+            )
         if min(link.not_valid_after_utc for link in self._chain) <= _now():
-            _reject("certificate", certificate, "has ended")
+            _reject("certificate", certificate, "has expired")
 
 
 _PURPOSES = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -174,18 +178,18 @@ def _read_certificates(field: str, path: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(_read(field, path))
     except ValueError:
-        _reject(field, path, "holds no PEM certificate")
+        _reject(field, path, "contains no PEM certificate")
 
 
 def _read_key(path: str) -> _SigningKey:
     if Path(path).exists() and Path(path).stat().st_mode & _OPEN_TO_OTHERS:
-        _reject("key", path, f"may be read by others than its owner: chmod 600 {path}")
+        _reject("key", path, f"is readable by other users: chmod 600 {path}")
     try:
         key = serialization.load_pem_private_key(_read("key", path), password=None)
     except (TypeError, ValueError):
-        _reject("key", path, "holds no PEM private key without a password")
+        _reject("key", path, "contains no PEM private key, or an encrypted one")
     if not isinstance(key, _SigningKey):
-        _reject("key", path, "is of a kind that signs no certificates here: ECDSA, RSA or Ed25519")
+        _reject("key", path, "has an unsupported type; supported: ECDSA, RSA and Ed25519")
     return key
 
 

@@ -91,7 +91,7 @@ class KeyReader:
     def _opened(self, text: bytes, shown: bytes) -> KeyRegistry:
         """Parse a signed registry. Raises ValueError and the like for a forged, replayed or malformed one."""
         if not is_signed(shown, self._signing_key, text):
-            raise ValueError("their seal is not this deployment's")
+            raise ValueError("they are signed by another deployment")
         registry = KeyRegistry.from_json(text)
         if registry.version < self._version:
             raise ValueError(f"version {registry.version} is older than {self._version}, which was read before")

@@ -183,7 +183,7 @@ class Membership:
                 raise _Unsigned("it is not signed by this deployment")
             member = Member.from_json(text)
             if member.replica != replica:
-                raise _Unsigned(f"it is that of {member.replica}")
+                raise _Unsigned(f"it belongs to {member.replica}")
         except ValueError as error:
             self._reject(replica, _REASONS.get(type(error), RejectionReason.NONSENSE), str(error))
             return None

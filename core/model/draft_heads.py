@@ -126,7 +126,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
     elif not is_eagle1(directory):
         raise SpecError(
             f"{directory}: architecture {architecture} is not EAGLE-3; expected LlamaForCausalLMEagle3, or the weights "
-            "of EAGLE-1, where fc.weight is hidden_size times twice that"
+            "of EAGLE-1, whose fc.weight is (hidden_size, 2 * hidden_size)"
         )
     shape = model_config.parse(layer, directory / "config.json", architecture="LlamaForCausalLM")
     if shape.num_layers != 1:

@@ -108,8 +108,8 @@ def _did_you_mean(path: tuple[str | int, ...]) -> str:
     if close := difflib.get_close_matches(str(path[-1]), known, n=1):
         return f"; did you mean {close[0]}?"
     if len(path) > 1 and path[-1] in Spec.model_fields:
-        return f"; {path[-1]} stands beside {path[0]}, not in it"
-    return f"; known here: {', '.join(known)}" if known else ""
+        return f"; {path[-1]} belongs beside {path[0]}, not in it"
+    return f"; known keys: {', '.join(known)}" if known else ""
 
 
 def _keys(path: tuple[str | int, ...]) -> list[str]:

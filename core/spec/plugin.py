@@ -32,7 +32,7 @@ def find(name: str, ours: Mapping[str, T]) -> T:
     except (Exception, SystemExit) as error:  # importing a module can raise anything
         raise SpecError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise SpecError(f"{name}: must be a class, or a function that makes what is asked for")
+        raise SpecError(f"{name}: must be a class or a factory function")
     return cast(T, found)
 
 
@@ -41,7 +41,7 @@ def made(name: str, make: Callable[..., T], **arguments: object) -> T:
     try:
         return make(**arguments)
     except TypeError as error:
-        raise SpecError(f"{name}: cannot be made: {error}; see docs/EXTENDING.md") from error
+        raise SpecError(f"{name}: cannot be created: {error}; see docs/EXTENDING.md") from error
 
 
 def one_of(names: Mapping[str, object] | tuple[str, ...]) -> str:

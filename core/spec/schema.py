@@ -207,8 +207,8 @@ class DecodePoolSpec(PoolSpec):
     def _prompts_have_room_in_a_step(self) -> DecodePoolSpec:
         if self.max_running >= self.max_batch_tokens:
             raise ValueError(
-                f"max_batch_tokens: {self.max_batch_tokens} leave prompts nothing beside max_running: "
-                f"{self.max_running}, which take one each; make it larger"
+                f"max_batch_tokens: {self.max_batch_tokens} must be above max_running: "
+                f"{self.max_running}, or prompts have no room in a step; make it larger"
             )
         return self
 
@@ -264,9 +264,9 @@ class SpeculationSpec(_Section):
         if self.method == "draft" and not self.model:
             raise ValueError("model: draft needs a smaller model of the same tokenizer; name its source")
         if self.heads and self.heads != "mtp" and not self.model:
-            raise ValueError(f"model: {self.method} drafts by heads; name the directory that holds them")
+            raise ValueError(f"model: {self.method} needs draft heads; name their directory")
         if self.method in ("ngram", "suffix", "self", "mtp") and self.model:
-            raise ValueError(f"model: {self.method} drafts without one; leave it out")
+            raise ValueError(f"model: {self.method} needs none; leave it out")
         return self
 
     @property
@@ -500,7 +500,9 @@ class Spec(_Section):
         if self.kv.encrypt and (
             self.kv.host_link != "tcp" or self.prefill.resources.gpus or self.decode.resources.gpus
         ):
-            raise ValueError("kv.encrypt: only the tcp link can, which carries blocks between pools without GPUs")
+            raise ValueError(
+                "kv.encrypt: only the tcp link supports it; set kv.host_link: tcp and use pools without GPUs"
+            )
         return self
 
     @model_validator(mode="after")
@@ -544,8 +546,8 @@ def _unmet_by(model: ModelSpec, kv: KVSpec, prefill: PoolSpec, decode: PoolSpec)
         "model.dtype bfloat16: only its kernels sum in one order": model.dtype != "bfloat16",
         "model.weights as_stored or int8": model.weights == "quantized",
         "pools without GPUs": bool(prefill.resources.gpus or decode.resources.gpus),
-        "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits: else only what is shipped is rounded": has_rounding_wire,
+        "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits: otherwise only transferred KV is rounded": has_rounding_wire,
         "prefill.tensor_parallel equal to decode.tensor_parallel": prefill.tensor_parallel != decode.tensor_parallel,
-        "a tensor_parallel of 1 or 2: more ranks sum in an order of their own": decode.tensor_parallel > 2,
+        "a tensor_parallel of 1 or 2: with more ranks the order of sums varies": decode.tensor_parallel > 2,
     }
     return [need for need, is_unmet in needs.items() if is_unmet]

@@ -115,7 +115,7 @@ def write_trace(trace: Sequence[TraceRequest], path: Path) -> None:
 def _scaled(tokens_per_id: int, factor: Fraction) -> int:
     scaled = tokens_per_id * factor
     if scaled.denominator != 1:
-        raise SpecError(f"--scale-tokens {factor}: its blocks of {tokens_per_id} tokens would not be whole numbers")
+        raise SpecError(f"--scale-tokens {factor}: blocks of {tokens_per_id} tokens must stay whole numbers")
     return int(scaled)
 
 

@@ -177,10 +177,8 @@ class NoTokenAllowed(ClusterError):
 
     @classmethod
     def of(cls, request_id: str) -> NoTokenAllowed:
-        asked = (
-            "its allowed_token_ids and bad_words, with its grammar, thinking budget and min_tokens where it has them"
-        )
-        return cls(f"{request_id}: {asked}, leave no token that could come next; ask for less")
+        rules = "its allowed_token_ids and bad_words, together with its grammar, thinking budget and min_tokens if set,"
+        return cls(f"{request_id}: {rules} exclude every next token; relax them")
 
 
 class LogitsNotFinite(ClusterError):

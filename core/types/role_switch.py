@@ -30,11 +30,11 @@ def hindrance(spec: Spec) -> str:
     if names := [name for name in ours if ours[name] != theirs[name]]:
         values = ", ".join(f"{name} (prefill {_shown(ours[name])}, decode {_shown(theirs[name])})" for name in names)
         return (
-            f"the pools differ in {values}, which is fixed when a replica loads; make it equal in the spec, and "
-            "`cluster update` to that"
+            f"the pools differ in {values}, which is fixed when a replica loads; make it equal in the spec and "
+            "run `cluster update`"
         )
     if spec.speculation.model and spec.speculation.method in ("draft", "auto") and spec.decode.resources.gpus:
-        return "speculation.model: on a GPU a decode replica sets memory aside for it when it loads; leave it out"
+        return "speculation.model: on a GPU a decode replica reserves memory for it when it loads; leave it out"
     return ""
 
 

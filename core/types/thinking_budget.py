@@ -27,7 +27,11 @@ class ThinkingBudget:
         """Check the bounds that a step relies on. Raises RequestError that names the field."""
         _check(self.num_tokens >= 0, "thinking", "must have a budget of 0 or more")
         for text in (self.opening, self.closing):
-            _check(0 < len(text) <= _MAX_MARKER, "thinking", f"a marker has 1 to {_MAX_MARKER} characters")
+            _check(0 < len(text) <= _MAX_MARKER, "thinking", f"a marker must have 1 to {_MAX_MARKER} characters")
         ids = self.closing_ids
-        _check(0 < len(ids) <= _MAX_MARKER, "thinking", f"its end has 1 to {_MAX_MARKER} tokens")
-        _check(0 <= min(ids) and max(ids) < vocab_size, "thinking", f"its end must be of tokens below {vocab_size}")
+        _check(0 < len(ids) <= _MAX_MARKER, "thinking", f"the closing marker must have 1 to {_MAX_MARKER} tokens")
+        _check(
+            0 <= min(ids) and max(ids) < vocab_size,
+            "thinking",
+            f"the closing marker must have token ids below {vocab_size}",
+        )

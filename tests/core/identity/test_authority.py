@@ -111,13 +111,13 @@ def _mistakes(root: IssuedAuthority, directory: Path) -> dict[str, tuple[dict[st
     right = {"ca": ca, "certificate": certificate, "key": key}
     return {
         "no file": (right | {"ca": f"{directory}/none"}, f"security.ca: {directory}/none No such file or directory"),
-        "no PEM": (right | {"certificate": __file__}, f"security.certificate: {__file__} holds no PEM certificate"),
+        "no PEM": (right | {"certificate": __file__}, f"security.certificate: {__file__} contains no PEM certificate"),
         "a certificate for a key": (right | {"key": f"{directory}/none.key"}, "security.key: "),
         "another's key": (right | {"key": other_key}, "is not the key of security.certificate"),
         "a key for all": (right | {"key": str(shared)}, f"chmod 600 {shared}"),
-        "no authority": (right | {"certificate": leaf, "key": leaf_key}, "may not issue others"),
-        "not from there": (right | {"certificate": other, "key": other_key}, "does not come from security.ca"),
-        "ended": (right | {"certificate": ended, "key": ended_key}, "has ended"),
+        "no authority": (right | {"certificate": leaf, "key": leaf_key}, "is not a CA certificate"),
+        "not from there": (right | {"certificate": other, "key": other_key}, "is not issued by security.ca"),
+        "ended": (right | {"certificate": ended, "key": ended_key}, "has expired"),
     }
 
 

@@ -174,10 +174,10 @@ def test_draft_model_is_fetched_before_a_role_switch(
     ("tree", "expected"),
     [
         ({"speculation": {"method": "draft"}}, "draft needs a smaller model of the same tokenizer; name its source"),
-        ({"speculation": {"method": "eagle"}}, "eagle drafts by heads; name the directory"),
-        ({"speculation": {"method": "self", "model": "m"}}, "self drafts without one; leave it out"),
-        ({"speculation": {"method": "mtp", "model": "m"}}, "mtp drafts without one; leave it out"),
-        ({"speculation": {"method": "ngram", "model": "m"}}, "ngram drafts without one; leave it out"),
+        ({"speculation": {"method": "eagle"}}, "eagle needs draft heads; name their directory"),
+        ({"speculation": {"method": "self", "model": "m"}}, "self needs none; leave it out"),
+        ({"speculation": {"method": "mtp", "model": "m"}}, "mtp needs none; leave it out"),
+        ({"speculation": {"method": "ngram", "model": "m"}}, "ngram needs none; leave it out"),
         (
             {"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},
             "self needs decode.tensor_parallel: 1; draft runs beside any",

@@ -47,5 +47,5 @@ def test_wrong_signature_is_one_line() -> None:
         return size
 
     assert made("a:b", make, size=3) == 3
-    with pytest.raises(SpecError, match=r"a:b: cannot be made: .*count"):
+    with pytest.raises(SpecError, match=r"a:b: cannot be created: .*count"):
         made("a:b", make, count=3)

@@ -87,7 +87,10 @@ def test_max_running_must_be_below_max_batch_tokens(running: int, tokens: int) -
     with pytest.raises(SpecError) as rejected:
         parse_spec({"decode": {"max_running": running, "max_batch_tokens": tokens}})
     message = str(rejected.value)
-    assert message.startswith(f"spec: decode: max_batch_tokens: {tokens} leave prompts nothing") and "\n" not in message
+    assert (
+        message.startswith(f"spec: decode: max_batch_tokens: {tokens} must be above max_running")
+        and "\n" not in message
+    )
     assert (
         parse_spec({"decode": {"max_running": running, "max_batch_tokens": running + 1}}).decode.max_running == running
     )
@@ -147,7 +150,7 @@ def test_a_rank_uses_one_gpu() -> None:
     ],
 )
 def test_encrypt_needs_the_tcp_link(more: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link can") as rejected:
+    with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link supports it") as rejected:
         parse_spec(more)
     assert "\n" not in str(rejected.value)
     assert parse_spec({"kv": {"encrypt": True}}).kv.encrypt and not parse_spec({}).kv.encrypt
@@ -164,7 +167,7 @@ def test_encrypt_needs_the_tcp_link(more: dict[str, Any]) -> None:
         ({"autoscale": "on"}, "autoscale: a section of keys is expected, such as autoscale."),
         (
             {"decode": {"speculation": {}}},
-            "decode.speculation: unknown key; speculation stands beside decode, not in it",
+            "decode.speculation: unknown key; speculation belongs beside decode, not in it",
         ),
     ],
 )
