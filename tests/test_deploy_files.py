@@ -153,16 +153,16 @@ def test_the_spec_for_kubernetes_is_accepted_as_its_readme_makes_it(
     spec = load_spec(str(tmp_path / "spec.yaml"), overrides=overrides)
     assert words[2] == "/etc/xpyd/spec.yaml"
 
-    asked = []
+    urls = []
 
     def answers(url: str, *, within_s: float) -> AbstractContextManager[SimpleNamespace]:
-        asked.append(url)
+        urls.append(url)
         return nullcontext(SimpleNamespace(smembers=lambda key: set()))
 
     monkeypatch.setattr("core.index.redis_server.asked_once", answers)
     check_index(spec.index, trust_network=spec.kv.trust_network)
     [store] = [thing for thing in KUBERAY if (thing["kind"], thing["metadata"]["name"]) == ("Service", "xpyd-index")]
-    assert asked == [f"redis://:s3cret@xpyd-index:{store['spec']['ports'][0]['port']}/0"]
+    assert urls == [f"redis://:s3cret@xpyd-index:{store['spec']['ports'][0]['port']}/0"]
     check_network(spec, [Node(id="a", name="a", ip="100.64.0.7", total={}, available={})])  # no private network
     plain = load_spec(str(DEPLOY / "topologies" / "2P4D-h200.yaml"))
     ours = {"index": spec.index, "kv": plain.kv.model_copy(update={"trust_network": True})}
@@ -193,10 +193,10 @@ def test_every_volume_is_mounted() -> None:
 
 
 def test_the_image_has_every_package_of_the_project() -> None:
-    said = (DEPLOY / "kuberay" / "Dockerfile").read_text()
+    dockerfile = (DEPLOY / "kuberay" / "Dockerfile").read_text()
     root = DEPLOY.parent
     for package in (path.parent.name for path in root.glob("*/__init__.py") if path.parent.name != "tests"):
-        assert f"COPY {package} " in said
+        assert f"COPY {package} " in dockerfile
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)

@@ -38,7 +38,7 @@ def _rehearsed(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_it_is_rehearsed(tmp_path: Path) -> None:
+def test_rehearsal_passes(tmp_path: Path) -> None:
     found = _rehearsed(tmp_path, "versions", "recorded", "memory errors", "device", "llama-8b", "host's")
     rows = {row["name"]: row for part in found for row in part["rows"]}
     assert len(found) == 6 and "passed" in rows["tests"]["value"] and rows["decode 2 x 32"]["value"] > 0
@@ -100,16 +100,16 @@ def _checked(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["kernals"], "no part has 'kernals' in its name; they are: versions, kernels beside"),
         (["--minutes", "-1"], "--minutes: must be above 0"),
         (["--minutes", "inf"], "--minutes: must be above 0"),
     ],
 )
-def test_invalid_arguments_are_rejected(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path, arguments: list[str], expected: str) -> None:
     done = _checked(*arguments, "-o", str(tmp_path / "none"))
-    assert done.returncode == 2 and said in done.stderr and not (tmp_path / "none").exists()
+    assert done.returncode == 2 and expected in done.stderr and not (tmp_path / "none").exists()
 
 
 def test_without_a_gpu_nothing_else_is_tried(tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ def test_an_interrupted_check_leaves_nothing_on_the_device(
     main = f"""import sys
 from tests.gpu_check import check
 from tests.gpu_check.parts import Part
-said = "import json; print(json.dumps(dict(name='x', value=1)))"
-machine = Part(name="machine", command=[sys.executable, "-c", said], timeout_s=60.0)
+program = "import json; print(json.dumps(dict(name='x', value=1)))"
+machine = Part(name="machine", command=[sys.executable, "-c", program], timeout_s=60.0)
 part = Part(name="a part", command=[sys.executable, "-c", {part!r}], timeout_s=600.0, is_tests={is_tests})
 check.parts = lambda rehearses: [machine, part]
 sys.argv[1:] = ["-o", {str(tmp_path)!r}]

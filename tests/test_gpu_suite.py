@@ -42,9 +42,9 @@ def _run(suite: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_warnings_of_others_pass_and_ours_fail(suite: Path) -> None:
-    code, said = _run(suite, "-m", "gpu")
-    assert code == 1, said
-    assert re.findall(r"(PASSED|FAILED) .*\[(\w+)\.part\]", said) == [("PASSED", "theirs"), ("FAILED", "engine")]
+    code, output = _run(suite, "-m", "gpu")
+    assert code == 1, output
+    assert re.findall(r"(PASSED|FAILED) .*\[(\w+)\.part\]", output) == [("PASSED", "theirs"), ("FAILED", "engine")]
 
 
 def test_modules_without_gpu_tests_are_not_imported(suite: Path) -> None:

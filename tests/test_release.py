@@ -36,8 +36,8 @@ def test_wheel_has_every_module_and_data_file(wheel: Path) -> None:
     packages = {path.parent for path in modules().values()}
     beside = {file for package in packages for pattern in _BESIDE_CODE for file in package.glob(pattern)}
     beside |= set((ROOT / "benchmarks/speculation/prompts").glob("*.txt"))
-    wanted = {str(path.relative_to(ROOT)) for path in {*modules().values(), *beside}}
-    assert beside and not wanted - inside
+    expected = {str(path.relative_to(ROOT)) for path in {*modules().values(), *beside}}
+    assert beside and not expected - inside
 
 
 def test_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:

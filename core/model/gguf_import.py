@@ -160,7 +160,7 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any]) -> StoredTen
     kind, row = GGML_TYPES[tensor.ggml_type], tensor.shape[-1] if len(tensor.shape) > 1 else 1
     if row % kind.block:  # a slice of rows would not start at a block boundary
         raise SpecError(
-            f"tensor {tensor.name} of shape {tensor.shape} has rows that do not divide into blocks of {kind.name}"
+            f"tensor {tensor.name} of shape {tensor.shape} has rows that are not whole blocks of {kind.name}"
         )
     role = tensor.name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

@@ -46,6 +46,6 @@ class TokenRules:
 
 
 def _check_ids(token_ids: Sequence[int], param: str, most: int, vocab_size: int) -> None:
-    _check(len(token_ids) <= most, param, f"{len(token_ids)} tokens exceed the limit of {most}")
+    _check(len(token_ids) <= most, param, f"must have at most {most} tokens, not {len(token_ids)}")
     for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
         _check(0 <= token_id < vocab_size, param, f"{token_id} is no token id; the vocabulary has {vocab_size}")

@@ -22,10 +22,10 @@ def main() -> int:
     parser.add_argument("action", choices=["record", "check"])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="only the cases of the default test suite")
-    asked = parser.parse_args()
-    if asked.quick and asked.action == "record":
+    options = parser.parse_args()
+    if options.quick and options.action == "record":
         parser.error("--quick: a record has every case")
-    chosen = [name for name in names() if not asked.names or name.startswith(tuple(asked.names))]
+    chosen = [name for name in names() if not options.names or name.startswith(tuple(options.names))]
     if not chosen:
         parser.error(f"no record of that name; there are: {', '.join(names())}")
     num_wrong = 0
@@ -33,16 +33,16 @@ def main() -> int:
         for name in chosen:
             begin = time.monotonic()
             if name in TEXTS:
-                said = record_text(name) if asked.action == "record" else check_text(name)
-            elif asked.action == "record":
-                said = record_tokens(name, Path(place), redis_url)
+                differences = record_text(name) if options.action == "record" else check_text(name)
+            elif options.action == "record":
+                differences = record_tokens(name, Path(place), redis_url)
             else:
-                result = check_tokens(name, Path(place), redis_url, only_quick=asked.quick)
-                said, notes = result.wrong, result.notes
+                result = check_tokens(name, Path(place), redis_url, only_quick=options.quick)
+                differences, notes = result.wrong, result.notes
                 print("".join(f"  {name}: {note}\n" for note in notes), end="")
-            num_wrong += bool(said)
-            print(f"{'FAIL' if said else 'ok  '} {name} ({time.monotonic() - begin:.1f} s)", flush=True)
-            print("".join(f"  {line}\n" for line in said), end="", flush=True)
+            num_wrong += bool(differences)
+            print(f"{'FAIL' if differences else 'ok  '} {name} ({time.monotonic() - begin:.1f} s)", flush=True)
+            print("".join(f"  {line}\n" for line in differences), end="", flush=True)
     return 1 if num_wrong else 0
 
 

@@ -44,20 +44,20 @@ def main() -> int:
     parser.add_argument("--old-cli", default=CLI, help=f"default: {CLI}")
     parser.add_argument("--new-cli", default=CLI, help=f"default: {CLI}")
     parser.add_argument("--only", default="", help="print only numbers whose path has this in it, such as token_ms")
-    asked = parser.parse_args()
-    settings = SMALL if asked.small else BENCHES
-    if unknown := set(asked.benches) - set(settings):
+    options = parser.parse_args()
+    settings = SMALL if options.small else BENCHES
+    if unknown := set(options.benches) - set(settings):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are: {', '.join(settings)}")
-    trees = {"old": (asked.old.absolute(), asked.old_cli), "new": (asked.new.absolute(), asked.new_cli)}
+    trees = {"old": (options.old.absolute(), options.old_cli), "new": (options.new.absolute(), options.new_cli)}
     for tree, _ in trees.values():
         _check_imports_from(tree)
-    for bench in asked.benches or settings:
+    for bench in options.benches or settings:
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in trees}
-        for number in range(asked.rounds):
+        for number in range(options.rounds):
             for side, (tree, cli) in trees.items():
                 print(f"{bench}: round {number + 1}, {side}", file=sys.stderr, flush=True)
                 runs[side].append(dict(_numbers(_run(tree, f"{cli} {settings[bench]}"))))
-        print("\n".join(_table(bench, runs["old"], runs["new"], asked.only)), flush=True)
+        print("\n".join(_table(bench, runs["old"], runs["new"], options.only)), flush=True)
     return 0
 
 

@@ -50,12 +50,12 @@ def test_every_record_has_its_file_and_no_file_is_left_over() -> None:
 def test_differences_are_found() -> None:
     old = [{"request": "r", "tokens": "1 2 3", "logprobs": "-0.10000 -0.20000", "top": "5:-0.10000 6:-0.20000"}]
     assert not differences(old, old, within=0.0)
-    for key, value, said in (
+    for key, value, line in (
         ("tokens", "1 2 4", "r: tokens[2]: expected 3, found 4"),
         ("tokens", "1 2", "r: tokens: expected 3 values, found 2"),
         ("logprobs", "-0.10000 -0.21000", "r: logprobs[1]: expected -0.20000, found -0.21000"),
         ("top", "5:-0.10000 7:-0.20000", "r: top[1]: expected 6:-0.20000, found 7:-0.20000"),
     ):
-        assert differences(old, [old[0] | {key: value}], within=0.001) == [said]
+        assert differences(old, [old[0] | {key: value}], within=0.001) == [line]
     assert not differences(old, [old[0] | {"logprobs": "-0.10000 -0.20050"}], within=0.001)
     assert differences(old, [], within=0.001) == ["0 answers, expected 1"]

@@ -148,29 +148,31 @@ def _proto_lines(file: Any) -> Iterator[str]:
         yield from (f"enum {enum.full_name}: {value.number} {value.name}" for value in enum.values)
     for service in file.services_by_name.values():
         for method in service.methods:
-            asked, answered = (
+            request, response = (
                 f"{'stream ' * streams}{kind.full_name}"
                 for streams, kind in (
                     (method.client_streaming, method.input_type),
                     (method.server_streaming, method.output_type),
                 )
             )
-            yield f"service {service.full_name}: {method.name}({asked}) -> {answered}"
+            yield f"service {service.full_name}: {method.name}({request}) -> {response}"
 
 
 def _message_lines(message: Any) -> Iterator[str]:
     from google.protobuf import descriptor_pb2
 
-    said = descriptor_pb2.DescriptorProto()
-    message.CopyToProto(said)
+    message_proto = descriptor_pb2.DescriptorProto()
+    message.CopyToProto(message_proto)
     yield f"message {message.full_name}"
-    for field in said.field:
+    for field in message_proto.field:
         kind = field.type_name.removeprefix(".") or field.Type.Name(field.type).removeprefix("TYPE_").lower()
         label = "repeated " if field.label == field.LABEL_REPEATED else "optional " if field.proto3_optional else ""
         oneof = message.fields_by_name[field.name].containing_oneof
         within = f", in oneof {oneof.name}" if oneof and not field.proto3_optional else ""
         yield f"message {message.full_name}: {field.number:4} {field.name}: {label}{kind}{within}"
-    yield from (f"message {message.full_name}: reserved {one.start} to {one.end - 1}" for one in said.reserved_range)
+    yield from (
+        f"message {message.full_name}: reserved {one.start} to {one.end - 1}" for one in message_proto.reserved_range
+    )
     for inner in message.nested_types:
         yield from _message_lines(inner)
     for enum in message.enum_types:

@@ -143,7 +143,7 @@ def cluster(
 ) -> Callable[[Setting], list[dict[str, str]]]:
     """path: `shipped` from a prefill replica, `local` on the decode replica, `local_decode` on the prefill replica.
 
-    With a speculation method, ranks have processes of their own and draft before every step; requests are asked twice,
+    With a speculation method, ranks have processes of their own and draft before every step; requests are sent twice,
     so that earlier answers can be drafted from.
     """
 
@@ -209,18 +209,18 @@ async def _ask(setting: Setting, tree: dict[str, Any], path: str, *, is_drafting
 
 
 def _answer(request: Request, tokens: dict[int, Any], prompt_logprobs: Any = None) -> dict[str, str]:
-    said = {"request": request.name, "prompt": " ".join(map(str, request.prompt))}
+    answer = {"request": request.name, "prompt": " ".join(map(str, request.prompt))}
     for choice, some in sorted(tokens.items()):
         of = "" if request.n == 1 else f" of choice {choice}"
-        said[f"tokens{of}"] = " ".join(str(token.token_id) for token in some)
-        said[f"end{of}"] = str(some[-1].finish_reason)
+        answer[f"tokens{of}"] = " ".join(str(token.token_id) for token in some)
+        answer[f"end{of}"] = str(some[-1].finish_reason)
         if some[0].logprob:
-            said[f"logprobs{of}"] = " ".join(f"{token.logprob.logprob:.5f}" for token in some)
-            said[f"top{of}"] = " ".join(f"{id}:{value:.5f}" for token in some for id, value in token.logprob.top)
+            answer[f"logprobs{of}"] = " ".join(f"{token.logprob.logprob:.5f}" for token in some)
+            answer[f"top{of}"] = " ".join(f"{id}:{value:.5f}" for token in some for id, value in token.logprob.top)
     if prompt_logprobs is not None:
-        said["prompt logprobs"] = " ".join(f"{value:.5f}" for value in prompt_logprobs.logprobs_P)
-        said["prompt ranks"] = " ".join(map(str, prompt_logprobs.ranks_P))
-    return said
+        answer["prompt logprobs"] = " ".join(f"{value:.5f}" for value in prompt_logprobs.logprobs_P)
+        answer["prompt ranks"] = " ".join(map(str, prompt_logprobs.ranks_P))
+    return answer
 
 
 # Models and requests.
@@ -299,10 +299,10 @@ def _every_sampling(_: Path) -> list[Request]:
         "allowed": {"token_rules": allowed, "temperature": 0.0},
         "stops": {"min_tokens": 4, "stop_token_ids": tuple(range(0, product.VOCAB_SIZE, 4)), "seed": 7},
     }
-    asked = product.prompts(*range(20, 20 + len(samplings)))
+    prompts = product.prompts(*range(20, 20 + len(samplings)))
     return [
         Request(name, prompt, Sampling(max_tokens=14, **sampling))
-        for (name, sampling), prompt in zip(samplings.items(), asked, strict=True)
+        for (name, sampling), prompt in zip(samplings.items(), prompts, strict=True)
     ]
 
 
@@ -317,13 +317,13 @@ def _choices(_: Path) -> list[Request]:
 
 def _questions(model_dir: Path) -> list[Request]:
     questions = ("What is the capital of France?", "Name three colours of the rainbow.")
-    asked = product.chat_prompts(model_dir, questions)
+    prompts = product.chat_prompts(model_dir, questions)
     stops = {"stop_token_ids": (2,)}  # <|im_end|>
     samplings = (
         Sampling(max_tokens=16, temperature=0.0, num_logprobs=2, **stops),
         Sampling(max_tokens=16, temperature=0.7, seed=11, num_logprobs=2, **stops),
     )
-    return [Request(q, p, s) for q, p, s in zip(questions, asked, samplings, strict=True)]
+    return [Request(q, p, s) for q, p, s in zip(questions, prompts, samplings, strict=True)]
 
 
 # Groups.

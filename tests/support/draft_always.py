@@ -38,8 +38,8 @@ def draft_always() -> None:
         sizes: dict[str, Any] = {"max_tokens": max_tokens, "vocab_size": vocab_size}
         if not computing:
             return of_method(method, **sizes, **more, may_pass_over=False)
-        asked = {name: AskedAlways(one) for name, one in computing.items()}
-        return Speculation(asked, **sizes, may_pass_over=False)
+        proposers = {name: AskedAlways(one) for name, one in computing.items()}
+        return Speculation(proposers, **sizes, may_pass_over=False)
 
     for owner, name, value in ((Pace, "timing", None), (Speculation, "of", of)):
         setattr(owner, name, value)

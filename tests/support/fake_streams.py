@@ -137,9 +137,9 @@ class FakeStreams:
         with self._lock:
             self._clocks[stream] = self.clock(stream) | clock
 
-    def launch(self, what: str, *, reads: list[Tensor] = [], writes: list[Tensor] = []) -> None:  # noqa: B006
+    def launch(self, label: str, *, reads: list[Tensor] = [], writes: list[Tensor] = []) -> None:  # noqa: B006
         """Record an operation on the calling thread's stream."""
-        self._book(self.current, what, reads, writes)
+        self._book(self.current, label, reads, writes)
 
     def looked_at(self, memory: Tensor) -> None:
         """Record a read by the host if the memory is host memory."""
@@ -175,21 +175,23 @@ class FakeStreams:
         finally:
             self._own.is_unseen = False
 
-    def _book(self, stream: str, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+    def _book(self, stream: str, label: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         with self._lock:
-            self._book_at(stream, what, [(tensor, None) for tensor in reads], [(tensor, None) for tensor in writes])
+            self._book_at(stream, label, [(tensor, None) for tensor in reads], [(tensor, None) for tensor in writes])
 
-    def _book_at(self, stream: str, what: str, reads: list[_Access], writes: list[_Access]) -> None:
+    def _book_at(self, stream: str, label: str, reads: list[_Access], writes: list[_Access]) -> None:
         clock = self.clock(stream)
         clock[stream] += 1
-        self._names[stream, clock[stream]] = what
+        self._names[stream, clock[stream]] = label
         for accesses, is_write in ((reads, False), (writes, True)):
             for tensor, index in accesses:
                 if tensor.numel():
                     memory = self._memory_of(tensor)
                     for other in memory.access(_cells(tensor, index), stream, clock, is_write=is_write):
                         verb = "writes to" if is_write else "reads"
-                        self.races.append(f"{what!r} on {stream} {verb} what {self._names[other]!r} on {other[0]} uses")
+                        self.races.append(
+                            f"{label!r} on {stream} {verb} what {self._names[other]!r} on {other[0]} uses"
+                        )
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
@@ -210,10 +212,10 @@ class FakeStreams:
             elif not memory.is_host:
                 self._check_over(memory, memory.home, "let go")
 
-    def _check_over(self, memory: _Memory, stream: str, what: str) -> None:
+    def _check_over(self, memory: _Memory, stream: str, label: str) -> None:
         """Record a race unless all accesses are ordered before the next operation of this stream or the host."""
         for other in memory.unordered(self.clock(stream), but=stream):
-            self.races.append(f"memory of {stream} is {what} while {self._names[other]!r} on {other[0]} uses it")
+            self.races.append(f"memory of {stream} is {label} while {self._names[other]!r} on {other[0]} uses it")
 
 
 class FakeEvent:

@@ -141,6 +141,6 @@ class FakeGeneration:
         logprob = None
         if sampling.num_logprobs is not None:
             top = tuple((token_id + i, -0.5 - i) for i in range(sampling.num_logprobs))
-            told = self._fake.logprobs[choice] if choice < len(self._fake.logprobs) else -0.5
-            logprob = TokenLogprob(logprob=told, top=top)
+            value = self._fake.logprobs[choice] if choice < len(self._fake.logprobs) else -0.5
+            logprob = TokenLogprob(logprob=value, top=top)
         return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)

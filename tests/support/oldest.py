@@ -32,8 +32,8 @@ def check_out(directory: Path) -> Path:
     except FileNotFoundError:
         pytest.skip("there is no git here, and so no older version to run")
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode().strip()
-        pytest.skip(f"commit {OLDEST[:7]} is not in the history here (git fetch --unshallow may bring it): {said}")
+        stderr = error.stderr.decode().strip()
+        pytest.skip(f"commit {OLDEST[:7]} is not in the history here (git fetch --unshallow may bring it): {stderr}")
     with tarfile.open(fileobj=BytesIO(archive)) as tar:
         tar.extractall(directory, filter="data")
     return directory

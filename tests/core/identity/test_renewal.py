@@ -23,11 +23,11 @@ class FakeController:
     """Controller that gives the test's answers in order, and errors for None."""
 
     def __init__(self, *answers: TlsCredentials | None) -> None:
-        self.asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._answers = iter(answers)
 
     def obtain(self) -> TlsCredentials:
-        self.asked.put(None)
+        self.calls.put(None)
         if (answer := next(self._answers, None)) is None:
             raise DeployError("the controller does not answer")
         return answer
@@ -51,7 +51,7 @@ def test_identity_is_renewed_before_its_certificate_expires(soon_over: Identity)
     renewal.start()
     until(lambda: soon_over.tls_credentials is fresh)
     renewal.stop()
-    assert controller.asked.qsize() == 1, "not due again for an hour"
+    assert controller.calls.qsize() == 1, "not due again for an hour"
 
 
 def test_failed_renewal_is_retried(soon_over: Identity) -> None:
@@ -61,7 +61,7 @@ def test_failed_renewal_is_retried(soon_over: Identity) -> None:
     renewal.start()
     until(lambda: soon_over.tls_credentials is not before)
     renewal.stop()
-    assert soon_over.tls_credentials is fresh and controller.asked.qsize() == 3
+    assert soon_over.tls_credentials is fresh and controller.calls.qsize() == 3
 
 
 def test_without_tls_nothing_is_renewed() -> None:
@@ -69,4 +69,4 @@ def test_without_tls_nothing_is_renewed() -> None:
     renewal = Renewal(in_clear(_NAME), controller.obtain, retry_s=0.0)
     renewal.start()
     renewal.stop()
-    assert controller.asked.empty()
+    assert controller.calls.empty()

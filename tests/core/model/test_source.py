@@ -245,7 +245,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), FakeHubHandler)
         self.files = files
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
 
 class FakeHubHandler(BaseHTTPRequestHandler):
@@ -257,7 +257,7 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
-        self.server.asked.append(f"{self.command} {path}")
+        self.server.requests.append(f"{self.command} {path}")
         if path.startswith("/api/models/org/name/revision/"):
             self.answer(json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode())
         elif path.startswith("/api/models/org/name/tree/"):
@@ -308,8 +308,8 @@ def from_hub(hub: FakeHub, source: str) -> tuple[str, str]:
 def test_a_repository_of_safetensors(hub: FakeHub, model_dir: Path) -> None:
     stdout, stderr = from_hub(hub, "hf:org/name@v1")
     assert {p.name for p in Path(stdout).iterdir()} == {p.name for p in model_dir.iterdir()}, stderr
-    assert any("/revision/v1" in path for path in hub.asked)
-    fetched = {path.rsplit("/", 1)[-1] for path in hub.asked if path.startswith("GET /org")}
+    assert any("/revision/v1" in path for path in hub.requests)
+    fetched = {path.rsplit("/", 1)[-1] for path in hub.requests if path.startswith("GET /org")}
     assert fetched == {path.name for path in model_dir.iterdir()}
 
 
