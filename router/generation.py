@@ -27,7 +27,7 @@ class RequestRoute:
 
 
 Arrived = Mapping[int, Sequence[SampledToken]]  # by choice
-Taker = Callable[[int, Sequence[SampledToken]], bool]  # of a choice; whether that is all there is to do
+InlineSink = Callable[[int, Sequence[SampledToken]], bool]  # of a choice; False asks for a wakeup of the consumer
 
 
 class Generation(Protocol):
@@ -44,9 +44,9 @@ class Generation(Protocol):
         finished; the last token of each has a finish_reason. Raises ClusterError."""
         ...
 
-    def hand_to(self, taker: Taker) -> None:
-        """Before the iteration: while that waits, what comes may be handed to `taker` at once. Where it says False, the
-        iteration goes on, with nothing; and where it raises, with that. What else comes, the iteration brings."""
+    def set_sink(self, sink: InlineSink) -> None:
+        """Set, before the iteration, a sink that may get tokens inline while the consumer is suspended. Where it
+        returns False the iteration yields an empty mapping; where it raises, the iteration raises that."""
         ...
 
     @property

@@ -37,7 +37,7 @@ class AnswerEvents:
         the rest alone."""
         self._generation = generation
         if straight:
-            generation.hand_to(partial(self._send, straight))
+            generation.set_sink(partial(self._send, straight))
         self._tokens = aiter(generation)
         self._choices = choices
         self._num_open = len(choices)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 from core.types.errors import ClusterError
 from core.types.request import OFFLINE, SequenceRequest
+from router.routing.revisions import Revisions
+from router.serving.admission import Admission
 from router.serving.attempt import Attempt
-from router.serving.dispatch import Dispatch
 from router.serving.request_state import RequestState
+from router.serving.reservations import Pair, Reservations
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +30,23 @@ _PAUSE_S = 0.25
 class Replays:
     """Of one router. Lives on its event loop."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = dispatch
+    def __init__(
+        self,
+        admission: Admission,
+        reservations: Reservations,
+        revisions: Revisions,
+        *,
+        begin: Callable[[RequestState, SequenceRequest, Pair, Set[str]], Attempt],
+    ) -> None:
+        self._admission = admission
+        self._reservations = reservations
+        self._revisions = revisions
+        self._begin = begin
         self._task: asyncio.Task[None] | None = None
 
     def offer(self, state: RequestState) -> None:
         """A request that has been answered: it is asked again, unless another one is just now."""
-        revisions = self._dispatch.revisions
+        revisions = self._revisions
         is_alike = revisions.is_split and len({one.tokens for one in revisions.all}) == 1
         if is_alike and len(state.request.choices) == 1 and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._replay(state))
@@ -45,7 +58,7 @@ class Replays:
 
     async def _replay(self, state: RequestState) -> None:
         """On each revision, or on none: where one cannot be asked, the others' answers say nothing."""
-        revisions = self._dispatch.revisions
+        revisions = self._revisions
         numbers = [one.number for one in revisions.all]
         (choice,) = state.request.choices
         given = state.tokens[choice][:_TOKENS]
@@ -68,13 +81,13 @@ class Replays:
         """Raises ClusterError."""
         (choice,) = request.choices
         state = RequestState(request)
-        async with self._dispatch.admit(request, only=number) as pair:
+        async with self._admission.admit(request, only=number) as pair:
             try:
-                stream = self._dispatch.replicas.new_streams(1)
+                stream = self._reservations.replicas.new_streams(1)
                 asked = state.continuation((choice,), stream=stream)
-                await Attempt(state, asked, pair, dispatch=self._dispatch, avoid=frozenset()).run()
+                await self._begin(state, asked, pair, frozenset()).run()
             finally:
-                self._dispatch.give_back(pair)
+                self._reservations.release(pair)
         return state.tokens[choice]
 
 

@@ -1,4 +1,4 @@
-"""The tokens of one request on their way to its client."""
+"""Queue of the tokens of one request, on their way to its client."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections import deque
 from collections.abc import Sequence
 
 from core.types.request import SampledToken
-from router.generation import Taker
+from router.generation import InlineSink
 
 _TOGETHER = 64  # some 1 ms of work for a door
 
 
-class Outbox:
-    """What has come while nobody took is taken together: by a client that is behind, or a busy router. Belongs to the
-    event loop; one iterates over it."""
+class ResponseQueue:
+    """Bundles the tokens that arrive while the client is behind or the router is busy. Belongs to the event loop; one
+    task iterates over it."""
 
     def __init__(self) -> None:
         self.num_waiting = 0  # tokens
-        # Who has what comes while the iteration waits: to wake that costs a token as much again as its text.
-        self.taker: Taker | None = None
+        # Called inline while the consumer is suspended; saves one task wakeup per token, as dear as its text.
+        self.sink: InlineSink | None = None
         self._bundles: deque[dict[int, list[SampledToken]]] = deque()  # by choice; all but the last are full
         self._num_in_last = 0
         self._is_over = False
-        self._is_broken = False  # the taker has raised: what came then is lost, and nothing may follow it
-        self._errors: list[Exception] = []  # one at most, until it is raised: it knows by then who took
+        self._is_broken = False  # the sink has raised; its tokens are lost, and none may follow
+        self._errors: list[Exception] = []  # one at most, until it is raised: its traceback refers to the consumer
         self._loop = asyncio.get_running_loop()
-        self._waking: asyncio.Future[None] | None = None  # of who waits; an Event would cost each token twice as much
+        self._waking: asyncio.Future[None] | None = None  # the consumer; an Event would cost twice as much per token
 
     def put(self, choice: int, tokens: Sequence[SampledToken]) -> None:
-        """At least one, which have come together."""
+        """Append tokens that arrived together, at least one."""
         if self._is_broken:
             return
-        if self.taker and self._waking and not self._waking.done():
-            self._hand_over(self.taker, choice, tokens)
+        if self.sink and self._waking and not self._waking.done():
+            self._hand_over(self.sink, choice, tokens)
             return
         for token in tokens:
             if not self._bundles or self._num_in_last == _TOGETHER:
@@ -44,19 +44,18 @@ class Outbox:
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:
-        """No more come. The first word counts."""
+        """Close the queue. Idempotent; the first error wins."""
         if not self._is_over:
             self._is_over = True
             self._errors = [error] if error else []
             self._wake()
 
-    def __aiter__(self) -> Outbox:
+    def __aiter__(self) -> ResponseQueue:
         return self
 
     async def __anext__(self) -> dict[int, list[SampledToken]]:
-        """By choice, at least one token; or nothing, where the taker says that there is more to do. Raises the error
-        with which it ended, once, after the last token. Where much waits, other requests have their turn before it is
-        given."""
+        """Return at least one token, by choice; or none, where the sink has asked for a wakeup. Raises the error of
+        `end`, once, after the last token. Where much waits, other tasks run first."""
         if len(self._bundles) > 1:
             await asyncio.sleep(0)
         if not self._bundles and not self._is_over:
@@ -73,14 +72,14 @@ class Outbox:
         self.num_waiting -= sum(map(len, bundle.values()))
         return bundle
 
-    def _hand_over(self, taker: Taker, choice: int, tokens: Sequence[SampledToken]) -> None:
+    def _hand_over(self, sink: InlineSink, choice: int, tokens: Sequence[SampledToken]) -> None:
         try:
-            if taker(choice, tokens):
+            if sink(choice, tokens):
                 return
-        except Exception as error:  # it is whoever iterates to whom this happens, and not who brings tokens
+        except Exception as error:  # belongs to the consumer, not to the replica's reader
             self._is_broken = True
             return self.end(error)
-        self._open_bundle()  # an empty one; what comes before it is given joins it
+        self._open_bundle()  # empty; tokens that arrive before it is returned join it
         self._wake()
 
     def _open_bundle(self) -> None:

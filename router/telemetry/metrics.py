@@ -78,7 +78,7 @@ _COUNTERS = (
     ("transfer_seconds", "kv_transfer_seconds_total", "Time that handoffs took, from first byte to acknowledgement."),
     ("transfers", "kv_transfers_total", "Handoffs carried out."),
     ("transfer_failures", "kv_transfer_failures_total", "Handoffs that failed."),
-    ("pulls", "prefix_pulls_total", "Prefixes fetched from another replica instead of computed."),
+    ("prefix_fetches", "prefix_pulls_total", "Prefixes fetched from another replica instead of computed."),
     ("fetched_tokens", "pulled_tokens_total", "Prompt tokens whose KV came from another replica."),
     ("pull_failures", "prefix_pull_failures_total", "Pulls of which nothing came: what was wanted was computed."),
     ("pull_seconds", "prefix_pull_seconds_total", "Time that pulls took, from asking to the last byte."),

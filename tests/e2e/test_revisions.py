@@ -55,7 +55,7 @@ class _Revisions:
             )
             for number, part, spec in zip((1, 2), (1 - share, share), self.specs, strict=True)
         )
-        self.cluster.core.dispatch.revisions.take(RevisionTable(version=self._version, revisions=(old, new)))
+        self.cluster.core.revisions.take(RevisionTable(version=self._version, revisions=(old, new)))
 
     def ids(self, number: int) -> frozenset[str]:
         return (
@@ -136,7 +136,7 @@ async def test_a_canary_that_fails_costs_no_request_and_is_counted(checkpoint: C
         for role in Role:
             await asyncio.to_thread(cluster.pools[role].pop().ranks[0].stop)
         assert [answer.ids for answer in await running] == expected
-        counts = cluster.core.dispatch.revisions.counts
+        counts = cluster.core.revisions.counts
         assert counts[2].failed >= 4 and not counts[1].failed
         assert problem_of(counts[1], counts[2], slo=Slo()).endswith("on the old one")
 
@@ -152,7 +152,7 @@ async def test_answers_that_are_asked_again_show_a_revision_that_gives_others(
         await both.add(updated(cluster.spec, {"model": {"source": str(other)}}, is_whole=False))
         both.specs[1] = both.specs[0]
         both.share(0.0)
-        counts = cluster.core.dispatch.revisions.counts
+        counts = cluster.core.revisions.counts
 
         async def is_seen() -> bool:
             await both.ask(asked[:4], turn=str(counts[1].replayed))
@@ -161,7 +161,7 @@ async def test_answers_that_are_asked_again_show_a_revision_that_gives_others(
         while not await is_seen():
             assert counts[2].replayed < 50
         assert counts[2].other_tokens >= 3 and not counts[1].other_tokens
-        shown = cluster.core.dispatch.decisions.last(100)
+        shown = cluster.core.decisions.last(100)
         assert shown and not any("replay" in one["request"] for one in shown), "what no client has asked"
         await cluster.core.close()
         await becomes(lambda: not cluster.core.num_running)

@@ -12,7 +12,7 @@ import numpy as np
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import DraftTally, SampledToken, SequenceRequest, TokenLogprob, finish_reason
 from core.types.timeline import Timeline
-from router.generation import Arrived, RequestRoute, Taker
+from router.generation import Arrived, InlineSink, RequestRoute
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]
 
@@ -51,7 +51,7 @@ class FakeGeneration:
         self._fake = fake
         self._request = request
         self._owner: asyncio.Task[object] | None = None
-        self._taker: Taker | None = None
+        self._sink: InlineSink | None = None
         self._open = set(request.choices)
         self._stopped: set[int] = set()
         self.life = Timeline()
@@ -74,16 +74,16 @@ class FakeGeneration:
         if len(self._fake.ended) == len(self._fake.started):
             self._fake.has_ended.set()
 
-    def hand_to(self, taker: Taker) -> None:
-        self._taker = taker
+    def set_sink(self, sink: InlineSink) -> None:
+        self._sink = sink
 
     async def __aiter__(self) -> AsyncIterator[Arrived]:
         async for arrived in self._together():
-            if not self._taker:
+            if not self._sink:
                 yield arrived
                 continue
             [(choice, tokens), *others] = arrived.items()
-            if not self._taker(choice, tokens) or others:
+            if not self._sink(choice, tokens) or others:
                 yield dict(others)
 
     async def _together(self) -> AsyncIterator[Arrived]:
