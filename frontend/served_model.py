@@ -1,5 +1,5 @@
-"""One model in a router, whole: its text side, the replicas of its deployment, the dispatch between them, and what its
-operators ask. Whatever happens here is of this model alone; doors are not among it."""
+"""One model in a router: its text side, the replicas of its deployment, the serving core between them, and its admin
+endpoint. A failure here affects this model alone; the endpoints for clients are elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.serving.core import RouterCore
 from router.serving.discovery import Discovery
-from router.serving.dispatch import Dispatch
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.serving.revision_watch import RevisionWatch
@@ -62,8 +61,7 @@ class ServedModel:
         self.completions = completions
         self.metrics = metrics
         self._core = core
-        self._dispatch = core.dispatch
-        self._replicas = core.dispatch.replicas
+        self._replicas = core.replicas
         self._discovery = discovery
         self._revisions = revisions
         self._tasks = tasks
@@ -95,7 +93,11 @@ class ServedModel:
         config = model_config.load(model_dir)
         tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
         grammars = await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size)
-        replicas = Replicas(lambda member: GrpcWorker(member, identity=identity), tasks=tasks)
+        replicas = Replicas(
+            lambda member: GrpcWorker(member, identity=identity),
+            tasks=tasks,
+            model=spec.model.name,
+        )
         discovery = Discovery(
             connect_redis(credentials.index_url),
             replicas,
@@ -104,12 +106,11 @@ class ServedModel:
             tasks=tasks,
             count_rejected=lambda why: metrics.members_rejected.labels(why).inc(),
         )
-        dispatch = Dispatch(
+        core = RouterCore(
             replicas,
             Chooser(
                 make_policy(spec.router.policy, prefix_fetches=True), max_local_tokens=spec.router.max_local_prefill
             ),
-            name=spec.model.name,
             model=model_config.fingerprint(model_dir),
             block_size=spec.kv.block_size,
             vocab_size=config.vocab_size,
@@ -120,13 +121,12 @@ class ServedModel:
         )
         watch = RevisionWatch(
             connect_redis(credentials.index_url),
-            dispatch.revisions,
+            core.revisions,
             name=spec.name,
             key=credentials.key(Purpose.REVISIONS),
             router=identity.name.router,
             known=revisions,
         )
-        core = RouterCore(dispatch)
         template = ChatTemplate(
             find_chat_template(model_dir, spec.model.chat_template), special_tokens=tokenizer.special_tokens
         )
@@ -182,7 +182,7 @@ class ServedModel:
 
     def is_ready(self) -> bool:
         """Whether there is a replica that answers."""
-        return self._dispatch.may_answer()
+        return self._replicas.may_answer()
 
     async def changed(self, *, timeout_s: float) -> None:
         """Wait until something is heard of any replica. Raises TimeoutError."""
@@ -193,12 +193,17 @@ class ServedModel:
         it. Raises ClusterError."""
         record = self.completions.traffic
         assert record
-        reporter = TrafficReporter(record, self._dispatch, answered=self._show_scaling)
+        reporter = TrafficReporter(
+            record,
+            self._replicas,
+            num_waiting=lambda: self._core.admission.num_waiting,
+            answered=self._show_scaling,
+        )
         self._tasks.start("traffic", lambda: reporter.report_forever(tell))
 
     async def close(self) -> None:
         """What runs is cut off: whoever waits for it does so before."""
-        self._dispatch.availability.end()
+        self._replicas.availability.end()
         if self._admin:
             await self._admin.close()
         await self._discovery.close()
@@ -214,7 +219,7 @@ class ServedModel:
             credentials,
             router=router,
             node=node,
-            dispatch=self._dispatch,
+            core=self._core,
             metrics=self.metrics,
             health=self.health,
             tasks=self._tasks,
@@ -238,5 +243,5 @@ class ServedModel:
     async def _watch(self) -> None:
         """So that it is known since when there has been no replica, whether anybody asks or not."""
         while True:
-            self._dispatch.availability.look()
+            self._replicas.availability.look()
             await asyncio.sleep(_WATCH_S)

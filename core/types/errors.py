@@ -18,7 +18,7 @@ ClusterError
 │   ├── ContextLengthExceeded
 │   └── RequestTooLarge
 ├── CapacityError           full right now; retry after `retry_after_s`
-│   ├── ModelAway           no replica of this model serves at present; others may
+│   ├── ModelUnavailable    no replica of this model serves at present; others may
 │   └── RateLimited         the key's own limit, not the cluster's
 ├── DeadlineExceeded        the request's own deadline passed
 ├── ClientTooSlow           the client does not read its answer

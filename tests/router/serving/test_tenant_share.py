@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from core.types.errors import CapacityError
-from router.routing.fair_shares import QueuedRequest
-from router.routing.tenant_share import NO_PLACES, Places
-from router.serving.tenant_shares import TenantShares
+from core.types.request import OFFLINE
+from router.routing.admission import AdmissionQueue
+from router.routing.fair_queue import Places, QueuedRequest
+from router.serving.admission import AdmissionWaits
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
@@ -22,23 +23,42 @@ class Cluster:
         self.free = Places(num_streams, 1000)
         self.num_looks = 0
         self.order: list[str] = []
-        self.shares = TenantShares(share=lambda: 0.75, free=self._look, max_waiting=1000, queue_s=queue_s)
+        self.queue = AdmissionQueue(max_waiting=1000, share=lambda: 0.75, free=self._look)
+        self.waits: AdmissionWaits[Places] = AdmissionWaits(self.queue, queue_s=queue_s)
 
-    async def ask(self, tenant: str, n: int, *, for_s: float, user: str = "", name: str = "") -> None:
+    async def ask(
+        self,
+        tenant: str,
+        n: int,
+        *,
+        for_s: float,
+        user: str = "",
+        name: str = "",
+        priority: int = 0,
+        within_s: float | None = None,
+    ) -> None:
         places = Places(n, n)
-        async with self.shares.enter(QueuedRequest(tenant, 0, float(n), user=user), places, within_s=None) as held:
-            self.shares.booked(held)
+
+        def choose() -> Places | None:
+            if n > self.free.num_streams:
+                return None
             self.free = self.free.less(places)
-            self.order.append(name)
-            try:
-                assert self.free.num_streams >= 0, "there is no gate behind it here: ask for less"
-                await pass_time(for_s)
-            finally:
-                self.free = self.free.plus(places)
+            return places
+
+        queued = QueuedRequest(tenant, priority, float(n), user=user, places=places)
+        await self.waits.enter(queued, choose, within_s=within_s, give_back=self._give_back)
+        self.order.append(name)
+        try:
+            await pass_time(for_s)
+        finally:
+            self._give_back(places)
+            self.waits.leave(queued)
+
+    def _give_back(self, places: Places) -> None:
+        self.free = self.free.plus(places)
 
     def check_empty(self, num_streams: int) -> None:
-        shares = self.shares
-        assert (shares.num_waiting, shares.num_lines, shares.held) == (0, 0, {})
+        assert (len(self.queue), self.queue.num_at_share, self.queue.held) == (0, 0, {})
         assert self.free.num_streams == num_streams
 
     def _look(self) -> Places:
@@ -58,7 +78,7 @@ def test_a_tenant_has_its_share_and_another_comes_in_at_once() -> None:
             for number in range(50):
                 group.create_task(cluster.ask("greedy", 3, for_s=5, name=f"greedy-{number}"))
             await pass_time(0)
-            assert (cluster.free.num_streams, cluster.shares.num_waiting) == (2, 48)
+            assert (cluster.free.num_streams, len(cluster.queue)) == (2, 48)
             began_at = asyncio.get_running_loop().time()
             for _ in range(20):
                 await cluster.ask("modest", 1, for_s=0.1)
@@ -116,7 +136,7 @@ def test_clients_that_go_away_leave_nothing_behind() -> None:
         for task in tasks[::2]:
             task.cancel()
         await pass_time(0)
-        cluster.shares.room_changed()
+        cluster.waits.wake()
         for task in tasks[1::2]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -135,11 +155,11 @@ def test_places_that_others_give_back_are_heard_of() -> None:
             for _ in range(6):
                 group.create_task(cluster.ask("a", 1, for_s=10))
             await pass_time(0)
-            assert cluster.free.num_streams == 1 and cluster.shares.num_waiting == 3
+            assert cluster.free.num_streams == 1 and len(cluster.queue) == 3
             cluster.free = cluster.free.plus(Places(4, 0))
-            cluster.shares.room_changed()
+            cluster.waits.wake()
             await pass_time(0)
-            assert cluster.shares.num_waiting == 0
+            assert len(cluster.queue) == 0
 
     _play(scenario())
 
@@ -166,30 +186,68 @@ def test_a_wake_looks_at_the_replicas_once_however_many_wait(num_tenants: int) -
             for number in range(8 * num_tenants)
         ]
         await pass_time(0)
-        assert cluster.shares.num_lines == num_tenants
+        assert cluster.queue.num_at_share == num_tenants
         cluster.num_looks = 0
         cluster.free = cluster.free.plus(Places(1, 0))
-        cluster.shares.room_changed()
+        cluster.waits.wake()
         assert cluster.num_looks <= 2
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert cluster.shares.held == {} and cluster.shares.num_lines == 0
+        assert cluster.queue.held == {} and cluster.queue.num_at_share == 0
 
     _play(scenario())
 
 
-def test_what_is_let_in_and_not_booked_yet_is_not_free() -> None:
+def test_a_tenant_at_its_share_does_not_count_when_another_ones_turn_is_predicted() -> None:
     async def scenario() -> None:
-        shares = TenantShares(share=lambda: 0.75, free=lambda: Places(8, 1000), max_waiting=10, queue_s=10)
-        async with shares.enter(QueuedRequest("a", 0, 1.0), Places(4, 4), within_s=None) as held:
-            assert shares.held == {"a": Places(4, 4)}
-            with pytest.raises(CapacityError):  # 4 + 3 of 8
-                async with shares.enter(QueuedRequest("a", 0, 1.0), Places(3, 3), within_s=0.5):
-                    pass
-            async with shares.enter(QueuedRequest("a", 0, 1.0), Places(2, 2), within_s=None):
-                pass
-            shares.booked(held)
-        assert shares.held == {} and NO_PLACES.num_streams == 0
+        cluster = Cluster(8)
+        async with asyncio.TaskGroup() as group:
+            greedy = [group.create_task(cluster.ask("greedy", 1, for_s=10)) for _ in range(200)]
+            await pass_time(25)  # so much has been measured
+            assert cluster.queue.num_at_share == 1
+            began_at = asyncio.get_running_loop().time()
+            for _ in range(20):
+                await cluster.ask("modest", 1, for_s=0.1, within_s=1.0)
+            assert asyncio.get_running_loop().time() - began_at == pytest.approx(2.0)
+            with pytest.raises(CapacityError, match=r"more than half of the 60\.0 s that it has"):
+                await cluster.ask("greedy", 1, for_s=10, within_s=60.0)
+            for task in greedy:
+                task.cancel()
+
+    _play(scenario())
+
+
+def test_places_that_come_free_go_to_tenants_in_the_order_of_their_shares() -> None:
+    """Both are at their share; when it grows for both, no one has saved anything up."""
+
+    async def scenario() -> None:
+        cluster = Cluster(10)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(12):
+                for tenant in "ab":
+                    group.create_task(cluster.ask(tenant, 1, for_s=5, name=tenant))
+            await pass_time(0)
+            assert cluster.queue.num_at_share == 2
+        for first, last in ((0, 8), (8, 16)):
+            assert abs(cluster.order[first:last].count("a") - 4) <= 1
+        cluster.check_empty(10)
+
+    _play(scenario())
+
+
+def test_an_offline_request_waits_for_its_tenants_online_ones_only_while_none_competes() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(8)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(7):
+                group.create_task(cluster.ask("a", 1, for_s=10))
+            await pass_time(0)
+            assert cluster.queue.num_at_share == 1
+            own = group.create_task(cluster.ask("a", 1, for_s=0, priority=OFFLINE))
+            other = group.create_task(cluster.ask("b", 1, for_s=0, priority=OFFLINE))
+            await pass_time(1)
+            assert other.done() and not own.done()
+        cluster.check_empty(8)
 
     _play(scenario())

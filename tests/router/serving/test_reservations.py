@@ -1,4 +1,4 @@
-"""What requests count on at replicas, while they wait, are computed, fail and move."""
+"""Reservations of requests at replicas, while these wait, are computed, fail and move."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_what_runs_and_what_waits_hears_it_when_a_router_leaves_a_model() -> Non
         running = world.ask(num_tokens=9, n=1, max_tokens=900)
         await until(lambda: running.received)
         waiting = world.ask(num_tokens=9, n=6, max_tokens=900)
-        await until(lambda: world.core.dispatch.num_waiting)
-        world.core.dispatch.availability.end()
+        await until(lambda: world.core.admission.num_waiting)
+        world.core.replicas.availability.end()
         await world.replicas.close()
         await pass_time(2)
         for client in (running, waiting):
@@ -141,7 +141,7 @@ def test_nothing_is_expected_of_a_prefill_replica_that_has_failed() -> None:
     scenarios.play(play, 0)
 
 
-def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> None:
+def test_a_moving_choice_is_reserved_at_its_target_and_goes_where_there_is_room() -> None:
     async def play(world: World) -> None:
         source = world.add(Role.DECODE)
         await pass_time(0.1)
@@ -149,8 +149,8 @@ def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> 
         await until(lambda: client.received)
         full, free = (_seen(world, world.add(Role.DECODE).name) for _ in range(2))
         await pass_time(0.1)
-        full.book(0, 0, 990, 1)
-        free.book(1000, 0, 0, 0)  # the policy likes it less, for its queue
+        full.reserve(0, 0, 990, 1)
+        free.reserve(1000, 0, 0, 0)  # the policy likes it less, for its queue
         source.drain()
         await until(lambda: free.promised_streams or full.promised_streams > 1)
         assert (free.promised_streams, full.promised_streams) == (1, 1)
@@ -158,8 +158,8 @@ def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> 
         assert num_blocks * 4 > len(client.request.token_ids) + len(client.received[0])
         await until(lambda: _seen(world, source.name).promised_streams == 0)
         assert free.promised_streams == 1 and free.promised_blocks >= num_blocks
-        full.book(0, 0, -990, -1)
-        free.book(-1000, 0, 0, 0)
+        full.reserve(0, 0, -990, -1)
+        free.reserve(-1000, 0, 0, 0)
 
     scenarios.play(play, 0)
 
@@ -227,7 +227,7 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
         await pass_time(0.1)
         greedy = [world.ask(num_tokens=9, n=n, max_tokens=300, tenant="greedy") for n in (4, 1, 4, 1)]
         await until(lambda: greedy[0].received)
-        assert world.core.dispatch.held["greedy"].num_streams == decode.promised_streams == 4
+        assert world.core.admission.held["greedy"].num_streams == decode.promised_streams == 4
         for _ in range(3):
             modest = world.ask(num_tokens=9, n=1, max_tokens=3, tenant="modest")
             await pass_time(1.0)
@@ -254,11 +254,11 @@ def test_who_has_little_goes_where_the_answers_of_others_have_grown_into_everyth
         world.tenant_share = tenant_share
         decode = _seen(world, world.add(Role.DECODE).name)
         await pass_time(0.1)
-        decode.book(0, 0, 999, 1)
+        decode.reserve(0, 0, 999, 1)
         modest = world.ask(num_tokens=9, n=1, max_tokens=3, tenant="modest")
         await pass_time(5)
         assert modest.is_over == (tenant_share < 1)
-        decode.book(0, 0, -999, -1)
+        decode.reserve(0, 0, -999, -1)
 
     scenarios.play(play, 0)
 
@@ -270,7 +270,7 @@ def test_an_offline_request_that_is_refused_while_it_waits_leaves_nothing_held()
         world.add(Role.DECODE)  # which runs six choices
         await pass_time(1.0)
         assert offline.task and offline.task.done() and not offline.received
-        assert not world.core.dispatch.held
+        assert not world.core.admission.held
         offline.was_cancelled = True  # nobody expects an answer
 
     scenarios.play(play, 0)
@@ -315,7 +315,7 @@ def test_a_tenant_that_asks_for_little_is_not_refused_for_what_another_waits_for
 def test_who_goes_on_elsewhere_waits_no_longer_than_it_has(deadline_s: float | None) -> None:
     async def play(world: World) -> None:
         request = SequenceRequest(id="r", token_ids=(1, 2), num_prompt_tokens=2, deadline_s=deadline_s)
-        choosing = asyncio.create_task(world.core.dispatch.choose(request, avoid=set()))
+        choosing = asyncio.create_task(world.core.reservations.next_pair(request, avoid=set(), num_waiting=0))
         await pass_time(20)
         assert choosing.done() == (deadline_s is not None)
         if deadline_s:

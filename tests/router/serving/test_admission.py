@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from core.types.errors import CapacityError, RequestError
-from router.routing.fair_shares import QueuedRequest
-from router.serving.admission_queue import AdmissionGate
+from core.types.request import OFFLINE
+from router.routing.admission import AdmissionQueue
+from router.routing.fair_queue import QueuedRequest
+from router.serving.admission import AdmissionWaits
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
@@ -30,50 +32,54 @@ class Room:
         self.free += 1
 
 
-async def _enter(gate: AdmissionGate[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
-    return await gate.enter(QueuedRequest(tenant, 0, 1.0), room.choose, within_s=within_s, give_back=room.give_back)
+def _waits(*, max_waiting: int, queue_s: float) -> AdmissionWaits[str]:
+    return AdmissionWaits(AdmissionQueue(max_waiting=max_waiting), queue_s=queue_s)
+
+
+async def _enter(waits: AdmissionWaits[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
+    return await waits.enter(QueuedRequest(tenant, 0, 1.0), room.choose, within_s=within_s, give_back=room.give_back)
 
 
 async def test_with_room_nobody_waits() -> None:
-    gate, room = AdmissionGate[str](max_waiting=1, queue_s=1), Room(2)
-    assert [await _enter(gate, room) for _ in range(2)] == ["place"] * 2
-    assert (len(gate), room.free) == (0, 0)
+    waits, room = _waits(max_waiting=1, queue_s=1), Room(2)
+    assert [await _enter(waits, room) for _ in range(2)] == ["place"] * 2
+    assert (len(waits.queue), room.free) == (0, 0)
 
 
 async def test_each_place_that_becomes_free_lets_one_pass() -> None:
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
-    waiting = [asyncio.create_task(_enter(gate, room)) for _ in range(3)]
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    waiting = [asyncio.create_task(_enter(waits, room)) for _ in range(3)]
     await asyncio.sleep(0)
-    assert len(gate) == 3
+    assert len(waits.queue) == 3
     for left in (2, 1, 0):
         room.free += 1
-        gate.wake()
+        waits.wake()
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        assert (len(gate), room.free) == (left, 0)
+        assert (len(waits.queue), room.free) == (left, 0)
     assert await asyncio.gather(*waiting) == ["place"] * 3
 
 
 async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
-    first = asyncio.create_task(_enter(gate, room))
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    first = asyncio.create_task(_enter(waits, room))
     await asyncio.sleep(0)
     room.free += 1
-    second = asyncio.create_task(_enter(gate, room))
+    second = asyncio.create_task(_enter(waits, room))
     await asyncio.sleep(0)
-    gate.wake()
+    waits.wake()
     assert await first == "place"
     assert not second.done()
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert len(gate) == 0
+    assert len(waits.queue) == 0
 
 
 async def test_who_goes_away_in_the_moment_of_its_turn_gives_its_place_back() -> None:
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
-    task = asyncio.create_task(_enter(gate, room))
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    task = asyncio.create_task(_enter(waits, room))
     await asyncio.sleep(0)
     room.free += 1
-    gate.wake()
+    waits.wake()
     assert room.free == 0, "it has its place, and does not know it yet"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -81,24 +87,24 @@ async def test_who_goes_away_in_the_moment_of_its_turn_gives_its_place_back() ->
 
 
 async def test_a_place_given_back_by_one_that_went_away_goes_to_the_next() -> None:
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
-    tasks = [asyncio.create_task(_enter(gate, room)) for _ in range(2)]
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    tasks = [asyncio.create_task(_enter(waits, room)) for _ in range(2)]
     await asyncio.sleep(0)
     room.free += 1
-    gate.wake()
+    waits.wake()
     tasks[0].cancel()
     assert await tasks[1] == "place"
 
 
 async def test_a_wait_that_lasts_too_long_ends_in_a_refusal() -> None:
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=0.05), Room(0)
+    waits, room = _waits(max_waiting=100, queue_s=0.05), Room(0)
     with pytest.raises(CapacityError, match=r"within 0\.05 s") as rejected:
-        await _enter(gate, room)
-    assert rejected.value.retry_after_s > 0 and len(gate) == 0
+        await _enter(waits, room)
+    assert rejected.value.retry_after_s > 0 and len(waits.queue) == 0
 
 
 async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds_up_nobody() -> None:
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
     is_wrong = False
 
     def choose() -> str | None:
@@ -106,31 +112,31 @@ async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds
             raise RequestError("too long")
         return None
 
-    wrong = asyncio.create_task(gate.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
+    wrong = asyncio.create_task(waits.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
     await asyncio.sleep(0)
-    right = asyncio.create_task(_enter(gate, room))
+    right = asyncio.create_task(_enter(waits, room))
     await asyncio.sleep(0)
     is_wrong = True
     room.free += 1
-    gate.wake()
+    waits.wake()
     with pytest.raises(RequestError, match="too long"):
         await wrong
     assert await right == "place"
 
 
 async def test_an_error_that_nobody_foresaw_ends_its_own_request_only() -> None:
-    """Who wakes the gate is a replica's reader of frames, which must live."""
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
+    """Who wakes the waits is a replica's reader of frames, which must live."""
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
 
     def choose() -> str | None:
         return 1 / 0 if room.free else None  # type: ignore[return-value]
 
-    bad = asyncio.create_task(gate.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
+    bad = asyncio.create_task(waits.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
     await asyncio.sleep(0)
-    good = asyncio.create_task(_enter(gate, room))
+    good = asyncio.create_task(_enter(waits, room))
     await asyncio.sleep(0)
     room.free = 1
-    gate.wake()
+    waits.wake()
     assert await good == "place"
     with pytest.raises(ZeroDivisionError):
         await bad
@@ -141,7 +147,8 @@ class Places:
 
     def __init__(self, number: int, *, hold_s: float = 2.0, queue_s: float = 60.0) -> None:
         self.free = number
-        self.gate: AdmissionGate[int] = AdmissionGate(max_waiting=1000, queue_s=queue_s, hold_s=hold_s)
+        self.queue = AdmissionQueue(max_waiting=1000, hold_s=hold_s)
+        self.waits: AdmissionWaits[int] = AdmissionWaits(self.queue, queue_s=queue_s)
         self.entered: list[tuple[str, float]] = []  # and when
 
     async def ask(self, name: str, size: int, *, for_s: float = 0.0, tenant: str = "") -> None:
@@ -151,7 +158,7 @@ class Places:
             self.free -= size
             return size
 
-        await self.gate.enter(
+        await self.waits.enter(
             QueuedRequest(tenant, 0, float(size)), choose, within_s=None, give_back=lambda size: self._leave(size)
         )
         self.entered.append((name, asyncio.get_running_loop().time()))
@@ -160,7 +167,7 @@ class Places:
 
     def _leave(self, size: int) -> None:
         self.free += size
-        self.gate.wake()
+        self.waits.wake()
 
 
 def _play(scenario: Coroutine[Any, Any, None]) -> None:
@@ -246,32 +253,34 @@ def test_everyone_behind_is_looked_at_however_many_find_no_room() -> None:
             small = group.create_task(places.ask("small", 1))
             while not small.done():
                 await pass_time(0.05)
-                places.gate.wake()
+                places.waits.wake()
                 assert asyncio.get_running_loop().time() < 10
             for task in large:
                 task.cancel()
             await asyncio.gather(*large, return_exceptions=True)
-            assert (len(places.gate), places.free) == (0, 1)
+            assert (len(places.queue), places.free) == (0, 1)
 
     _play(scenario())
 
 
-async def _enter_last(gate: AdmissionGate[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
-    queued = QueuedRequest(tenant, 0, 1.0)
-    return await gate.enter_last(queued, room.choose, within_s=within_s, give_back=room.give_back)
+async def _enter_offline(
+    waits: AdmissionWaits[str], room: Room, *, within_s: float | None = None, tenant: str = ""
+) -> str:
+    queued = QueuedRequest(tenant, OFFLINE, 1.0)
+    return await waits.enter(queued, room.choose, within_s=within_s, give_back=room.give_back)
 
 
 async def test_who_enters_last_goes_when_nobody_else_waits() -> None:
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=100), Room(1)
-    assert await _enter_last(gate, room) == "place", "with room nobody waits"
-    last = [asyncio.create_task(_enter_last(gate, room)) for _ in range(2)]
+    waits, room = _waits(max_waiting=100, queue_s=100), Room(1)
+    assert await _enter_offline(waits, room) == "place", "with room nobody waits"
+    last = [asyncio.create_task(_enter_offline(waits, room)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert len(gate) == 0, "they do not count among those who wait"
-    others = [asyncio.create_task(_enter(gate, room)) for _ in range(2)]  # who come after them
+    assert len(waits.queue) == 0, "they do not count among those who wait"
+    others = [asyncio.create_task(_enter(waits, room)) for _ in range(2)]  # who come after them
     await asyncio.sleep(0)
     for someone in (*others, *last):
         room.free += 1
-        gate.wake()
+        waits.wake()
         await asyncio.wait((*others, *last), return_when=asyncio.FIRST_COMPLETED)
         assert await someone == "place" and room.free == 0
         others = [one for one in others if not one.done()]
@@ -279,22 +288,22 @@ async def test_who_enters_last_goes_when_nobody_else_waits() -> None:
 
 
 async def test_who_enters_last_holds_up_nobody() -> None:
-    gate, room, small = AdmissionGate[str](max_waiting=100, queue_s=100), Room(0), Room(1)
-    last = asyncio.create_task(_enter_last(gate, room))
+    waits, room, small = _waits(max_waiting=100, queue_s=100), Room(0), Room(1)
+    last = asyncio.create_task(_enter_offline(waits, room))
     await asyncio.sleep(0)
-    assert await _enter(gate, small) == "place", "at once: it needs what there is"
+    assert await _enter(waits, small) == "place", "at once: it needs what there is"
     last.cancel()
     await asyncio.gather(last, return_exceptions=True)
 
 
 async def test_who_enters_last_gives_up_and_gives_back_like_others() -> None:
-    gate, room = AdmissionGate[str](max_waiting=100, queue_s=0.01), Room(0)
+    waits, room = _waits(max_waiting=100, queue_s=0.01), Room(0)
     with pytest.raises(CapacityError):
-        await _enter_last(gate, room)
-    gone = asyncio.create_task(_enter_last(gate, room, within_s=100))
+        await _enter_offline(waits, room)
+    gone = asyncio.create_task(_enter_offline(waits, room, within_s=100))
     await asyncio.sleep(0)
     room.free += 1
-    gate.wake()
+    waits.wake()
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     assert room.free == 1
@@ -303,20 +312,20 @@ async def test_who_enters_last_gives_up_and_gives_back_like_others() -> None:
         raise RequestError("never")
 
     with pytest.raises(RequestError):
-        await gate.enter_last(QueuedRequest("", 0, 1.0), reject, within_s=None, give_back=room.give_back)
+        await waits.enter(QueuedRequest("", OFFLINE, 1.0), reject, within_s=None, give_back=room.give_back)
 
 
-async def test_those_who_enter_last_have_shares_and_bounds_of_their_own() -> None:
-    gate, room = AdmissionGate[str](max_waiting=16, queue_s=100), Room(0)
+async def test_those_who_enter_offline_have_shares_and_bounds_of_their_own() -> None:
+    waits, room = _waits(max_waiting=16, queue_s=100), Room(0)
     greedy, modest = (Room(0), Room(0))
-    flood = [asyncio.create_task(_enter_last(gate, greedy, tenant="greedy")) for _ in range(8)]
+    flood = [asyncio.create_task(_enter_offline(waits, greedy, tenant="greedy")) for _ in range(8)]
     await asyncio.sleep(0)
     with pytest.raises(CapacityError):
-        await _enter_last(gate, greedy, tenant="greedy")
-    other = asyncio.create_task(_enter_last(gate, modest, tenant="modest"))
+        await _enter_offline(waits, greedy, tenant="greedy")
+    other = asyncio.create_task(_enter_offline(waits, modest, tenant="modest"))
     await asyncio.sleep(0)
     greedy.free = modest.free = room.free = 1
-    gate.wake()
+    waits.wake()
     await asyncio.wait((*flood, other), return_when=asyncio.FIRST_COMPLETED)
     assert await other == "place", "it is not behind all of the flood"
     for task in flood:

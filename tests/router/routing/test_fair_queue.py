@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
@@ -12,46 +13,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.admission import AdmissionQueue
-from router.routing.fair_shares import QueuedRequest
+from router.routing.fair_queue import FairQueue, QueuedRequest, State
 
-_LONG_S = 1e9
-
-
-def _queue(*, max_waiting: int = 1_000_000) -> AdmissionQueue:
-    return AdmissionQueue(max_waiting=max_waiting)
+_numbers = itertools.count()
 
 
-def _add(queue: AdmissionQueue, tenant: str, *, user: str = "", cost: float = 1.0, priority: int = 0) -> QueuedRequest:
-    queued = QueuedRequest(tenant, priority, cost, user=user)
-    queue.add(queued, within_s=_LONG_S, now=0.0)
+def _add(queue: FairQueue, tenant: str, *, user: str = "", cost: float = 1.0, priority: int = 0) -> QueuedRequest:
+    queued = QueuedRequest(tenant, priority, cost, user=user, arrival=next(_numbers))
+    queue.move(queued, State.READY)
     return queued
 
 
-def _flood(queue: AdmissionQueue, num_names: int) -> Counter[str]:
+def _flood(queue: FairQueue, num_names: int) -> Counter[str]:
     """Who is served while one key invents a name for each request, and another one has a single user."""
     for number in range(num_names):
         _add(queue, "inventive", user=f"name-{number}")
     for _ in range(100):
         _add(queue, "plain")
-    return Counter(queue.pop(now=0.0).tenant for _ in range(200))
+    return Counter(queue.pop().tenant for _ in range(200))
 
 
 def test_names_that_a_client_invents_give_its_key_no_more_than_its_share() -> None:
-    assert _flood(_queue(), 2_000) == {"plain": 100, "inventive": 100}
+    assert _flood(FairQueue(), 2_000) == {"plain": 100, "inventive": 100}
 
 
 @pytest.mark.slow
 def test_nor_do_fifty_thousand() -> None:
-    assert _flood(_queue(), 50_000) == {"plain": 100, "inventive": 100}
+    assert _flood(FairQueue(), 50_000) == {"plain": 100, "inventive": 100}
 
 
 def test_inside_a_tenant_its_users_have_equal_shares() -> None:
-    queue = _queue()
+    queue = FairQueue()
     for user, count in (("heavy", 50), ("light", 5)):
         for _ in range(count):
             _add(queue, "key", user=user, priority=-5 if user == "heavy" else 0)
-    assert Counter(queue.pop(now=0.0).user for _ in range(10)) == {"heavy": 5, "light": 5}
+    assert Counter(queue.pop().user for _ in range(10)) == {"heavy": 5, "light": 5}
 
 
 _requests = st.tuples(st.sampled_from("ab"), st.sampled_from("uvw"), st.integers(1, 20), st.integers(-3, 3))
@@ -67,48 +63,48 @@ _moves = st.lists(
 
 @given(_moves)
 def test_the_accounts_are_of_those_that_wait_whatever_comes(moves: list[tuple[Any, ...]]) -> None:
-    queue, waiting, aside = _queue(), deque[QueuedRequest](), list[QueuedRequest]()
+    queue, waiting, aside = FairQueue(), deque[QueuedRequest](), list[QueuedRequest]()
     for move in moves:
         match move:
             case ("pop",):
-                if queued := queue.peek():
+                if queued := queue.first():
                     assert queued not in aside
-                    waiting.remove(queue.pop(now=0.0))
+                    waiting.remove(queue.pop())
             case (kind, int(at)) if waiting:
                 queued = waiting[at % len(waiting)]
                 if kind == "remove":
-                    queue.remove(queued, now=0.0)
+                    queue.move(queued, State.GONE)
                     waiting.remove(queued)
                     aside = [other for other in aside if other is not queued]
                 elif kind == "aside":
-                    queue.set_aside(queued)
+                    queue.move(queued, State.ASIDE)
                     aside.append(queued)
                 else:
-                    queue.put_back(queued)
+                    queue.move(queued, State.READY)
                     aside = [other for other in aside if other is not queued]
             case (tenant, user, cost, priority):
                 waiting.append(_add(queue, tenant, user=user, cost=float(cost), priority=priority))
         assert len(queue) == len(waiting)
         assert queue.cost == sum(queued.cost for queued in waiting)
-        assert (queue.peek() is None) == (len({*map(id, aside)}) == len(waiting))
+        assert (queue.first() is None) == (len({*map(id, aside)}) == len(waiting))
         assert queue.num_tenants <= 2
     for queued in waiting:
-        queue.remove(queued, now=0.0)
+        queue.move(queued, State.GONE)
     assert (len(queue), queue.cost, queue.num_tenants) == (0, 0.0, 0)
 
 
 @given(st.lists(_requests, min_size=30, max_size=100))
 def test_while_two_wait_neither_is_ahead_by_more_than_a_request_of_each(asked: list[tuple[str, str, int, int]]) -> None:
     """Tenants, whatever their users; and the users of one tenant."""
-    queue = _queue()
+    queue = FairQueue()
     left: Counter[tuple[str, ...]] = Counter()
     for tenant, user, cost, priority in asked:
         _add(queue, tenant, user=user, cost=float(cost), priority=priority)
         left.update([(tenant,), (tenant, user)])
     served = dict.fromkeys(left, 0.0)
     rivals = [(one, other) for one in left for other in left if one < other and one[:-1] == other[:-1]]
-    while queue.peek():
-        queued = queue.pop(now=0.0)
+    while queue.first():
+        queued = queue.pop()
         for name in ((queued.tenant,), queued.names):
             left[name] -= 1
             served[name] += queued.cost
@@ -133,19 +129,19 @@ def test_nobody_waits_for_good_however_others_come_and_go(strategy: list[tuple[s
     """An adversary that keeps no more than `most` waiting, and sees everything, repeats its moves for as long as it
     takes. A request of a user who has just had one goes before so much other work: what makes up for that one, from
     everyone who may be there, and one request of each."""
-    queue, most, largest = _queue(), 6, 8.0
+    queue, most, largest = FairQueue(), 6, 8.0
     for _ in range(2):  # it has had its turn before all others, and is due late
         _add(queue, "key", user="victim", cost=float(cost))
     theirs = [_add(queue, "key", user="first")]
-    queue.pop(now=0.0)
-    victim = next(queued for queued in (queue.peek(),) if queued)
+    queue.pop()
+    victim = next(queued for queued in (queue.first(),) if queued)
     victim = victim if victim.user == "victim" else _victim_of(queue)
     others, names = 0.0, 0
     bound = 2 * (most + 1) * (largest + cost)
     for step in range(10_000):
         kind, size, num_served = strategy[step % len(strategy)]
         if kind == "cancel" and theirs:
-            queue.remove(theirs.pop(), now=0.0)
+            queue.move(theirs.pop(), State.GONE)
         elif len(theirs) < most:
             names += kind == "invent"
             theirs.append(_add(queue, "key", user=f"name-{names}", cost=float(size)))
@@ -157,13 +153,13 @@ def test_nobody_waits_for_good_however_others_come_and_go(strategy: list[tuple[s
 
 
 def _serve(
-    queue: AdmissionQueue, awaited: QueuedRequest, theirs: list[QueuedRequest], *, count: int, most: float
+    queue: FairQueue, awaited: QueuedRequest, theirs: list[QueuedRequest], *, count: int, most: float
 ) -> float | None:
     """What others had in so many turns, never more than `most`, or until none of them waits; None: it was the turn of
     who is awaited."""
     taken = 0.0
     for _ in range(count):
-        queued = queue.pop(now=0.0)
+        queued = queue.pop()
         if queued is awaited:
             return None
         theirs.remove(queued)
@@ -174,15 +170,15 @@ def _serve(
     return taken
 
 
-def _victim_of(queue: AdmissionQueue) -> QueuedRequest:
+def _victim_of(queue: FairQueue) -> QueuedRequest:
     """Its second request, which is behind others."""
     seen = []
-    while (queued := queue.peek()) and queued.user != "victim":
-        queue.set_aside(queued)
+    while (queued := queue.first()) and queued.user != "victim":
+        queue.move(queued, State.ASIDE)
         seen.append(queued)
     assert queued
     for other in seen:
-        queue.put_back(other)
+        queue.move(other, State.READY)
     return queued
 
 
@@ -207,20 +203,20 @@ _VICTIMS = {"tenant": {"tenant": "victim"}, "user": {"tenant": "key", "user": "v
 def test_nobody_waits_longer_for_those_who_come_after_it(
     level: str, strategy: list[tuple[str, int, int]], num_older: int, most: int
 ) -> None:
-    """Also not who has just had very much, or gives its request a high number: the bound of router/routing/ageing.py,
-    against an adversary that always has some waiting, and as many names as it likes."""
-    queue, rival, victim = _queue(), _LEVELS[level], _VICTIMS.get(level, {"tenant": "key", "user": "victim"})
+    """The bound of router/routing/fair_queue.py also holds for a flow that has just had very much, and for a request
+    with a high priority number, against an adversary that always has requests waiting and invents names."""
+    queue, rival, victim = FairQueue(), _LEVELS[level], _VICTIMS.get(level, {"tenant": "key", "user": "victim"})
     if level in _VICTIMS:
         _add(queue, **victim, cost=1e6)
     theirs = [_add(queue, **rival(number), cost=200.0) for number in range(num_older)]
     waits = _add(queue, **victim, cost=1e6, priority=5)
     if level in _VICTIMS:
-        assert queue.pop(now=0.0).cost == 1e6
+        assert queue.pop().cost == 1e6
     others, bound, names = 0.0, 16_384 + 18 * (num_older + 1) * 200, num_older
     for step in range(10_000):
         kind, size, num_served = strategy[step % len(strategy)]
         if kind == "cancel" and len(theirs) > 1:
-            queue.remove(theirs.pop(), now=0.0)
+            queue.move(theirs.pop(), State.GONE)
         while len(theirs) < 1 + (step + size) % most:
             names += kind != "again"
             theirs.append(_add(queue, **rival(names), cost=float(size)))
@@ -233,12 +229,12 @@ def test_nobody_waits_longer_for_those_who_come_after_it(
 
 def test_who_ages_takes_a_small_part_of_the_work() -> None:
     """One with large requests, that has had more than its share, is due late; it ages, and the others keep theirs."""
-    queue, served = _queue(), Counter[str]()
+    queue, served = FairQueue(), Counter[str]()
     for tenant, cost in (("large", 8_000.0), *((f"small-{number}", 100.0) for number in range(40))):
         for _ in range(3):
             _add(queue, tenant, cost=cost)
     while served.total() < 1_000_000:
-        queued = queue.pop(now=0.0)
+        queued = queue.pop()
         served[queued.tenant] += int(queued.cost)
         _add(queue, queued.tenant, cost=queued.cost)
     assert 1_000_000 / 41 - 8_000 <= served["large"] <= 1_000_000 / 17 + 2 * 8_000  # two at once to begin with
@@ -247,22 +243,22 @@ def test_who_ages_takes_a_small_part_of_the_work() -> None:
 
 
 def test_who_has_gone_is_forgotten() -> None:
-    queue = _queue()
+    queue = FairQueue()
     _add(queue, "stays")
     for number in range(3_000):
-        queue.remove(_add(queue, f"tenant-{number}", user=f"user-{number}"), now=0.0)
+        queue.move(_add(queue, f"tenant-{number}", user=f"user-{number}"), State.GONE)
     assert (len(queue), queue.num_tenants) == (1, 1)
 
 
 def test_who_had_more_than_its_share_is_forgotten_when_the_others_have_caught_up() -> None:
-    queue = _queue()
+    queue = FairQueue()
     for _ in range(2_000):
         _add(queue, "steady")
     for number in range(900):
         _add(queue, f"tenant-{number}", cost=5.0)
-        queue.pop(now=0.0)
+        queue.pop()
     while len(queue) > 1:
-        queue.pop(now=0.0)
+        queue.pop()
     assert queue.num_tenants < 100
 
 
@@ -286,18 +282,18 @@ def _num_lines(action: Callable[[], object]) -> int:
 
 def _work_at(num_tenants: int) -> dict[str, int]:
     """Of each operation, while so many tenants wait, and after as many have gone."""
-    queue = _queue()
+    queue = FairQueue()
     everyone = [_add(queue, f"tenant-{number}", user="u", cost=1.0 + number % 7) for number in range(num_tenants)]
     work = {
         "add": _num_lines(lambda: _add(queue, "one-more")),
-        "peek": _num_lines(queue.peek),
-        "remove": _num_lines(lambda: queue.remove(everyone[num_tenants // 3], now=0.0)),
-        "pop": _num_lines(lambda: queue.pop(now=0.0)),
+        "peek": _num_lines(queue.first),
+        "remove": _num_lines(lambda: queue.move(everyone[num_tenants // 3], State.GONE)),
+        "pop": _num_lines(queue.pop),
     }
     for queued in everyone:
-        queue.remove(queued, now=0.0)
+        queue.move(queued, State.GONE)
     _add(queue, "one-more")
-    return work | {"add after": _num_lines(lambda: _add(queue, "another")), "peek after": _num_lines(queue.peek)}
+    return work | {"add after": _num_lines(lambda: _add(queue, "another")), "peek after": _num_lines(queue.first)}
 
 
 @pytest.mark.parametrize("many", [8_000, pytest.param(200_000, marks=pytest.mark.slow)])

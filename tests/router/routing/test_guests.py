@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.types.step_timing import StepTiming
-from router.routing.local_decode import cheapest, wait_s
+from router.routing.chooser import cheapest, guest_wait_s
 from router.routing.policy import CandidateReplica, Option
 
 
@@ -23,7 +23,7 @@ def _view(*, num_streams: int) -> CandidateReplica:
 
 
 def _wait_s(*views: CandidateReplica, num_ends: int = 1) -> float:
-    return wait_s(views, num_tokens=100, answer_tokens=50, num_ends=num_ends)
+    return guest_wait_s(views, num_tokens=100, answer_tokens=50, num_ends=num_ends)
 
 
 def test_places_come_free_as_answers_end() -> None:
