@@ -22,7 +22,6 @@ class Purpose(StrEnum):
     BATCHES = "batches"  # the same of batches and their files
     TRAFFIC = "traffic"  # keys the hashes by which prompts are remembered
     REVISIONS = "revisions"  # seals which revisions serve, and what becomes of requests there
-    ANSWERS = "answers"  # encrypts what replicas tell each other of finished answers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,7 @@ _REPLICAS: Sequence[Row] = (
     ("Steps", ("step_base_seconds", "step_token_seconds", "step_pair_seconds", "step_context_seconds",
                "replica_draining")),
     ("Drafts", ("speculation_drafted_tokens_total", "speculation_accepted_tokens_total", ACCEPTED,
-                "step_tokens_per_row", "step_drafted_per_row", "corpus_tokens", "corpus_told_tokens_total",
-                "corpus_heard_tokens_total", "corpus_missed_messages_total", "corpus_refused_messages_total")),
+                "step_tokens_per_row", "step_drafted_per_row", "corpus_tokens")),
 )  # fmt: skip
 _OTHERS = "Others"
 _WIDTH, _HEIGHT, _ACROSS = 12, 8, 2  # of a panel; Grafana's grid is 24 wide
