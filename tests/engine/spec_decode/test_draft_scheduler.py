@@ -10,15 +10,14 @@ import pytest
 
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.ask_plan import Offer, plan_ask
-from engine.spec_decode.ask_price import AskPrice, LearntAskPrice
-from engine.spec_decode.draft_plan import StepPrice, plan_drafts
+from engine.spec_decode.draft_plan import CallOffer, plan_call, plan_drafts
 from engine.spec_decode.speculation import Speculation
-from tests.engine.spec_decode.proposers import FakeClock, FakeComputing, FakeProposer, sequence_of
+from engine.spec_decode.step_cost import LearnedProposalCost, ProposalCost, StepCost
+from tests.engine.spec_decode.proposers import FakeClock, FakeModelProposer, FakeProposer, sequence_of
 
-_STEP = StepPrice(plain=10.0, token=0.5)  # one row
-_CHEAP = AskPrice(0.2, 1.0, 0.05)
-_DEAR = AskPrice(0.2, 12.0, 0.05)
+_STEP = StepCost(plain=10.0, token=0.5)  # one row
+_CHEAP = ProposalCost(0.2, 1.0, 0.05)
+_DEAR = ProposalCost(0.2, 12.0, 0.05)
 _MAX = 6
 
 
@@ -48,14 +47,14 @@ class Replica:
 
     def __init__(self, clock: FakeClock, num_rows: int = 1, *, num_tokens: int = 200, **methods: object) -> None:
         free = {name: one for name, one in methods.items() if isinstance(one, FakeProposer)}
-        computing = {name: one for name, one in methods.items() if isinstance(one, FakeComputing)}
-        self.speculation = Speculation(free, computing=computing, max_tokens=_MAX, vocab_size=50, clock=clock)
+        models = {name: one for name, one in methods.items() if isinstance(one, FakeModelProposer)}
+        self.speculation = Speculation(free, models=models, max_tokens=_MAX, vocab_size=50, clock=clock)
         self.blocks = BlockManager(4000)
         self.rows = [_row([number]) for number in range(num_rows)]
         self.num_tokens, self.seconds = 0, 0.0
-        self._clock, self._ends_after, self._computing = clock, num_tokens, list(computing.values())
+        self._clock, self._ends_after, self._computing = clock, num_tokens, list(models.values())
 
-    def step(self, price: StepPrice = _STEP, *, room: int = 64) -> int:
+    def step(self, price: StepCost = _STEP, *, room: int = 64) -> int:
         """Tokens that were drafted."""
         begin = self._clock.now
         drafts = self.speculation.draft(self.rows, lambda: price, max_tokens=room, blocks=self.blocks)
@@ -81,7 +80,7 @@ class Replica:
         self.seconds += self._clock.now - begin
         return num_drafted
 
-    def steps(self, count: int, price: StepPrice = _STEP) -> float:
+    def steps(self, count: int, price: StepCost = _STEP) -> float:
         """Tokens a second, in so many steps, beside those without drafts."""
         tokens, seconds = self.num_tokens, self.seconds
         for _ in range(count):
@@ -91,12 +90,12 @@ class Replica:
 
 
 def _rate(
-    guessed: Seq[Seq[float]], offer: Offer, depth: int, rows: Seq[int], price: StepPrice, max_tokens: int
+    guessed: Seq[Seq[float]], offer: CallOffer, depth: int, rows: Seq[int], price: StepCost, max_tokens: int
 ) -> float:
     """The best that can be made of asking for these."""
     chances = [offer.chances[row][:depth] if row in rows else guess for row, guess in enumerate(guessed)]
     tokens = sorted((chance for row in chances for chance in row), reverse=True)[:max_tokens]
-    asking_s = offer.price.seconds(depth, sum(offer.missing[row] + depth - 1 for row in rows)) if rows else 0.0
+    asking_s = offer.cost.seconds(depth, sum(offer.missing[row] + depth - 1 for row in rows)) if rows else 0.0
     drafted = [(len(guessed) + sum(tokens[:n])) / (price.step(n) + asking_s) for n in range(len(tokens) + 1)]
     return max(drafted)
 
@@ -114,12 +113,12 @@ def test_no_other_rows_and_no_other_depth_give_tokens_sooner(seed: int) -> None:
 
     num_rows = 1 + generator.randrange(4)
     guessed = [falling(2) for _ in range(num_rows)]
-    price = StepPrice(plain=1.0, token=generator.random() / 6)
+    price = StepCost(plain=1.0, token=generator.random() / 6)
     offers = []
     for name in ("one", "other"):
-        asked = AskPrice(*(generator.random() / most for most in (5, 5, 20)))
+        asked = ProposalCost(*(generator.random() / most for most in (5, 5, 20)))
         missing = [generator.uniform(0, 3) for _ in range(num_rows)]
-        offers.append(Offer(name, asked, [falling(4) for _ in range(num_rows)], missing))
+        offers.append(CallOffer(name, asked, [falling(4) for _ in range(num_rows)], missing))
     every = [
         (_rate(guessed, offer, depth, rows, price, 99), offer.method)
         for offer in offers
@@ -130,7 +129,7 @@ def test_no_other_rows_and_no_other_depth_give_tokens_sooner(seed: int) -> None:
     ]
     none = _rate(guessed, offers[0], 0, (), price, 99)
     best = max(every, default=(0.0, ""))[0]
-    found = plan_ask(guessed, offers, price, 99)
+    found = plan_call(guessed, offers, price, 99)
     if found is None:
         assert best <= none * 1.03
         return
@@ -141,35 +140,35 @@ def test_no_other_rows_and_no_other_depth_give_tokens_sooner(seed: int) -> None:
 
 def test_no_more_is_asked_for_than_may_be_drafted() -> None:
     chances = [[0.9, 0.8, 0.7]] * 5
-    offer = Offer("m", AskPrice(0.0, 0.01, 0.01), chances, [1.0] * 5)
+    offer = CallOffer("m", ProposalCost(0.0, 0.01, 0.01), chances, [1.0] * 5)
     for most in range(1, 20):
-        plan = plan_ask([()] * 5, [offer], StepPrice(plain=1.0, token=0.01), most)
+        plan = plan_call([()] * 5, [offer], StepCost(plain=1.0, token=0.01), most)
         assert plan and (len(plan.rows) - 1) * plan.depth < most
 
 
 def test_what_asking_takes_is_learnt_whatever_is_asked() -> None:
-    generator, true, learned = random.Random(2), AskPrice(0.003, 0.005, 0.0007), LearntAskPrice()
-    assert learned.price is None
+    generator, true, learned = random.Random(2), ProposalCost(0.003, 0.005, 0.0007), LearnedProposalCost()
+    assert learned.cost is None
     for number in range(80):
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
         seconds = true.seconds(depth, num_tokens) * generator.uniform(0.9, 1.1)
         learned.saw(depth, num_tokens, seconds * (50 if number == 70 else 1))
-    assert learned.price
+    assert learned.cost
     for depth, num_tokens in ((1, 1), (4, 20), (7, 50)):
-        assert learned.price.seconds(depth, num_tokens) == pytest.approx(true.seconds(depth, num_tokens), rel=0.2)
+        assert learned.cost.seconds(depth, num_tokens) == pytest.approx(true.seconds(depth, num_tokens), rel=0.2)
     for _ in range(80):  # the machine has become slower
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
         learned.saw(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
-    assert learned.price.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
-    same = LearntAskPrice()  # of one kind alone: what is not known apart is known together
+    assert learned.cost.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
+    same = LearnedProposalCost()  # of one kind alone: what is not known apart is known together
     for _ in range(20):
         same.saw(3, 5, true.seconds(3, 5))
-    assert same.price and same.price.seconds(3, 5) == pytest.approx(true.seconds(3, 5), rel=0.01)
+    assert same.cost and same.cost.seconds(3, 5) == pytest.approx(true.seconds(3, 5), rel=0.01)
 
 
 def test_who_is_right_is_asked_for_as_much_as_pays() -> None:
     clock = FakeClock()
-    proposer = FakeComputing(_right, clock, _CHEAP)
+    proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
     replica.steps(40)
     assert replica.steps(100) > 2.5
@@ -179,9 +178,9 @@ def test_who_is_right_is_asked_for_as_much_as_pays() -> None:
 
 
 @pytest.mark.parametrize(("guess", "price"), [(_wrong, _CHEAP), (_right, _DEAR)], ids=["wrong", "dear"])
-def test_where_it_does_not_pay_it_takes_next_to_nothing(guess: type, price: AskPrice) -> None:
+def test_where_it_does_not_pay_it_takes_next_to_nothing(guess: type, price: ProposalCost) -> None:
     clock = FakeClock()
-    proposer = FakeComputing(guess, clock, price)
+    proposer = FakeModelProposer(guess, clock, price)
     replica = Replica(clock, m=proposer)
     replica.steps(100)
     before_s = proposer.spent_s
@@ -193,7 +192,7 @@ def test_where_it_does_not_pay_it_takes_next_to_nothing(guess: type, price: AskP
 
 def test_what_has_become_worth_it_is_found() -> None:
     clock, is_right = FakeClock(), [False]
-    proposer = FakeComputing(lambda tokens, most: (_right if is_right[0] else _wrong)(tokens, most), clock, _CHEAP)
+    proposer = FakeModelProposer(lambda tokens, most: (_right if is_right[0] else _wrong)(tokens, most), clock, _CHEAP)
     replica = Replica(clock, m=proposer)
     replica.steps(300)
     is_right[0] = True
@@ -202,9 +201,9 @@ def test_what_has_become_worth_it_is_found() -> None:
 
 
 def test_who_was_never_worth_asking_costs_a_step_to_know_that_however_much_it_is() -> None:
-    for price in (_CHEAP, _DEAR, AskPrice(0.2, 0.1, 0.01)):
+    for price in (_CHEAP, _DEAR, ProposalCost(0.2, 0.1, 0.01)):
         clock = FakeClock()
-        proposer = FakeComputing(_wrong, clock, price)
+        proposer = FakeModelProposer(_wrong, clock, price)
         replica = Replica(clock, m=proposer)
         replica.steps(100)
         longest_s = price.seconds(4, 4)
@@ -224,7 +223,7 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
         planned.append(sequence.num_generated)
         return not proposer.rests or sequence.num_generated < 32
 
-    proposer = FakeComputing(guess, clock, AskPrice(0.2, 0.5, 0.01), can_guess=knows)
+    proposer = FakeModelProposer(guess, clock, ProposalCost(0.2, 0.5, 0.01), can_guess=knows)
     replica = Replica(clock, m=proposer)
     assert proposer.rests, "until it is worth it"
     replica.steps(400)
@@ -258,18 +257,18 @@ def test_who_has_become_right_wakes_within_a_few_answers(num_rows: int, num_toke
         def guess(tokens: Seq[int], most: int, is_right: list[bool] = is_right) -> list[int]:
             return (_right if is_right[0] else _wrong)(tokens, most)
 
-        proposer = FakeComputing(guess, clock, AskPrice(0.2, 0.5, 0.01))
+        proposer = FakeModelProposer(guess, clock, ProposalCost(0.2, 0.5, 0.01))
         replica = Replica(clock, num_rows, num_tokens=num_tokens, m=proposer)
         replica.steps(3000 + others)
         assert proposer.rests
         is_right[0] = True
-        replica.steps(160 if num_tokens == 20 else 600)
+        replica.steps(200 if num_tokens == 20 else 600)
         assert not proposer.rests
 
 
 def test_who_rests_is_tried_also_where_all_answers_are_short() -> None:
     clock = FakeClock()
-    proposer = FakeComputing(_wrong, clock, AskPrice(0.2, 0.5, 0.01))
+    proposer = FakeModelProposer(_wrong, clock, ProposalCost(0.2, 0.5, 0.01))
     replica = Replica(clock, num_tokens=4, m=proposer)
     replica.steps(6000)
     proposer.asked.clear()
@@ -279,12 +278,12 @@ def test_who_rests_is_tried_also_where_all_answers_are_short() -> None:
 
 def test_beside_many_rows_nobody_is_asked_but_now_and_then() -> None:
     clock = FakeClock()
-    proposer = FakeComputing(_right, clock, AskPrice(0.0, 0.2, 0.3))
+    proposer = FakeModelProposer(_right, clock, ProposalCost(0.0, 0.2, 0.3))
     replica = Replica(clock, num_rows=4, m=proposer)
-    few = StepPrice(plain=10.0, token=0.1)
+    few = StepCost(plain=10.0, token=0.1)
     replica.steps(60, few)
     assert proposer.asked[-1][0] == 4
-    full = StepPrice(plain=10.0, token=3.0)
+    full = StepCost(plain=10.0, token=3.0)
     proposer.asked.clear()
     assert replica.steps(500, full) > 0.98
     assert {num_rows for num_rows, _ in proposer.asked} == {1} and len(proposer.asked) < 12
@@ -300,7 +299,7 @@ def test_only_rows_for_which_it_pays_are_asked() -> None:
     def guess(tokens: Seq[int], most: int) -> list[int]:
         return (_right if sum(tokens[:1]) % 2 else _wrong)(tokens, most)  # its first token never changes
 
-    proposer = FakeComputing(guess, clock, AskPrice(0.0, 0.2, 0.3))
+    proposer = FakeModelProposer(guess, clock, ProposalCost(0.0, 0.2, 0.3))
     replica = Replica(clock, num_rows=4, m=proposer)
     replica.steps(60)
     proposer.asked.clear()
@@ -310,15 +309,15 @@ def test_only_rows_for_which_it_pays_are_asked() -> None:
 
 def test_who_cannot_say_anything_is_not_asked() -> None:
     clock = FakeClock()
-    proposer = FakeComputing(_right, clock, _CHEAP, can_guess=lambda sequence: sequence.tokens[0] == 1)
+    proposer = FakeModelProposer(_right, clock, _CHEAP, can_guess=lambda sequence: sequence.tokens[0] == 1)
     replica = Replica(clock, num_rows=3, m=proposer)
     replica.steps(60)
     assert {num_rows for num_rows, _ in proposer.asked} == {1}
 
 
 def test_a_long_prompt_is_computed_in_pieces_no_longer_than_a_step() -> None:
-    clock, price = FakeClock(), AskPrice(0.0, 0.5, 0.05)
-    proposer = FakeComputing(_right, clock, price)
+    clock, price = FakeClock(), ProposalCost(0.0, 0.5, 0.05)
+    proposer = FakeModelProposer(_right, clock, price)
     replica = Replica(clock, m=proposer)
     replica.steps(50)
     replica.rows = [_row([i % 50 for i in range(3000)])]
@@ -334,7 +333,7 @@ def test_a_long_prompt_is_computed_in_pieces_no_longer_than_a_step() -> None:
 
 def test_a_long_prompt_is_not_computed_for_a_short_answer() -> None:
     clock = FakeClock()
-    proposer = FakeComputing(_right, clock, AskPrice(0.0, 0.5, 0.05))
+    proposer = FakeModelProposer(_right, clock, ProposalCost(0.0, 0.5, 0.05))
     replica = Replica(clock, m=proposer)
     replica.steps(50)
     for _ in range(200):
@@ -348,7 +347,7 @@ def test_a_long_prompt_is_not_computed_for_a_short_answer() -> None:
 
 def test_who_looks_up_what_is_right_is_enough() -> None:
     clock = FakeClock()
-    proposer = FakeComputing(_right, clock, _CHEAP)
+    proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, look=FakeProposer(_right), m=proposer)
     replica.steps(300)
     proposer.asked.clear()
@@ -361,35 +360,35 @@ def test_who_looks_up_what_is_right_is_enough() -> None:
 
 def test_nobody_is_asked_while_a_step_is_under_way() -> None:
     clock = FakeClock()
-    proposer = FakeComputing(_right, clock, _CHEAP)
+    proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
     replica.steps(40)
     proposer.asked.clear()
     for row in replica.rows:
         row.tokens.append(_next(row.tokens[-1]))
-    assert replica.speculation.awaits(replica.rows, lambda: _STEP, max_tokens=8) and not proposer.asked
+    assert replica.speculation.would_draft(replica.rows, lambda: _STEP, max_tokens=8) and not proposer.asked
     assert replica.step() and proposer.asked
-    dear = StepPrice(plain=10.0, token=20.0)
-    awaited = [replica.speculation.awaits(replica.rows, lambda: dear, max_tokens=8) for _ in range(200)]
+    dear = StepCost(plain=10.0, token=20.0)
+    awaited = [replica.speculation.would_draft(replica.rows, lambda: dear, max_tokens=8) for _ in range(200)]
     assert not any(awaited[:32]) and any(awaited), "steps that run ahead know no trial"
 
 
 def test_prices_and_guesses_are_those_of_who_leaves_too() -> None:
     clock = FakeClock()
-    proposer = FakeComputing(_right, clock, _CHEAP)
+    proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
     replica.step()
     row: Sequence = replica.rows[0]
     replica.speculation.finished(row)
     replica.speculation.forget(row)
     assert proposer.finished_with == proposer.forgotten == [row]
-    assert replica.speculation.take_asking_s() == pytest.approx(proposer.spent_s) and proposer.spent_s
-    assert replica.speculation.take_asking_s() == 0.0
+    assert replica.speculation.take_model_s() == pytest.approx(proposer.spent_s) and proposer.spent_s
+    assert replica.speculation.take_model_s() == 0.0
 
 
 def test_where_nobody_is_asked_all_is_as_it_is_with_those_who_look_up() -> None:
     chances = [[0.7, 0.5], []]
-    price = StepPrice(plain=1.0, token=0.1)
-    assert plan_ask(chances, [], price, 8) is None
-    assert plan_ask(chances, [Offer("m", _CHEAP, [(), ()], [0.0, 0.0])], price, 8) is None
+    price = StepCost(plain=1.0, token=0.1)
+    assert plan_call(chances, [], price, 8) is None
+    assert plan_call(chances, [CallOffer("m", _CHEAP, [(), ()], [0.0, 0.0])], price, 8) is None
     assert sum(plan_drafts(chances, 2, price, 8)) == 2

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from engine.timing.draft_cost import LearntDraftCost, factor_of
+from engine.spec_decode.step_cost import LearnedDraftCost, factor_of
 
 
 def test_what_was_dear_is_forgotten_while_fewer_tokens_are_drafted() -> None:
-    cost = LearntDraftCost()
+    cost = LearnedDraftCost()
     for _ in range(200):
         cost.saw(4, 1.0, has_drafts=False)
         cost.saw(12, 1.0, has_drafts=True)
@@ -24,7 +24,7 @@ def test_what_was_dear_is_forgotten_while_fewer_tokens_are_drafted() -> None:
 
 def test_what_steps_without_drafts_take_is_seen_where_nothing_is_drafted() -> None:
     """They take half of what the line says: one with a draft takes what it says, twice as much."""
-    cost = LearntDraftCost()
+    cost = LearnedDraftCost()
     assert factor_of(cost.factors(), 4) == 1.0
     for _ in range(200):
         cost.saw(4, 0.5, has_drafts=False)
@@ -35,7 +35,7 @@ def test_what_steps_without_drafts_take_is_seen_where_nothing_is_drafted() -> No
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_steps_take_factors_stay_within_bounds(seed: int) -> None:
     """A step may be one that nobody expected: no prices are learnt from a clock that stood still."""
-    generator, cost = random.Random(seed), LearntDraftCost()
+    generator, cost = random.Random(seed), LearnedDraftCost()
     for _ in range(3000):
         ratio = generator.choice([0.0, 1e-9, 0.5, 1.0, 2.0, 1e9, math.inf])
         cost.saw(generator.choice([1, 16, 17, 128, 129, 5000]), ratio, has_drafts=generator.random() < 0.5)

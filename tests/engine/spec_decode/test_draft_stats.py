@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.rpc import worker_pb2 as pb
 from core.wire.status_check import make_plausible
-from engine.spec_decode.row_yield import RowYield
+from engine.spec_decode.draft_stats import RowYield
 
 
 def test_drafts_of_long_ago_are_none_at_last() -> None:

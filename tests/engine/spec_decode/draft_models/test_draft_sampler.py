@@ -11,7 +11,7 @@ from torch import Tensor
 from core.types.request import Sampling
 from engine.sampling.sampler import sample
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.draft_models.sampled_drafts import NUM_DEGREES, DrawnTokens
+from engine.spec_decode.draft_models.draft_sampler import NUM_DEGREES, DraftSampler
 from tests.engine.asked import Asked, sequence_of
 from tests.engine.chi_square import chi_square
 
@@ -39,7 +39,7 @@ def _shares(logits_V: Tensor, temperature: float) -> Tensor:
 def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temperature: float, place: int) -> None:
     target_V, draft_V = _logits()
     sequences = _sequences(temperature)
-    drawn = DrawnTokens().draw(draft_V.repeat(_DRAWS, 1), sequences, place)
+    drawn = DraftSampler().draw(draft_V.repeat(_DRAWS, 1), sequences, place)
     drafted = [token[0] for token in drawn if token]
     rows = [sequence.sampling_row.behind(place) for sequence in sequences]
     chosen = [one[0] for one in sample(target_V.repeat(_DRAWS, 1), rows).wait() if one]
@@ -62,12 +62,12 @@ def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
     sequences = _sequences(0.0)[:2]
     share = float(_shares(draft_V, 1.0).max())
     expected = (int(draft_V.argmax()), int(share * NUM_DEGREES))
-    found = DrawnTokens().draw(draft_V.repeat(2, 1), sequences, 0)
+    found = DraftSampler().draw(draft_V.repeat(2, 1), sequences, 0)
     assert [one and (one.token, one.kind) for one in found] == [expected] * 2
     sure_V = torch.full((_VOCAB,), -1e4).index_fill(0, torch.tensor([7]), 0.0)
-    (one,) = DrawnTokens().draw(sure_V[None].clone(), sequences[:1], 0)
+    (one,) = DraftSampler().draw(sure_V[None].clone(), sequences[:1], 0)
     assert one and (one.token, one.kind) == (7, NUM_DEGREES - 1)
-    (one,) = DrawnTokens().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
+    (one,) = DraftSampler().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
     assert one and (one.token, one.kind) == (7, 2 * NUM_DEGREES - 1), "those that are drawn are another kind"
 
 
@@ -79,23 +79,23 @@ def test_of_who_draws_nothing_the_second_token_may_come_instead(ids_V: Tensor | 
     ids = list(range(_VOCAB)) if ids_V is None else ids_V.tolist()
     kind = int(_shares(draft_V, 1.0)[second] * NUM_DEGREES)
     for sequences in (_sequences(0.0)[:2], [*_sequences(0.0)[:2], _sequences(1.0)[0]]):
-        found = DrawnTokens().draw(draft_V.repeat(len(sequences), 1), sequences, 1, ids_V=ids_V)
+        found = DraftSampler().draw(draft_V.repeat(len(sequences), 1), sequences, 1, ids_V=ids_V)
         for one in found[:2]:
             assert one and one.token == ids[best] and one.second == (ids[second], kind)
-        deeper = DrawnTokens().draw(draft_V.repeat(len(sequences), 1), sequences, 2, ids_V=ids_V)
+        deeper = DraftSampler().draw(draft_V.repeat(len(sequences), 1), sequences, 2, ids_V=ids_V)
         assert all(one and one.second is None for one in deeper)
 
 
 def test_instead_of_the_likeliest_the_one_that_was_drawn_may_come() -> None:
     _, draft_V = _logits()
     best = int(draft_V.argmax())
-    sequences, drawn = _sequences(1.0)[:200], DrawnTokens()
+    sequences, drawn = _sequences(1.0)[:200], DraftSampler()
     for _ in range(3):  # the likeliest is right each time
         drawn.draw(draft_V.repeat(200, 1), sequences, 0)
         for sequence in sequences:
             sequence.tokens.append(best)
     found = drawn.draw(draft_V.repeat(200, 1), sequences, 0)
-    by_number = DrawnTokens(learns=False).draw(draft_V.repeat(200, 1), sequences, 0)
+    by_number = DraftSampler(learns=False).draw(draft_V.repeat(200, 1), sequences, 0)
     for one, other in zip(found, by_number, strict=True):
         assert one and other and one.second and other.second
         assert one.token == best != one.second[0] and other.token != other.second[0]
@@ -106,7 +106,7 @@ def test_instead_of_the_likeliest_the_one_that_was_drawn_may_come() -> None:
 def test_where_there_are_no_logits_there_is_no_token() -> None:
     logits_RV = torch.zeros(3, _VOCAB)
     logits_RV[1] = math.nan
-    found = DrawnTokens().draw(logits_RV, _sequences(0.0)[:3], 0)
+    found = DraftSampler().draw(logits_RV, _sequences(0.0)[:3], 0)
     assert found[1] is None and found[0] and found[2]
 
 
@@ -115,7 +115,7 @@ def test_which_of_the_two_is_taken_is_learnt(sureness: float, expected: str) -> 
     """A draft that is much like the model draws as it does; one that is less sure is right more often with its
     likeliest token."""
     generator = torch.Generator().manual_seed(4)
-    sequences, drawn = _sequences(1.0)[:24], DrawnTokens()
+    sequences, drawn = _sequences(1.0)[:24], DraftSampler()
     kinds: list[str] = []
     for _ in range(40):
         target_RV = torch.randn(len(sequences), _VOCAB, generator=generator) * 3

@@ -16,8 +16,8 @@ from torch import Tensor
 from core.types.request import Sampling
 from engine.sampling.params import SamplingRow
 from engine.sampling.sampler import sample, uniform
-from engine.spec_decode import draft_sampling
-from engine.spec_decode.draft_sampling import DRAWN, GREEDY, LIKELIEST, Draws, draw_drafts
+from engine.spec_decode.draft_models import draft_sampler
+from engine.spec_decode.draft_models.draft_sampler import DRAWN, GREEDY, LIKELIEST, Draws, draw_drafts
 
 # R rows, V vocabulary
 
@@ -29,7 +29,7 @@ _NEARBY = 0.05
 @pytest.fixture(params=["kernel", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr(draft_sampling, "open_copies", lambda _: None)
+        monkeypatch.setattr(draft_sampler, "open_copies", lambda _: None)
     return str(request.param)
 
 

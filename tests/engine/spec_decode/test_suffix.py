@@ -7,12 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.spec_decode.corpus import Answer, Corpus, Scope
-from engine.spec_decode.histories import Histories
-from engine.spec_decode.ngram import Ngram
 from engine.spec_decode.proposer import NUM_KINDS, Proposer
-from engine.spec_decode.suffix import Suffix
-from engine.spec_decode.token_index import MOST_MATCH, TokenIndex
+from engine.spec_decode.suffix import MAX_MATCH, Corpus, Scope, Suffix, TokenIndex
 from tests.engine.spec_decode.proposers import OURS, propose, sequence_of
 
 _TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
@@ -58,14 +54,18 @@ class TestConformance:
         assert propose(proposer, sequence_of([40, 41]), 4).tokens in ((), [])
 
 
-def test_the_longest_match_counts_and_of_these_the_latest() -> None:
-    ngram = Ngram(Histories())
-    assert list(propose(ngram, sequence_of([1, 2, 3, 50, 9, 2, 3, 60, 8, 2, 3, 70, 1, 2, 3]), 1).tokens) == [50]
-    assert list(propose(ngram, sequence_of([9, 2, 3, 60, 8, 2, 3, 70, 1, 2, 3]), 1).tokens) == [70]
+def test_a_longer_match_outvotes_a_shorter_one() -> None:
+    tokens = [1, 2, 3, 50, 9, 2, 3, 60, 8, 7, 1, 2, 3]
+    assert list(propose(Suffix(), sequence_of(tokens), 1).tokens) == [50]
 
 
-def test_a_period_goes_on() -> None:
-    assert list(propose(Ngram(Histories()), sequence_of([1, 2, 3, 1, 2]), 8).tokens) == [3, 1, 2, 3, 1, 2, 3, 1]
+def test_ngram_is_suffix_without_finished_answers() -> None:
+    ngram, suffix = Suffix(), Suffix(Corpus())
+    finished = sequence_of([*range(20), *_TEXT], num_prompt_tokens=20)
+    for proposer in (ngram, suffix):
+        proposer.finished(finished)
+    assert not propose(ngram, sequence_of([40, 5, 6]), 3).tokens
+    assert list(propose(suffix, sequence_of([40, 5, 6]), 3).tokens) == [7, 8, 9]
 
 
 def test_matches_are_those_of_a_search() -> None:
@@ -77,7 +77,7 @@ def test_matches_are_those_of_a_search() -> None:
         expected = []
         for end in range(len(tokens) - 2, 0, -1):
             length = 0
-            while length <= end and length < MOST_MATCH and tokens[end - length] == tokens[-1 - length]:
+            while length <= end and length < MAX_MATCH and tokens[end - length] == tokens[-1 - length]:
                 length += 1
             if length >= 2:
                 expected.append((length, end + 1))
@@ -85,7 +85,7 @@ def test_matches_are_those_of_a_search() -> None:
 
 
 def test_most_places_decide_and_where_they_are_of_several_minds_nothing_is_said() -> None:
-    suffix = Suffix(Histories(), Corpus())
+    suffix = Suffix(Corpus())
     tokens = [1, 2, 3, 4, 8, 1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2]
     assert list(propose(suffix, sequence_of(tokens), 3).tokens) == [3, 4, 9]
     many = [token for other in range(20, 25) for token in (1, 2, other)]
@@ -93,7 +93,7 @@ def test_most_places_decide_and_where_they_are_of_several_minds_nothing_is_said(
 
 
 def test_answers_are_drafted_for_others_like_them_of_the_same_tenant_and_salt_alone() -> None:
-    suffix = Suffix(Histories(), Corpus())
+    suffix = Suffix(Corpus())
     suffix.finished(sequence_of([*range(20), *_TEXT], num_prompt_tokens=20, tenant="acme", salt="s"))
     assert list(propose(suffix, sequence_of([40, 5, 6], tenant="acme", salt="s"), 3).tokens) == [7, 8, 9]
     for tenant, salt in (("", ""), ("acme", ""), ("", "s"), ("other", "s")):
@@ -104,8 +104,8 @@ def test_answers_are_drafted_for_others_like_them_of_the_same_tenant_and_salt_al
 
 def test_nothing_is_drafted_beyond_the_end_of_an_answer() -> None:
     corpus = Corpus()
-    corpus.add(Answer(_SCOPE, (1, 2, 3)))
-    corpus.add(Answer(_SCOPE, (4, 5, 6)))
+    corpus.add(_SCOPE, (1, 2, 3))
+    corpus.add(_SCOPE, (4, 5, 6))
     assert corpus.continuations(_SCOPE, [1, 2], 8) == [(2, [3])]
     assert corpus.continuations(_SCOPE, [2, 3], 8) == []
     assert corpus.continuations(_SCOPE, [3, 4], 8) == []
@@ -114,25 +114,15 @@ def test_nothing_is_drafted_beyond_the_end_of_an_answer() -> None:
 def test_a_corpus_is_bounded_by_scope_and_as_a_whole() -> None:
     corpus = Corpus(max_tokens=400, max_scope_tokens=100)
     for number in range(200):
-        corpus.add(Answer(_SCOPE, tuple(range(number, number + 9))))
+        corpus.add(_SCOPE, tuple(range(number, number + 9)))
         assert corpus.num_tokens <= 100
     assert corpus.continuations(_SCOPE, [200, 201], 1) == [(2, [202])] * 6
     assert not corpus.continuations(_SCOPE, [50, 51], 1)
     for number in range(30):
-        corpus.add(Answer(Scope(f"tenant {number}", "", ""), tuple(range(49))))
+        corpus.add(Scope(f"tenant {number}", "", ""), tuple(range(49)))
         assert corpus.num_tokens <= 400
     assert not corpus.continuations(_SCOPE, [200, 201], 1), "who has not asked for longest is forgotten first"
-    corpus.add(Answer(_SCOPE, tuple(range(5000))))
+    corpus.add(_SCOPE, tuple(range(5000)))
     assert corpus.num_tokens <= 400 and corpus.continuations(_SCOPE, [4990, 4991], 1)
-    corpus.forget()
-    assert not corpus.num_tokens and not corpus.continuations(_SCOPE, [4990, 4991], 1) and not corpus.take_new()
-
-
-def test_what_was_finished_here_is_told_once() -> None:
-    corpus, answer = Corpus(), Answer(_SCOPE, (1, 2, 3))
-    corpus.add(answer)
-    corpus.add(Answer(_SCOPE, (4, 5, 6)), is_ours=False)
-    assert corpus.take_new() == [answer] and corpus.take_new() == []
-    for number in range(1000):
-        corpus.add(Answer(_SCOPE, (number, 2, 3)))
-    assert len(corpus.take_new()) < 100
+    corpus.clear()
+    assert not corpus.num_tokens and not corpus.continuations(_SCOPE, [4990, 4991], 1)
