@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.autoscaler import mix as mixes
 from benchmarks.autoscaler.mix import MixRates, Wave
-from cluster.cli.autoscale import compare_table
+from cluster.cli.planning.autoscale import compare_table
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.trace import TraceRequest, read_trace, write_trace
 from planner.autoscaler.arithmetic import demand_of

@@ -341,8 +341,7 @@ class Reservations:
         return self._reserve(demand, decision, revision)
 
     def _reserve(self, demand: Demand, decision: Decision, revision: Revision | None) -> Pair:
-        if demand.only is None:  # else no client asks, and it would push a client's request out
-            self._decisions.add(demand.request.id, decision.options, decision.candidates)
+        self._decisions.add(demand.request.id, decision.options, decision.candidates)
         logger.debug("route request=%s %s", demand.request.id, decision.options[0])
         decode = self._replica(decision.decode)
         if (decision.decode and not decode) or (decision.prefill and not self._replica(decision.prefill)):

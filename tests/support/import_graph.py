@@ -60,12 +60,12 @@ def cycles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
     stack: list[str] = []
     found = []
 
-    def request_context(node: str) -> None:
+    def visit(node: str) -> None:
         index[node] = low[node] = len(index)
         stack.append(node)
         for to in graph.get(node, ()):
             if to not in index:
-                request_context(to)
+                visit(to)
                 low[node] = min(low[node], low[to])
             elif to in stack:
                 low[node] = min(low[node], index[to])
@@ -78,7 +78,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
 
     for node in graph:
         if node not in index:
-            request_context(node)
+            visit(node)
     return sorted(found)
 
 

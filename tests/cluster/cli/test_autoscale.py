@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import cluster.cli.autoscale
+import cluster.cli.planning.autoscale
 from cluster.cli.app import run
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.scaling_decision import ScalingDecision
@@ -23,7 +23,7 @@ def _decision(number: int, *, after: PoolSizes) -> dict[str, Any]:
 
 def _report(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     report = {"rules": _RULES, "sizes": [1, 1], "history": "", "problem": "", "decisions": []} | fields
-    monkeypatch.setattr(cluster.cli.autoscale, "ask_deployed", lambda name, method: report)
+    monkeypatch.setattr(cluster.cli.planning.autoscale, "ask_deployed", lambda name, method: report)
 
 
 def test_a_last_decision_that_is_a_change_is_told_once(

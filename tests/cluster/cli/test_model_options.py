@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from cluster.cli import model_options
+from cluster.cli.planning import model_options
 from core.spec.schema import KVSpec, ModelSpec
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.draft_options import DraftPass, DraftsOption, with_drafts
+from cluster.cli.planning.draft_options import DraftPass, DraftsOption, with_drafts
 from core.trace.trace import TraceRequest, read_trace
 from core.types.errors import SpecError
 

@@ -12,7 +12,7 @@ import typer
 
 from cluster.cli.connection import ask_deployed
 from cluster.cli.deploy import Name
-from cluster.cli.simulate import ProfileName, Scale, Simulator, Speedup
+from cluster.cli.planning.simulate import ProfileName, Scale, Simulator, Speedup
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 

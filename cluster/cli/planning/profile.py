@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli import model_options as options
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
 from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from cluster.cli.planning import model_options as options
 from core.types.errors import ClusterError, SpecError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
-from cluster.cli.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
+from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
+from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
