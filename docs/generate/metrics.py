@@ -1,4 +1,4 @@
-"""Every metric, for docs/OPERATING.md."""
+"""Table of docs/OPERATING.md: every metric."""
 
 from __future__ import annotations
 
