@@ -29,7 +29,6 @@ _NOT_FOR_CLIENTS = (
     tree.NotDeployed,
     tree.ReplicaFailed,
     tree.RequestFailed,
-    tree.EndpointUnavailable,
 )
 _LIMITS = {
     "stop": f"{rules.MAX_STOPS} strings of 1 to {rules.MAX_STOP_CHARS:,} characters",
