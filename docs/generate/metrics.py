@@ -1,4 +1,4 @@
-"""Table of docs/OPERATING.md: every metric."""
+"""Every metric, for deploy/monitoring/README.md."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ _TOPS = (*PACKAGES, "benchmarks", "proto", "deploy", "docs", "tests")
 _PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(_TOPS)})/[\w./*-]*\w)(?:::(\w+))?")
 _SUFFIXES = {".py", ".md", ".h", ".cpp", ".json", ".yaml", ".proto", ".sh"}
 _LINK = re.compile(r"\]\(([^)#\[\]]+)[^)]*\)")
-_ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
 _MODULE = re.compile(r"python -m ([a-z_]+(?:\.\w+)+)")
 _DOTTED = re.compile(rf"`((?:{'|'.join([*Spec.model_fields, 'prefill_worker'])})\.[a-z_.]+)(?:: ?[^`]+|=[^`]+)?`")
 _TEST_OF = re.compile(r"`(tests/[\w/]+\.py)`((?:,? `(?!cluster )[^`/]+`)+)")
@@ -43,7 +42,6 @@ def test_document_names_existing_things(path: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     missing += [name for name in _BARE.findall(prose) if not _is_there(name)]
     missing += [link for link in _LINK.findall(prose) if "://" not in link and not (path.parent / link).exists()]
-    missing += [f"{name}#{anchor}" for name, anchor in _ANCHOR.findall(prose) if anchor not in _anchors(path, name)]
     assert not missing
 
 
@@ -57,13 +55,6 @@ def test_architecture_names_every_package_and_folder() -> None:
 def test_docstrings_and_comments_name_existing_paths() -> None:
     missing = {str(path.relative_to(ROOT)): _missing_paths(path.read_text()) for path in _sources()}
     assert not {path: names for path, names in missing.items() if names}
-
-
-def _anchors(document: Path, link: str) -> set[str]:
-    """Return the anchors that GitHub makes of the headings of the linked document."""
-    path = document.parent / link if link else document
-    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def _missing_paths(text: str) -> list[str]:
