@@ -1,4 +1,4 @@
-"""Every metric, for docs/OPERATING.md."""
+"""Every metric, for deploy/monitoring/README.md."""
 
 from __future__ import annotations
 
