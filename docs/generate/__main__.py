@@ -1,6 +1,6 @@
-"""`make docs`: write the generated blocks of the documents, between `<!-- NAME: … -->` and `<!-- end -->`.
+"""`make docs`: what the documents say of the code, taken from the code, between `<!-- NAME: … -->` and `<!-- end -->`.
 
-`tests/docs/test_generated.py` fails if a block is out of date.
+`tests/docs/test_generated.py` fails where a document is not what this would write.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from docs.generate import clients, metrics, modules, source, spec
+from docs.generate.prose import wrap
 from tests.support.import_graph import picture
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,7 +24,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "spec": spec.sections,
     "errors": clients.errors,
     "fields": clients.fields,
+    "messages": clients.messages,
     "responses": clients.responses,
+    "batches": clients.batches,
+    "items": clients.items,
     "anthropic-fields": clients.anthropic_fields,
     "limits": clients.limits,
     "metrics": metrics.table_text,
@@ -36,15 +40,15 @@ _BLOCK = re.compile(r"(<!-- (?P<name>[a-z-]+): [^\n]*-->\n).*?(<!-- end -->)", r
 
 
 def documents() -> Iterable[Path]:
-    """Return every Markdown file of the project."""
+    """Every Markdown file that is ours to write."""
     return sorted(
         [ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
     )
 
 
 def fresh(text: str) -> str:
-    """Return a document with its generated blocks written again."""
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block['name']]()}\n\n{block[3]}", text)
+    """A document as it should be: its blocks from the code, its prose at one width."""
+    return wrap(_BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block['name']]()}\n\n{block[3]}", text))
 
 
 def main() -> None:

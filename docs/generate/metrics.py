@@ -1,4 +1,4 @@
-"""Every metric, for deploy/monitoring/README.md."""
+"""Every metric, for docs/OPERATING.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of all keys of a spec, for docs/SPEC.md."""
+"""Every key of a spec, for docs/SPEC.md."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _POOLS = ("prefill", "decode")
 
 
 def sections() -> str:
-    """Return one table per section, in the order of the spec."""
+    """One table per section, in the order of the spec."""
     schema = Spec.model_json_schema()
     of_section = {key: _section(schema, field) for key, field in schema["properties"].items()}
     plain = {key: field for key, field in schema["properties"].items() if of_section[key] is None}
-    parts = ["## Top level\n\n" + _table("", plain, schema)]
+    parts = ["## The whole\n\n" + _table("", plain, schema)]
     for key, section in of_section.items():
         if section is None or key == _POOLS[1]:
             continue
@@ -37,11 +37,12 @@ def _pools(prefill: dict[str, Any], decode: dict[str, Any], schema: dict[str, An
         if defaults["prefill"] != defaults["decode"]:
             shared[key] = shared[key] | {"default_of": defaults}
     only = [
-        f"Only in `{role}`:\n\n" + _table(role, {key: one for key, one in of_role.items() if key not in shared}, schema)
+        f"Only `{role}` has:\n\n"
+        + _table(role, {key: one for key, one in of_role.items() if key not in shared}, schema)
         for role, of_role in fields.items()
     ]
     return (
-        "## `prefill` and `decode`\n\nReplicas of one role. Both sections have these keys; write the prefix: "
+        "## `prefill` and `decode`\n\nThe replicas of one role. Both have the same keys, here without that prefix: "
         f"`prefill.replicas`, `decode.replicas`.\n\n{_table('', shared, schema)}\n\n" + "\n\n".join(only)
     )
 
