@@ -4,7 +4,7 @@
 Both public traces are mixed (benchmarks/autoscaler/mix.py: requests of both that have at least twenty tokens of prompt
 for each of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what
 16 replicas carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split for each moment. See
-docs/benchmarks/autoscaler.md.
+docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations
