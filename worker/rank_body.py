@@ -22,7 +22,7 @@ from core.process.background import BackgroundThread
 from core.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from core.spec.schema import Spec
 from core.types.errors import ReplicaFailed
-from core.types.network import check_link
+from core.types.network import check_link, is_loopback
 from core.types.role_switch import largest_step
 from core.wire.frames import FrameHub, WorkerServicer
 from engine.config import EngineConfig, device_for
@@ -263,6 +263,8 @@ class RankBody(Generic[W]):
             key=credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
+            model=setup.spec.model.name,
+            metrics_host=_metrics_host(setup),
             answers=_shared_answers(setup, runner) if worker.replica.drafts_from_answers else None,
         )
 
@@ -352,6 +354,12 @@ def _leader_parts(
         tiers=tiers,
     )
     return LeaderParts(setup=setup, receiver=receiver, inbox=inbox, engine=engine)
+
+
+def _metrics_host(setup: RankSetup) -> str:
+    """Loopback as long as the routers' admin listeners are there, else the address of this node."""
+    admin_host = setup.spec.router.admin_host
+    return admin_host if is_loopback(admin_host) else setup.host.host
 
 
 def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member:

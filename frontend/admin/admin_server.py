@@ -64,6 +64,7 @@ class AdminServer:
             explain_route=dispatch.decisions.explain,
             lives=dispatch.decisions.lives,
             routers=lambda: known,
+            members=lambda: [replica.member for replica in dispatch.replicas],
             page=UiPage(lambda has_history: view.now(has_history=has_history), host=spec.router.admin_host),
         )
         listener = await open_admin_listener(app, host=spec.router.admin_host, ports=spec.router.admin_ports)

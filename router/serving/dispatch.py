@@ -88,6 +88,8 @@ class Dispatch:
         self.availability = Availability(self.may_answer, name=name, now=self._now)
         replicas.on_change = self._room_changed
         metrics.requests_waiting.set_function(lambda: self.num_waiting)
+        for role in Role:
+            metrics.usable_replicas.labels(role).set_function(lambda role=role: len(replicas.usable(role)))
         metrics.tenants_at_share.set_function(lambda: self._shares.num_lines)
 
     @property

@@ -115,7 +115,7 @@ async def test_a_line_waits_for_a_model_that_is_away(completions: MakeCompletion
     async with batch_router(completions, empty_redis, again_s=0.0) as router:
         router.models.report_unavailable("late", "it is just being taken up")
         batch = await sent(router.client, jsonl([chat_line("a", model="late")]))
-        await becomes(lambda: 'requests_total{outcome="model_unavailable"} 2.0' in router.metrics)
+        await becomes(lambda: 'xpyd_requests_total{outcome="model_unavailable"} 2.0' in router.metrics)
         router.models.add(completions(FakeTokenService(), name="late"))
         done = await ended(router.client, batch)
         [answer] = await read(router.client, done.output_file_id)
