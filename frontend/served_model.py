@@ -177,7 +177,7 @@ class ServedModel:
 
     def health(self) -> dict[str, int]:
         """How many replicas of each role can be used now."""
-        return {role.value: len(self._replicas.usable(role)) for role in Role}
+        return {role.value: self._replicas.num_usable(role) for role in Role}
 
     def is_ready(self) -> bool:
         """Whether there is a replica that answers."""

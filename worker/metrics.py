@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from core.rpc import worker_pb2
+from core.types.errors import DeployError
 
 # Fields of Status.
 _GAUGES = (
@@ -89,9 +90,12 @@ class MetricsServer:
     """HTTP server of one replica's `/metrics`, on daemon threads."""
 
     def __init__(self, registry: CollectorRegistry, *, host: str) -> None:
-        """Listen on a free port of `host`. Raises OSError."""
+        """Listen on a free port of `host`. Raises DeployError."""
         host = host.strip("[]")
-        server, _ = start_http_server(0, addr=host, registry=registry)
+        try:
+            server, _ = start_http_server(0, addr=host, registry=registry)
+        except OSError as error:
+            raise DeployError(f"metrics cannot be served on {host}: {error}; see router.admin_host") from error
         server.RequestHandlerClass = _Handler
         self._server = server
         self.address = f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"

@@ -104,7 +104,7 @@ class ReplicaService:
         """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost.
 
         name: of the deployment. key: by which its members sign. model: name that clients use for it. metrics_host:
-        address on which Prometheus finds the metrics. answers: None where it drafts from none. Raises OSError.
+        address on which Prometheus finds the metrics. answers: None where it drafts from none. Raises DeployError.
         """
         self._publish()
         labels = {"deployment": name, "model": model, "replica": self._replica, "role": member.role.value}

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from core.index.prefix_index import Depths
 from core.types.errors import CapacityError, ClusterError, DeadlineExceeded, LayoutMismatch, ReplicaLost, TransferError
@@ -89,7 +90,7 @@ class Dispatch:
         replicas.on_change = self._room_changed
         metrics.requests_waiting.set_function(lambda: self.num_waiting)
         for role in Role:
-            metrics.usable_replicas.labels(role).set_function(lambda role=role: len(replicas.usable(role)))
+            metrics.usable_replicas.labels(role).set_function(partial(replicas.num_usable, role))
         metrics.tenants_at_share.set_function(lambda: self._shares.num_lines)
 
     @property

@@ -35,6 +35,9 @@ class Replicas:
     def usable(self, role: Role) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.member.role is role and replica.is_usable]
 
+    def num_usable(self, role: Role) -> int:
+        return len(self.usable(role))
+
     def get(self, replica: str) -> Replica | None:
         return self._replicas.get(replica)
 

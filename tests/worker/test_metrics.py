@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import worker.metrics
 from core.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
+from core.types.errors import DeployError
 from router.telemetry.metrics import Metrics
 from tests.support.waiting import WITHIN_S, until
 from worker.metrics import MetricsServer, metrics_registry
@@ -83,6 +84,11 @@ def test_the_port_closes(served: Served) -> None:
         return True
 
     until(is_closed)
+
+
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(DeployError, match=r"192\.0\.2\.1.*router.admin_host"):
+        MetricsServer(metrics_registry(Status, _LABELS), host="192.0.2.1")
 
 
 def test_an_ipv6_address_is_announced_in_brackets() -> None:
