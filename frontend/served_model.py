@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from core.index.redis_client import connect_redis
 from core.model import config as model_config
 from core.model import source as model_source
 from core.process.supervisor import Supervisor
-from core.rpc import worker_pb2
 from core.spec.schema import Spec
 from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.request import Role
@@ -178,7 +177,7 @@ class ServedModel:
 
     def health(self) -> dict[str, int]:
         """How many replicas of each role can be used now."""
-        return {role.value: len(self._replicas.usable(role)) for role in Role}
+        return {role.value: self._replicas.num_usable(role) for role in Role}
 
     def is_ready(self) -> bool:
         """Whether there is a replica that answers."""
@@ -225,7 +224,6 @@ class ServedModel:
             tasks=self._tasks,
         )
         self._discovery.start()
-        self.metrics.watch(self._statuses)
         self._tasks.start("presence", self._watch)
         self._tasks.start("revisions", self._revisions.follow_forever)
         if spec.router.rebalance:
@@ -236,9 +234,6 @@ class ServedModel:
     def _show_scaling(self, decisions: Sequence[ShownDecision]) -> None:
         if self._admin:
             self._admin.show_scaling([asdict(decision) for decision in decisions])
-
-    def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
-        return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)
 
     async def _watch(self) -> None:
         """So that it is known since when there has been no replica, whether anybody asks or not."""

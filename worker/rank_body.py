@@ -21,7 +21,7 @@ from core.process.background import BackgroundThread
 from core.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from core.spec.schema import Spec
 from core.types.errors import ReplicaFailed
-from core.types.network import check_link
+from core.types.network import check_link, is_loopback
 from core.types.role_switch import largest_step
 from core.wire.frames import FrameHub
 from engine.config import EngineConfig, device_for
@@ -260,6 +260,8 @@ class RankBody(Generic[W]):
             key=credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, setup.host.serve_frames(self._hub), max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
+            model=setup.spec.model.name,
+            metrics_host=_metrics_host(setup),
         )
 
     def _connect(
@@ -337,6 +339,12 @@ def _leader_parts(
         tiers=tiers,
     )
     return LeaderParts(setup=setup, receiver=receiver, inbox=inbox, engine=engine)
+
+
+def _metrics_host(setup: RankSetup) -> str:
+    """Loopback as long as the routers' admin listeners are there, else the address of this node."""
+    admin_host = setup.spec.router.admin_host
+    return admin_host if is_loopback(admin_host) else setup.host.host
 
 
 def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_tokens: int) -> Member:

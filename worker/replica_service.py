@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from core.index.membership import Member
@@ -22,6 +23,7 @@ from core.wire.frames import STATUS_S, FrameHub, StreamToken
 from core.wire.rank_server import RankHost
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
+from worker.metrics import MetricsServer, metrics_registry
 from worker.rank_liveness import watch_ranks
 from worker.replica_engine import ReplicaEngine
 from worker.step_loop import Command, StepLoop
@@ -75,6 +77,7 @@ class ReplicaService:
         self._watching: Future[None] | None = None
         self._presence: Presence | None = None
         self._presence_task: Future[None] | None = None
+        self._metrics: MetricsServer | None = None
         self._tasks = Supervisor(died=self._task_died)
         self._status = pb.Status(replica=replica)
         self._status_due = 0.0  # by time.monotonic
@@ -90,12 +93,19 @@ class ReplicaService:
         key: bytes,
         member: Member,
         other_ranks: Sequence[str],
+        model: str,
+        metrics_host: str,
     ) -> None:
         """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost.
 
-        name: of the deployment. key: by which its members sign.
+        name: of the deployment. key: by which its members sign. model: name that clients use for it. metrics_host:
+        address on which Prometheus finds the metrics. Raises
+        DeployError.
         """
         self._publish()
+        labels = {"deployment": name, "model": model, "replica": self._replica, "role": member.role.value}
+        self._metrics = MetricsServer(metrics_registry(lambda: self._status, labels), host=metrics_host)
+        member = replace(member, metrics_address=self._metrics.address)
         self._watching = self._host.spawn(self._watch(other_ranks))
         self._loop.start()
         self._presence = Presence(connect_redis(index_url), name=name, key=key, member=member, snapshot=self._snapshot)
@@ -151,6 +161,8 @@ class ReplicaService:
         self._outcome.result(0)
 
     def _leave(self, *, timeout_s: float) -> None:
+        if self._metrics:
+            self._metrics.close()
         if self._watching:
             self._watching.cancel()
         if self._presence and self._presence_task:

@@ -79,6 +79,7 @@ class Member:
     local_decode_share: float = (
         0.0  # of a prefill replica: of its places and blocks, for answers that it finishes itself
     )
+    metrics_address: str = ""  # "host:port" of its Prometheus metrics; empty: an older version has none
     wire_version: int = WIRE_VERSION
 
     @property

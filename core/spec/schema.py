@@ -307,7 +307,8 @@ class RouterSpec(_Section):
     """The private key of `tls_cert`, a PEM file beside it. Both doors take new files as they come."""
     admin_host: str = "127.0.0.1"
     """Where each router answers operators, in clear and without a key: `/metrics`, `/health` with its details,
-    `/debug`."""
+    `/debug`. Workers serve their `/metrics` on loopback, too, or, if this is not loopback, on the address of their
+    node."""
     admin_port: Port | None = None
     """Of the first router of a machine; the others take the ports after it. null: whichever are free, as `cluster
     status` says."""

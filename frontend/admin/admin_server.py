@@ -65,6 +65,7 @@ class AdminServer:
             explain_route=core.decisions.explain,
             lives=core.decisions.lives,
             routers=lambda: known,
+            members=lambda: [replica.member for replica in core.replicas],
             page=UiPage(lambda has_history: view.now(has_history=has_history), host=spec.router.admin_host),
         )
         listener = await open_admin_listener(app, host=spec.router.admin_host, ports=spec.router.admin_ports)

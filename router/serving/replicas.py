@@ -48,6 +48,9 @@ class Replicas:
     def may_answer(self) -> bool:
         return any(True for _ in self.answerers())
 
+    def num_usable(self, role: Role) -> int:
+        return len(self.usable(role))
+
     def get(self, replica: str) -> Replica | None:
         return self._replicas.get(replica)
 

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from core.rpc.worker_pb2 import Status
 from core.spec.schema import Spec
 from docs.generate.__main__ import ROOT, documents
+from docs.generate.metrics import name_of
 from engine.kv.eviction import EVICTIONS
 from kvtransfer.links.backends import LINKS
 from router.routing.plain_policies import POLICIES
-from router.telemetry.metrics import declared
+from router.telemetry.metrics import Metrics
+from worker.metrics import metrics_registry
 
 _METRIC = re.compile(r"`(xpyd_\w+)")
-_KNOWN = {f"xpyd_{metric.name.removeprefix('xpyd_')}" for metric in declared()}
+_KNOWN = {name_of(one) for one in (*Metrics().registry.collect(), *metrics_registry(Status, {}).collect())}
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -120,12 +120,12 @@ def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
     return {"steps": asdict(prefill) | {"context_s": decode.context_s}, "decode_steps": asdict(decode)}
 
 
-def _learned(http: str, access: EndpointAccess, metrics: str) -> dict[str, Any]:
-    from cluster.bench.learned_rates import parse_learned
+def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    from cluster.bench.learned_rates import learned_rates
     from core.types.request import Role
     from planner.simulator.learnt_drafts import by_place
 
-    learned = parse_learned(metrics)
+    learned = learned_rates(replicas)
     drafts = by_place(learned.drafted, learned.accepted, num_steps=learned.num_row_steps)
     prefill, decode = learned.steps[Role.PREFILL], learned.steps[Role.DECODE]
     request_s = max(0.0, asyncio.run(_first_token_s(http, access)) - prefill.prefill_s(_SHORT, after=0, chunk=_SHORT))
@@ -147,22 +147,22 @@ def _learned(http: str, access: EndpointAccess, metrics: str) -> dict[str, Any]:
 
 def _router(
     name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
-) -> tuple[str, EndpointAccess, str]:
-    """A router's HTTP door, how to enter it, and its metrics: of any one, for they all hear of every replica."""
+) -> tuple[str, EndpointAccess, list[dict[str, Any]]]:
+    """Return the HTTP endpoint of a router, the access to it, and the replicas as that router shows them."""
     from cluster.launch.router_admin import ask_at, ask_routers
 
     if (endpoint is None) != (admin is None):
         raise SpecError("--endpoint and --admin: name both, of the same router")
     if endpoint and admin:
-        http, access, answers = endpoint, access_to(None, api_key), ask_at(admin, "/metrics")
+        http, access, answers = endpoint, access_to(None, api_key), ask_at(admin, "/debug/view")
     else:
         state = find_state(name)
         if state.joined_ray is None:
             join_controller(state)
-        http, access, answers = state.http, access_to(state, api_key), ask_routers(state, "/metrics")
+        http, access, answers = state.http, access_to(state, api_key), ask_routers(state, "/debug/view")
     if not answers:
         raise ClusterError("no router answers; see `cluster status`")
-    return http, access, answers[0].body.decode()
+    return http, access, answers[0].json().get("replicas", [])
 
 
 async def _first_token_s(http: str, access: EndpointAccess) -> float:

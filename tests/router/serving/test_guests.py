@@ -55,7 +55,7 @@ def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_
             await until(lambda: sum(bool(client.received) for client in local_decodes) == _GUESTS)
             assert len(prefill.running()) <= _GUESTS and _seen(world, prefill).promised_streams == _GUESTS
             assert _waiting(world) == 1, "beyond its share it computes prompts only"
-            assert b"\nprefill_answers_total 3.0" in world.metrics.render()
+            assert b"\nxpyd_local_decodes_total 3.0" in world.metrics.render()
 
     scenarios.play(play, 0)
 

@@ -395,11 +395,13 @@ def test_a_request_of_the_last_priority_is_not_among_those_who_wait() -> None:
     async def play(world: World) -> None:
         offline = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE)
         await pass_time(0.1)
-        assert b"\nrequests_waiting 0.0" in world.metrics.render(), "nobody has to wait for it"
+        assert b"\nxpyd_requests_waiting 0.0" in world.metrics.render(), "nobody has to wait for it"
         other = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE - 1)
         await pass_time(0.1)
-        assert b"\nrequests_waiting 1.0" in world.metrics.render()
+        assert b"\nxpyd_requests_waiting 1.0" in world.metrics.render()
+        assert b'\nxpyd_usable_replicas{role="decode"} 0.0' in world.metrics.render()
         world.add(Role.DECODE)
         await until(lambda: offline.is_over and other.is_over)
+        assert b'\nxpyd_usable_replicas{role="decode"} 1.0' in world.metrics.render()
 
     scenarios.play(play, 0)
