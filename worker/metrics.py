@@ -92,7 +92,7 @@ class MetricsServer:
             server, _ = start_http_server(0, addr=host, registry=registry)
         except OSError as error:
             raise DeployError(f"metrics cannot be served on {host}: {error}; see router.admin_host") from error
-        server.RequestHandlerClass = _Handler
+        server.RequestHandlerClass = RequestHandler
         self._server = server
         self.address = f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
 
@@ -105,7 +105,7 @@ class MetricsServer:
         self._server.server_close()
 
 
-class _Handler(WSGIRequestHandler):
+class RequestHandler(WSGIRequestHandler):
     timeout = _READ_S  # a client that sends nothing does not hold its thread for longer
 
     def handle(self) -> None:

@@ -67,7 +67,7 @@ def test_a_scrape_reads_the_latest_status(served: Served) -> None:
 
 
 def test_a_silent_client_blocks_no_scrape_and_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.metrics._Handler, "timeout", 0.05)
+    monkeypatch.setattr(worker.metrics.RequestHandler, "timeout", 0.05)
     host, _, port = served.server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=WITHIN_S) as silent:
         assert served.scrape()
