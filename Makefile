@@ -1,6 +1,6 @@
 # make demo     deploy 1P1D on this machine, ask it a question, take it down
 # make test     lint, types, and the test suite
-# make docs     what the documents take from the code, and their prose at one width
+# make docs     write the tables that documents take from the code
 # make test-repeat   the suite six times: as it is, beside a busy core, in random order
 # make gpu-check   whether this project is right and quick on this machine's GPU: some minutes, a verdict for each thing
 # make test-slow, make test-gpu, make proto, make clean

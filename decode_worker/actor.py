@@ -9,12 +9,12 @@ from core.rpc.worker_pb2_grpc import add_DecodeWorkerServicer_to_server
 from core.spec.schema import Spec
 from core.types.launch import Launch
 from core.types.request import Role
-from decode_worker.drafts import draft_bytes, open_computing
+from decode_worker.drafts import draft_bytes, open_models
 from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.spec_decode.corpus import Corpus
 from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.suffix import Corpus
 from worker.rank_process import RankProcess
 from worker.role_parts import LeaderParts, RoleParts
 
@@ -50,10 +50,8 @@ def _speculation(parts: LeaderParts, corpus: Corpus) -> Speculation | None:
     spec, vocab_size = parts.setup.spec.speculation, parts.engine.gang.runner.config.vocab_size
     if spec.method == "off":
         return None
-    computing = open_computing(parts.setup.spec, parts.engine)
-    return Speculation.of(
-        spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, computing=computing, corpus=corpus
-    )
+    models = open_models(parts.setup.spec, parts.engine)
+    return Speculation.of(spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size, models=models, corpus=corpus)
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""Who computes drafts on a decode replica: heads, a smaller model, or the model itself without some layers."""
+"""Model proposers of a decode replica: draft heads, a draft model, or the model itself without some layers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from core.model import source as model_source
 from core.model.draft_source import check_same_tokens, draft_source
 from core.spec.schema import Spec
 from engine.config import EngineConfig
-from engine.spec_decode.draft_models.draft_model import DraftModel, bytes_of
+from engine.spec_decode.draft_models.draft_model import DraftModel, OwnLayers, bytes_of
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
-from engine.spec_decode.draft_models.own_layers import OwnLayers
 from engine.spec_decode.heads.head_row import Choose, HeadRow
-from engine.spec_decode.proposer import Computing
+from engine.spec_decode.proposer import ModelProposer
 from worker.replica_engine import EngineParts
 
 
-def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
-    """By method, on rank 0. A model that drafts is loaded now. Raises SpecError."""
+def open_models(spec: Spec, parts: EngineParts) -> dict[str, ModelProposer]:
+    """Return the model proposers of rank 0 by method. Loads a draft model. Raises SpecError."""
     runner = parts.gang.runner
     if spec.speculation.method == "self":
         return {"self": OwnLayers(runner, parts.blocks, before_writing=parts.save_evicted)}
@@ -34,7 +33,7 @@ def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
 
 
 class _GangHeads:
-    """Implements AskedHeads: those of all ranks. They write to a row's last block, which may be new to it."""
+    """RankHeads of all ranks. They write to a row's last block, which may be newly allocated."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -55,8 +54,10 @@ class _GangHeads:
 
 
 def draft_bytes(config: EngineConfig, spec: Spec) -> int:
-    """What a model that drafts will take of a rank's GPU: of each rank's, for their pools are equally large. config: of
-    the served model."""
+    """Return the GPU memory to reserve on each rank for a draft model. config: of the served model.
+
+    Equal on all ranks, because their pools have the same size.
+    """
     drafts = draft_source(spec) if config.device.startswith("cuda") else None
     return bytes_of(_own_config(spec, drafts.directory, device=config.device)) if drafts and not drafts.heads else 0
 

@@ -15,8 +15,8 @@ from decode_worker.ticket import ticket_for
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.corpus import Corpus
 from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.suffix import Corpus
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTransfers, ReceivingEnd
 from kvtransfer.protocol.ledger import Landing

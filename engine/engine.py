@@ -22,8 +22,7 @@ from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
 from engine.scheduler.step_commands import Orders
 from engine.spec_decode.draft import Draft
-from engine.spec_decode.drafting import Drafting, Prices
-from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.speculation import Drafting, Speculation, StepTimes
 from engine.spec_decode.verification import choices_of, verify
 from engine.tiers.commands import TierOrders
 from engine.timing.pace import Pace
@@ -63,13 +62,13 @@ class Engine(Generic[Logits]):
         adapters: Mapping[str, int] | None = None,
         pace: Pace | None = None,
         speculation: Speculation | None = None,
-        prices: Prices | None = None,
+        step_times: StepTimes | None = None,
         is_async: bool = False,
     ) -> None:
         """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
         anything is written to a block that was allocated since the last call. adapters: of the model, by name. pace:
-        None where nobody wants to know. speculation: None where nothing is drafted. prices: by which it is drafted;
-        None: as the pace has learnt them. runs_ahead: a step is still computed when the runner and the sampler return.
+        None where nobody wants to know. speculation: None where nothing is drafted. step_times: by which drafts are
+        planned; None: those of the pace. runs_ahead: a step is still computed when the runner and the sampler return.
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
@@ -96,7 +95,7 @@ class Engine(Generic[Logits]):
         self._pace = pace
         self._drafting = Drafting(
             speculation,
-            prices or pace,
+            step_times or pace,
             blocks,
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,

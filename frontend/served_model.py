@@ -1,11 +1,11 @@
-"""One model in a router, whole: its text side, the replicas of its deployment, the dispatch between them, and what its
-operators ask. Whatever happens here is of this model alone; doors are not among it."""
+"""One model in a router: its text side, the replicas of its deployment, the serving core between them, and its admin
+endpoint. A failure here affects this model alone; the endpoints for clients are elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from core.index.redis_client import connect_redis
 from core.model import config as model_config
 from core.model import source as model_source
 from core.process.supervisor import Supervisor
-from core.rpc import worker_pb2
 from core.spec.schema import Spec
 from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.request import Role
@@ -32,7 +31,6 @@ from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.serving.core import RouterCore
 from router.serving.discovery import Discovery
-from router.serving.dispatch import Dispatch
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.serving.revision_watch import RevisionWatch
@@ -62,8 +60,7 @@ class ServedModel:
         self.completions = completions
         self.metrics = metrics
         self._core = core
-        self._dispatch = core.dispatch
-        self._replicas = core.dispatch.replicas
+        self._replicas = core.replicas
         self._discovery = discovery
         self._revisions = revisions
         self._tasks = tasks
@@ -95,7 +92,11 @@ class ServedModel:
         config = model_config.load(model_dir)
         tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
         grammars = await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size)
-        replicas = Replicas(lambda member: GrpcWorker(member, identity=identity), tasks=tasks)
+        replicas = Replicas(
+            lambda member: GrpcWorker(member, identity=identity),
+            tasks=tasks,
+            model=spec.model.name,
+        )
         discovery = Discovery(
             connect_redis(credentials.index_url),
             replicas,
@@ -104,12 +105,11 @@ class ServedModel:
             tasks=tasks,
             count_rejected=lambda why: metrics.members_rejected.labels(why).inc(),
         )
-        dispatch = Dispatch(
+        core = RouterCore(
             replicas,
             Chooser(
                 make_policy(spec.router.policy, prefix_fetches=True), max_local_tokens=spec.router.max_local_prefill
             ),
-            name=spec.model.name,
             model=model_config.fingerprint(model_dir),
             block_size=spec.kv.block_size,
             vocab_size=config.vocab_size,
@@ -120,13 +120,12 @@ class ServedModel:
         )
         watch = RevisionWatch(
             connect_redis(credentials.index_url),
-            dispatch.revisions,
+            core.revisions,
             name=spec.name,
             key=credentials.key(Purpose.REVISIONS),
             router=identity.name.router,
             known=revisions,
         )
-        core = RouterCore(dispatch)
         template = ChatTemplate(
             find_chat_template(model_dir, spec.model.chat_template), special_tokens=tokenizer.special_tokens
         )
@@ -178,11 +177,11 @@ class ServedModel:
 
     def health(self) -> dict[str, int]:
         """How many replicas of each role can be used now."""
-        return {role.value: len(self._replicas.usable(role)) for role in Role}
+        return {role.value: self._replicas.num_usable(role) for role in Role}
 
     def is_ready(self) -> bool:
         """Whether there is a replica that answers."""
-        return self._dispatch.may_answer()
+        return self._replicas.may_answer()
 
     async def changed(self, *, timeout_s: float) -> None:
         """Wait until something is heard of any replica. Raises TimeoutError."""
@@ -193,12 +192,17 @@ class ServedModel:
         it. Raises ClusterError."""
         record = self.completions.traffic
         assert record
-        reporter = TrafficReporter(record, self._dispatch, answered=self._show_scaling)
+        reporter = TrafficReporter(
+            record,
+            self._replicas,
+            num_waiting=lambda: self._core.admission.num_waiting,
+            answered=self._show_scaling,
+        )
         self._tasks.start("traffic", lambda: reporter.report_forever(tell))
 
     async def close(self) -> None:
         """What runs is cut off: whoever waits for it does so before."""
-        self._dispatch.availability.end()
+        self._replicas.availability.end()
         if self._admin:
             await self._admin.close()
         await self._discovery.close()
@@ -214,13 +218,12 @@ class ServedModel:
             credentials,
             router=router,
             node=node,
-            dispatch=self._dispatch,
+            core=self._core,
             metrics=self.metrics,
             health=self.health,
             tasks=self._tasks,
         )
         self._discovery.start()
-        self.metrics.watch(self._statuses)
         self._tasks.start("presence", self._watch)
         self._tasks.start("revisions", self._revisions.follow_forever)
         if spec.router.rebalance:
@@ -232,11 +235,8 @@ class ServedModel:
         if self._admin:
             self._admin.show_scaling([asdict(decision) for decision in decisions])
 
-    def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
-        return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)
-
     async def _watch(self) -> None:
         """So that it is known since when there has been no replica, whether anybody asks or not."""
         while True:
-            self._dispatch.availability.look()
+            self._replicas.availability.look()
             await asyncio.sleep(_WATCH_S)

@@ -14,7 +14,6 @@ from grpc import aio
 from core.grammar.compiler import GrammarCompiler
 from core.identity.deployment_secrets import Purpose
 from core.index.membership import Member
-from core.index.redis_client import connect_redis
 from core.model import source as model_source
 from core.model.draft_heads import HeadsPlace
 from core.model.draft_source import fetch_for_a_switch, heads_source
@@ -22,7 +21,7 @@ from core.process.background import BackgroundThread
 from core.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from core.spec.schema import Spec
 from core.types.errors import ReplicaFailed
-from core.types.network import check_link
+from core.types.network import check_link, is_loopback
 from core.types.role_switch import largest_step
 from core.wire.frames import FrameHub
 from engine.config import EngineConfig, device_for
@@ -52,7 +51,6 @@ from worker.rank_setup import RankSetup
 from worker.replica_engine import EngineParts
 from worker.replica_service import ReplicaService, RoleWorker
 from worker.role_parts import LeaderParts, LiveReplica, RoleParts
-from worker.shared_answers import SharedAnswers
 from worker.step_inbox import Inbox
 from worker.tier_setup import open_tiers
 
@@ -262,7 +260,8 @@ class RankBody(Generic[W]):
             key=credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, setup.host.serve_frames(self._hub), max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
-            answers=_shared_answers(setup, runner) if worker.replica.drafts_from_answers else None,
+            model=setup.spec.model.name,
+            metrics_host=_metrics_host(setup),
         )
 
     def _connect(
@@ -315,17 +314,6 @@ def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
     return Grammars(GrammarCompiler(model_dir, vocab_size=runner.config.vocab_size))
 
 
-def _shared_answers(setup: RankSetup, runner: ModelRunner) -> SharedAnswers:
-    credentials = setup.launch.credentials
-    return SharedAnswers(
-        connect_redis(credentials.index_url),
-        name=setup.spec.name,
-        key=credentials.key(Purpose.ANSWERS),
-        model=runner.layout.model,
-        vocab_size=runner.config.vocab_size,
-    )
-
-
 def _leader_parts(
     setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, left: LeaderHandoverState | None
 ) -> LeaderParts:
@@ -351,6 +339,12 @@ def _leader_parts(
         tiers=tiers,
     )
     return LeaderParts(setup=setup, receiver=receiver, inbox=inbox, engine=engine)
+
+
+def _metrics_host(setup: RankSetup) -> str:
+    """Loopback as long as the routers' admin listeners are there, else the address of this node."""
+    admin_host = setup.spec.router.admin_host
+    return admin_host if is_loopback(admin_host) else setup.host.host
 
 
 def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_tokens: int) -> Member:

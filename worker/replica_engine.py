@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,9 +21,9 @@ from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import KVConnector, StepResult
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.corpus import Answer, Corpus
-from engine.spec_decode.row_yield import RowYield
+from engine.spec_decode.draft_stats import RowYield
 from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.suffix import Corpus
 from engine.tiers.tiers import Tiers
 from engine.timing.pace import HostEvent, Pace
 from engine.timing.rate import Rate
@@ -34,7 +33,6 @@ from kvtransfer.transfer.serve_fetches import ServedFetches
 from worker.fetches import Fetches
 from worker.gang_runner import GangRunner
 from worker.prompt_timing import PromptClock
-from worker.shared_answers import Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ class ReplicaEngine:
         speculation: Speculation | None = None,
         corpus: Corpus | None = None,
     ) -> None:
-        """speculation: None where nothing is drafted. corpus: what that drafts from; None: from no finished answers."""
+        """speculation: None to draft nothing. corpus: finished answers that it drafts from, if any."""
         block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
         self.pace = Pace(DeviceEvent if parts.gang.runner.device.type == "cuda" else HostEvent)
@@ -202,21 +200,6 @@ class ReplicaEngine:
     def held(self) -> Mapping[bytes, Tier]:
         """Every block that the replica holds, by prefix hash, and where."""
         return self._tiers.table.held()
-
-    @property
-    def drafts_from_answers(self) -> bool:
-        """Also from those that were finished elsewhere, if they are told."""
-        return self._corpus is not None
-
-    def exchange_answers(self, heard: Seq[Answer], shared: Shared) -> Seq[Answer]:
-        """Take up what other replicas have told; returns what was finished here since the last call."""
-        assert self._corpus is not None, "it drafts from none"
-        for answer in heard:
-            self._corpus.add(answer, is_ours=False)
-        totals = self.totals
-        totals.corpus_heard_tokens, totals.corpus_told_tokens = shared.heard_tokens, shared.told_tokens
-        totals.corpus_missed, totals.corpus_refused = shared.missed, shared.rejected
-        return self._corpus.take_new()
 
     def status(self) -> pb.Status:
         """Of the engine; the role adds what else it has."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from core.index.membership import Member
@@ -20,12 +21,11 @@ from core.types.rank_api import RankStatus
 from core.types.tier import Tier
 from core.wire.frames import STATUS_S, FrameHub, StreamToken
 from core.wire.rank_server import RankHost
-from engine.spec_decode.corpus import Answer
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
+from worker.metrics import MetricsServer, metrics_registry
 from worker.rank_liveness import watch_ranks
 from worker.replica_engine import ReplicaEngine
-from worker.shared_answers import Shared, SharedAnswers
 from worker.step_loop import Command, StepLoop
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ class ReplicaService:
         self._watching: Future[None] | None = None
         self._presence: Presence | None = None
         self._presence_task: Future[None] | None = None
-        self._answers: SharedAnswers | None = None
-        self._answers_task: Future[None] | None = None
+        self._metrics: MetricsServer | None = None
         self._tasks = Supervisor(died=self._task_died)
         self._status = pb.Status(replica=replica)
         self._status_due = 0.0  # by time.monotonic
@@ -94,21 +93,23 @@ class ReplicaService:
         key: bytes,
         member: Member,
         other_ranks: Sequence[str],
-        answers: SharedAnswers | None = None,
+        model: str,
+        metrics_host: str,
     ) -> None:
         """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost.
 
-        name: of the deployment. key: by which its members sign. answers: None where it drafts from none.
+        name: of the deployment. key: by which its members sign. model: name that clients use for it. metrics_host:
+        address on which Prometheus finds the metrics. Raises
+        DeployError.
         """
         self._publish()
+        labels = {"deployment": name, "model": model, "replica": self._replica, "role": member.role.value}
+        self._metrics = MetricsServer(metrics_registry(lambda: self._status, labels), host=metrics_host)
+        member = replace(member, metrics_address=self._metrics.address)
         self._watching = self._host.spawn(self._watch(other_ranks))
         self._loop.start()
         self._presence = Presence(connect_redis(index_url), name=name, key=key, member=member, snapshot=self._snapshot)
         self._presence_task = self._host.spawn(self._tasks.keep_running(_VITAL, self._presence.run))
-        if answers:
-            self._answers = answers
-            sharing = self._tasks.keep_running("answers of other replicas", lambda: answers.run(self._exchange))
-            self._answers_task = self._host.spawn(sharing)
 
     def post(self, command: Command) -> None:
         """Run something on the step thread, between steps."""
@@ -160,14 +161,13 @@ class ReplicaService:
         self._outcome.result(0)
 
     def _leave(self, *, timeout_s: float) -> None:
+        if self._metrics:
+            self._metrics.close()
         if self._watching:
             self._watching.cancel()
         if self._presence and self._presence_task:
             self._presence_task.cancel()
             self._host.call(self._presence.leave(), timeout_s=timeout_s)
-        if self._answers and self._answers_task:
-            self._answers_task.cancel()
-            self._host.call(self._answers.leave(), timeout_s=timeout_s)
 
     def _is_whole(self, *, timeout_s: float) -> bool:
         answer: Future[bool] = Future()
@@ -242,10 +242,4 @@ class ReplicaService:
     async def _snapshot(self) -> Mapping[bytes, Tier]:
         answer: asyncio.Future[Mapping[bytes, Tier]] = asyncio.get_running_loop().create_future()
         self.post(lambda: self._host.post(answer.set_result, self._worker.replica.held()))
-        return await answer
-
-    async def _exchange(self, heard: Sequence[Answer], shared: Shared) -> Sequence[Answer]:
-        answer: asyncio.Future[Sequence[Answer]] = asyncio.get_running_loop().create_future()
-        engine = self._worker.replica
-        self.post(lambda: self._host.post(answer.set_result, engine.exchange_answers(heard, shared)))
         return await answer

@@ -3,7 +3,7 @@
 
 Each line of a set is one case of benchmarks/autoscaler/splits.py, by its options. The best fixed split is looked for
 coarsely, every third number of prefill replicas from 2 on (every second, with eight replicas or fewer), then on from
-the best found to either side for as long as that is better. See docs/benchmarks/autoscaler.md.
+the best found to either side for as long as that is better. See docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 Both public traces are mixed (benchmarks/autoscaler/mix.py: requests of both that have at least twenty tokens of prompt
 for each of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what
 16 replicas carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split for each moment. See
-docs/benchmarks/autoscaler.md.
+docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.autoscaler import mix as mixes
 from benchmarks.autoscaler.mix import MixRates, Wave
-from cluster.cli.autoscale import compare_table
+from cluster.cli.planning.autoscale import compare_table
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.trace import TraceRequest, read_trace, write_trace
 from planner.autoscaler.arithmetic import demand_of

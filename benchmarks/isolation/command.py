@@ -14,7 +14,7 @@ import typer
 from benchmarks.isolation.load import Workload, measure
 from cluster.cli.connection import find_state
 from cluster.cli.endpoint_options import ApiKeyOption, access_to
-from cluster.cli.model_options import DEFAULT_MODEL, Model
+from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
 from cluster.launch.state import State
 
 _OF_ITS_OWN = "bench-isolation"

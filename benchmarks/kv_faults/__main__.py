@@ -3,7 +3,7 @@
     python -m benchmarks.kv_faults
 
 Asks for nothing but this machine: it deploys the demo model as one prefill and one decode replica, real processes and
-real links without Ray, plays each case, and looks at every answer and at every block. docs/benchmarks/kv_faults.md says
+real links without Ray, plays each case, and looks at every answer and at every block. docs/benchmarks/kv_path.md says
 what a case is. Exit code: 0 nothing was wrong, hung, lost or died; 1 something was.
 """
 

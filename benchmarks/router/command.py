@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.model_options import DEFAULT_MODEL, Model
+from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
 from core.types.errors import SpecError
 
 _MOST_OF_IT = 0.9  # of what was to come

@@ -30,7 +30,6 @@ from frontend.text.tokenizer import Tokenizer
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.serving.core import RouterCore
-from router.serving.dispatch import Dispatch
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.telemetry.metrics import Metrics
@@ -88,7 +87,7 @@ class MeasuredRouter:
     async def _serve(self, workers: list[tuple[str, str]]) -> dict[str, int]:
         tokenizer, metrics = Tokenizer(self._model_dir), Metrics()
         self._replicas = Replicas(lambda member: GrpcWorker(member, identity=self._host.identity))
-        dispatch = Dispatch(
+        core = RouterCore(
             self._replicas,
             Chooser(make_policy("cost", prefix_fetches=True), max_local_tokens=_CONTEXT),
             model="bench",
@@ -99,7 +98,7 @@ class MeasuredRouter:
             metrics=metrics,
         )
         completions = Completions(
-            token_service=RouterCore(dispatch),
+            token_service=core,
             tokenizer=tokenizer,
             chat_template=ChatTemplate(find_chat_template(self._model_dir), special_tokens=tokenizer.special_tokens),
             model=ModelCard(

@@ -1,4 +1,4 @@
-"""What a routing decision costs: `python -m benchmarks.router.routing`. See docs/benchmarks/simulator.md.
+"""What a routing decision costs: `python -m benchmarks.router.routing`. See docs/benchmarks/planner.md.
 
 All times are CPU time of one core, so that what else runs on the machine does not count. No Redis is asked.
 

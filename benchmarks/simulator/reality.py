@@ -3,7 +3,7 @@
 For each topology: measures this machine (`cluster profile`), deploys the topology, replays a slice of the trace against
 it (`cluster bench`), asks what it has learnt of itself (`cluster profile --live`), takes it down, and simulates the
 same slice on both profiles. Prints a table, with the share of time that the hypervisor took from this machine. Run it
-while nothing else does; see docs/benchmarks/simulator.md.
+while nothing else does; see docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations

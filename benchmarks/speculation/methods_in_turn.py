@@ -24,12 +24,11 @@ from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import sample
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.corpus import Answer, Corpus, Scope
-from engine.spec_decode.draft_models.draft_model import DraftModel
+from engine.spec_decode.draft_models.draft_model import DraftModel, OwnLayers
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
-from engine.spec_decode.draft_models.own_layers import OwnLayers
-from engine.spec_decode.proposer import Computing
+from engine.spec_decode.proposer import ModelProposer
 from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.suffix import Corpus, Scope
 from engine.timing.pace import HostEvent, Pace
 
 BLOCK_SIZE = 16
@@ -94,7 +93,7 @@ class MethodParts:
         runner = ModelRunner(replace(self._config, heads=HeadsPlace(heads, self._drafts.directory)))
         return runner, BlockManager(runner.pool.num_blocks)
 
-    def computing(self, method: str, runner: ModelRunner, blocks: BlockManager) -> dict[str, Computing]:
+    def models(self, method: str, runner: ModelRunner, blocks: BlockManager) -> dict[str, ModelProposer]:
         if method == "self":
             return {"self": OwnLayers(runner, blocks, before_writing=lambda: None)}
         if self._drafts is None or method not in (self._drafts.kind, "auto"):
@@ -123,10 +122,10 @@ class MethodReplica:
                 method,
                 max_tokens=parts.draft_tokens,
                 vocab_size=self.runner.config.vocab_size,
-                computing=parts.computing(method, self.runner, self.blocks),
+                models=parts.models(method, self.runner, self.blocks),
                 corpus=self.corpus,
                 may_branch=may_branch,
-                may_pass_over=not parts.every_step,
+                backs_off=not parts.every_step,
                 clock=parts.clock,
             )
         )
@@ -204,7 +203,7 @@ class _Answering:
         clock: Callable[[], float],
         known: Known,
     ) -> None:
-        replica.corpus.forget()
+        replica.corpus.clear()
         replica.num_rounds += 1
         self._replica = replica
         self._clock = clock
@@ -259,7 +258,7 @@ class _Answering:
         replica, engine = self._replica, self._engine
         sequence = _sequence(replica.runner, f"{replica.method} {replica.num_rounds} {number}", tokens, sampling)
         for earlier in known.get(tuple(tokens), ()):
-            replica.corpus.add(Answer(Scope.of(sequence.request), tuple(earlier)), is_ours=False)
+            replica.corpus.add(Scope.of(sequence.request), earlier)
         engine.add(Prompt(sequence))
         while sequence not in engine.decoding.running and engine.step().did_work:
             pass

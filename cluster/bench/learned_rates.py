@@ -1,23 +1,16 @@
-"""The rates that a deployment's replicas have learnt of themselves, as its router exports them."""
+"""Rates that the replicas of a deployment have learned about themselves, as a router reports them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from prometheus_client.parser import text_string_to_metric_families
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+from statistics import mean
+from typing import Any
 
 from core.types.errors import ClusterError
 from core.types.request import BRANCHES, Role
 from core.types.step_timing import StepTiming
-
-_STEPS = {
-    "base_s": "step_base_seconds",
-    "token_s": "step_token_seconds",
-    "pair_s": "step_pair_seconds",
-    "context_s": "step_context_seconds",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,46 +19,30 @@ class LearnedRates:
 
     steps: dict[Role, StepTiming]
     link_bytes_per_s: float
-    drafted: list[float]  # tokens by their place in a draft, of all decode replicas since they started
+    drafted: list[float]  # tokens by their position in a draft, of all decode replicas since they started
     accepted: list[float]
-    num_row_steps: float  # steps, each as often as it had rows, about
+    num_row_steps: float  # steps, each counted once per row; approximate
 
 
-def parse_learned(text: str) -> LearnedRates:
-    """From a router's metrics. Raises ClusterError when its replicas have done nothing yet."""
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    places: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[sample.name, sample.labels.get("role", "")].append(sample.value)
-            if "place" in sample.labels and sample.labels.get("method") != BRANCHES:
-                counts, place = places[sample.name], int(sample.labels["place"])
-                counts[place] = counts.get(place, 0.0) + sample.value
-    steps = {
-        role: StepTiming(**{field: _mean(found[name, role.value]) for field, name in _STEPS.items()})
-        for role in Role
-        if found[_STEPS["base_s"], role.value]
-    }
-    rates = [rate for role in Role for rate in found["link_bytes_per_second", role.value] if rate]
-    if len(steps) < len(Role) or not rates:
-        raise ClusterError("the replicas have not learnt their rates yet: run a load, such as `cluster bench`, first")
+def learned_rates(replicas: Sequence[Mapping[str, Any]]) -> LearnedRates:
+    """Return the rates of `replicas`, as RouterView shows them. Raises ClusterError if they have served nothing yet."""
+    timings = {role: [one["timing"] for one in replicas if one["role"] == role and one["timing"]] for role in Role}
+    links = [one["link_bytes_per_s"] for one in replicas if one["link_bytes_per_s"]]
+    if not links or not all(timings.values()):
+        raise ClusterError("the replicas have not learned their rates yet: run a load, such as `cluster bench`, first")
+    drafts = [draft for one in replicas for draft in one["drafts"] if draft["method"] != BRANCHES]
+    decode = [one for one in replicas if one["role"] == Role.DECODE]
     return LearnedRates(
-        steps=steps,
-        link_bytes_per_s=_mean(rates),
-        drafted=_by_place(places["speculation_drafted_tokens_total"]),
-        accepted=_by_place(places["speculation_accepted_tokens_total"]),
-        num_row_steps=_row_steps(found),
+        steps={
+            role: StepTiming(**{field.name: mean(one[field.name] for one in found) for field in fields(StepTiming)})
+            for role, found in timings.items()
+        },
+        link_bytes_per_s=mean(links),
+        drafted=_by_position(draft["tokens"] for draft in drafts),
+        accepted=_by_position(draft["accepted"] for draft in drafts),
+        num_row_steps=sum(one["generated_tokens"] / max(1.0, one["tokens_per_row"]) for one in decode),
     )
 
 
-def _by_place(counts: dict[int, float]) -> list[float]:
-    return [counts.get(place, 0.0) for place in range(max(counts, default=-1) + 1)]
-
-
-def _row_steps(found: Mapping[tuple[str, str], list[float]]) -> float:
-    tokens, each = found["replica_generated_tokens_total", Role.DECODE], found["step_tokens_per_row", Role.DECODE]
-    return sum(count / max(1.0, per_row) for count, per_row in zip(tokens, each, strict=False))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _by_position(counts: Iterable[Sequence[float]]) -> list[float]:
+    return [sum(at) for at in zip_longest(*counts, fillvalue=0.0)]

@@ -16,7 +16,6 @@ from typing import Annotated
 import typer
 
 from cluster.cli import (
-    autoscale,
     batch,
     bench,
     capture,
@@ -25,10 +24,7 @@ from cluster.cli import (
     generate,
     keys,
     operate,
-    plan,
-    profile,
     quality,
-    simulate,
     status,
     top,
     trace,
@@ -36,6 +32,7 @@ from cluster.cli import (
 )
 from cluster.cli.connection import ADDRESS
 from cluster.cli.over_ssh import run_over_ssh
+from cluster.cli.planning import autoscale, plan, profile, simulate
 from core.types.errors import ClusterError, Interrupted
 
 app = typer.Typer(

@@ -14,7 +14,7 @@ import typer
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
 from cluster.cli.endpoint_options import ApiKeyOption, access_to
-from cluster.cli.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
+from cluster.cli.planning.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
 from core.trace.trace import TraceRequest, read_trace
 from core.trace.trace import poisson as make_poisson
 from core.types.errors import SpecError

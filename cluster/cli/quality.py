@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
+from cluster.cli.planning.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
 from core.types.errors import SpecError
 
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)

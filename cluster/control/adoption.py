@@ -8,7 +8,7 @@ import logging
 from cluster.control.desired_state import Desired
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.replica import number_of, role_of
-from cluster.control.replica_life import ReplicaLifecycle
+from cluster.control.replica_lifecycle import ReplicaLifecycle
 from core.types.errors import RankUnreachable, ReplicaFailed
 
 logger = logging.getLogger(__name__)

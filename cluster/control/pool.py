@@ -13,7 +13,7 @@ from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
 from cluster.control.replica import Failure, ReplicaState, ReplicaStatus
-from cluster.control.replica_life import ReplicaLifecycle
+from cluster.control.replica_lifecycle import ReplicaLifecycle
 from cluster.control.report import PoolReport
 from core.types.errors import ReplicaFailed
 from core.types.request import Role

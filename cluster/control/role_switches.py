@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from cluster.control.desired_state import Desired
 from cluster.control.pool_plan import plan_switches
 from cluster.control.replica import ReplicaState, replica_id, role_of
-from cluster.control.replica_life import ReplicaLifecycle
+from cluster.control.replica_lifecycle import ReplicaLifecycle
 from cluster.rollout.role_pools import RolePools
 from core.types.errors import SpecError
 from core.types.request import Role

@@ -28,7 +28,7 @@ _NODE_S = 15.0  # two answers, each to connect to and to read
 _POLL_S = 0.1
 _SEE_ALL_S = 60.0  # from every replica being ready until the routers have heard of all
 _MAX_HEALTH_BYTES = 1 << 20
-_MAX_BYTES = 64 << 20  # the metrics of 4096 replicas have some megabytes
+_MAX_BYTES = 64 << 20  # far more than any answer has
 _MAX_AT_ONCE = 32
 
 

@@ -7,7 +7,7 @@ import contextlib
 from ray.exceptions import RayError
 
 from cluster.control.gang import Home
-from cluster.control.replica_life import ReplicaLifecycle
+from cluster.control.replica_lifecycle import ReplicaLifecycle
 from cluster.ray.node_logs import read_there
 from core.process.log import LogPart, log_path
 from core.types.errors import DeployError, ReplicaFailed

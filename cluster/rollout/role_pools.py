@@ -9,7 +9,7 @@ from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
 from cluster.control.pool import ReplicaPool
 from cluster.control.replica import ReplicaState, ReplicaStatus
-from cluster.control.replica_life import ReplicaLifecycle
+from cluster.control.replica_lifecycle import ReplicaLifecycle
 from cluster.control.report import PoolReport, ReplicaReport
 from core.types.errors import SpecError
 from core.types.request import Role

@@ -21,7 +21,6 @@ class Purpose(StrEnum):
     RESPONSES = "responses"  # names and signs stored responses
     TRAFFIC = "traffic"  # keys the hashes of recorded prompts
     REVISIONS = "revisions"  # signs the table of revisions and the counts
-    ANSWERS = "answers"  # encrypts the replicas' messages about finished answers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -468,7 +468,7 @@ class StepTiming(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., context_s: _Optional[float] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "prefix_fetches", "fetched_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted", "corpus_told_tokens", "corpus_heard_tokens", "corpus_missed", "corpus_refused")
+    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "prefix_fetches", "fetched_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -491,10 +491,6 @@ class Totals(_message.Message):
     TIER_LOSSES_FIELD_NUMBER: _ClassVar[int]
     FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
-    CORPUS_TOLD_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CORPUS_HEARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CORPUS_MISSED_FIELD_NUMBER: _ClassVar[int]
-    CORPUS_REFUSED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     prefix_hit_tokens: int
     generated_tokens: int
@@ -517,11 +513,7 @@ class Totals(_message.Message):
     tier_losses: int
     forced_tokens: int
     drafted: _containers.RepeatedCompositeFieldContainer[Drafted]
-    corpus_told_tokens: int
-    corpus_heard_tokens: int
-    corpus_missed: int
-    corpus_refused: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prefix_fetches: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ..., corpus_told_tokens: _Optional[int] = ..., corpus_heard_tokens: _Optional[int] = ..., corpus_missed: _Optional[int] = ..., corpus_refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prefix_fetches: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ...) -> None: ...
 
 class Drafted(_message.Message):
     __slots__ = ("method", "tokens", "accepted")
@@ -532,23 +524,3 @@ class Drafted(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     accepted: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, method: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class ToldAnswers(_message.Message):
-    __slots__ = ("model", "answers")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    answers: _containers.RepeatedCompositeFieldContainer[ToldAnswer]
-    def __init__(self, model: _Optional[str] = ..., answers: _Optional[_Iterable[_Union[ToldAnswer, _Mapping]]] = ...) -> None: ...
-
-class ToldAnswer(_message.Message):
-    __slots__ = ("tenant", "salt", "adapter", "tokens")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    salt: str
-    adapter: str
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tenant: _Optional[str] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -241,7 +241,7 @@ class SpeculationSpec(_Section):
 
     method: Literal["off", "ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto"] = "off"
     """Draft method. `ngram`: continuation of the last tokens' earlier occurrence in prompt or answer. `suffix`: also in
-    the same tenant's answers on all replicas. Both suit answers that repeat existing text (edits, rewriting, code).
+    the same tenant's answers that the replica has finished. Both suit answers that repeat existing text (edits, code).
     `draft`: a smaller model with the same tokenizer, see `model`, on rank 0 of each decode replica. `self`: the model
     without a third of its layers (needs `decode.tensor_parallel: 1`). `medusa`, `eagle` (EAGLE-1 and 3): heads trained
     on the model's hidden states, see `model`. `mtp`: the MTP layer in a DeepSeek-V3's own checkpoint. Replicas of both
@@ -304,7 +304,7 @@ class RouterSpec(_Section):
     """Private key of `tls_cert`, a PEM file. Both files are reloaded when they change."""
     admin_host: str = "127.0.0.1"
     """Listening address of each router's admin endpoint, without TLS and keys: `/metrics`, detailed `/health`,
-    `/debug`."""
+    `/debug`. Workers serve `/metrics` on loopback, or on their node's address if this is not loopback."""
     admin_port: Port | None = None
     """Admin port of the first router on a machine; further routers take the following ports. null: free ports, shown by
     `cluster status`."""

@@ -1,6 +1,6 @@
-"""`make docs`: what the documents say of the code, taken from the code, between `<!-- NAME: … -->` and `<!-- end -->`.
+"""Write the generated blocks of the documents (`make docs`): text between `<!-- NAME: ... -->` and `<!-- end -->`.
 
-`tests/docs/test_generated.py` fails where a document is not what this would write.
+`tests/docs/test_generated.py` fails if a document differs from this output.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from docs.generate import clients, metrics, source, spec
-from docs.generate.prose import wrap
+from docs.generate import clients, metrics, spec
 from tests.support.import_graph import picture
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,29 +23,32 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "spec": spec.sections,
     "errors": clients.errors,
     "fields": clients.fields,
-    "messages": clients.messages,
     "responses": clients.responses,
-    "items": clients.items,
     "anthropic-fields": clients.anthropic_fields,
     "limits": clients.limits,
     "metrics": metrics.table_text,
     "packages": _packages,
-    "loop": source.loop,
 }
 
 _BLOCK = re.compile(r"(<!-- (?P<name>[a-z-]+): [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def documents() -> Iterable[Path]:
-    """Every Markdown file that is ours to write."""
+    """Return the paths of all Markdown documents of the project."""
     return sorted(
-        [ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+        [
+            ROOT / "README.md",
+            ROOT / "AGENTS.md",
+            ROOT / "CHANGELOG.md",
+            *(ROOT / "docs").rglob("*.md"),
+            *(ROOT / "deploy").rglob("*.md"),
+        ]
     )
 
 
 def fresh(text: str) -> str:
-    """A document as it should be: its blocks from the code, its prose at one width."""
-    return wrap(_BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block['name']]()}\n\n{block[3]}", text))
+    """Return a document with its generated blocks up to date. Raises KeyError for an unknown block."""
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block['name']]()}\n\n{block[3]}", text)
 
 
 def main() -> None:

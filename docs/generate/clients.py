@@ -1,4 +1,4 @@
-"""What the doors take and what they answer, for docs/CLIENTS.md."""
+"""Tables of request fields, limits and errors, for docs/CLIENTS.md."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from core.types.errors import ClusterError, outcome_of
 from docs.generate.table import table
 from frontend.anthropic.types import MessagesBody
 from frontend.openai.fields import EMPTY, Only
-from frontend.openai.messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
+from frontend.openai.messages import MAX_PARTS, MAX_TOOLS
 from frontend.openai.types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
-from frontend.responses.items import MAX_ID_CHARS, InputItem
+from frontend.responses.items import MAX_ID_CHARS
 from frontend.responses.types import ResponsesBody
 from frontend.text import completion_request as rules
 from frontend.text.bad_words import MAX_BAD_WORD_CHARS
@@ -45,90 +45,109 @@ _LIMITS = {
     "max_output_tokens": "1 to the context",
     "user": f"{rules.MAX_USER_CHARS} characters",
     "messages": f"{rules.MAX_MESSAGES:,}",
-    "role": f"{rules.MAX_ROLE_CHARS} characters",
-    "content": f"{MAX_PARTS:,} parts",
     "system": f"{MAX_PARTS:,} blocks",
     "tools": f"{MAX_TOOLS}",
-    "tool_calls": f"{MAX_CALLS}",
     "input": f"{rules.MAX_MESSAGES:,} items",
-    **dict.fromkeys(("id", "call_id", "previous_response_id"), f"{MAX_ID_CHARS} characters"),
+    "previous_response_id": f"{MAX_ID_CHARS} characters",
     "top_logprobs": f"0 to {rules.MAX_LOGPROBS}",
 }
-_ORDER = ("yes", "only", "ignored", "refused")
 _OF = ("text:", "chat:")
+_OWN_MEANING = {"tools", "top_logprobs"}  # of /v1/responses: as bounded as in a chat, with other rules
 _SAME_AS = {
     "max_completion_tokens": "max_tokens",
     "thinking_budget": "thinking_token_budget",
     "stop_sequences": "stop",
-    "output": "content",
-    "summary": "content",
 }
 
 
 def errors() -> str:
-    """The table from error to gRPC status and HTTP status."""
-    rows = []
+    """Return the table of HTTP status, error code and gRPC status; errors that clients see alike share a row."""
+    rows: dict[tuple[str, ...], str] = {}
     for kind in _kinds(ClusterError):
-        outcome = outcome_of(kind(""))
-        meaning = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
-        rows.append((f"`{kind.__name__}`", meaning, outcome.grpc, str(outcome.http), outcome.type, f"`{outcome.code}`"))
-    bug = outcome_of(Exception())
-    meaning = "A bug of ours: nothing of it is told, and the router's log says more."
-    rows.append(("any other", meaning, bug.grpc, str(bug.http), bug.type, f"`{bug.code}`"))
-    return table(("error", "meaning", "gRPC status", "HTTP", "`type`", "`code`"), rows)
+        rows.setdefault(_outcome(kind("")), " ".join((kind.__doc__ or "").partition("\n\n")[0].split()))
+    rows[_outcome(Exception())] = "Internal error. The router's log has the details."
+    heading = ("HTTP", "`code`", "gRPC status", "meaning")
+    return table(heading, sorted((*outcome, meaning) for outcome, meaning in rows.items()))
 
 
 def fields() -> str:
-    """What the bodies of both OpenAI endpoints take."""
+    """Return the table of fields of both OpenAI endpoints, and the ignored and refused fields below it."""
     bodies = (TextBody.model_fields, ChatBody.model_fields)
-    rows = []
+    rows, others = [], {}
     for name in dict.fromkeys(name for body in bodies for name in body):
         supports = [_support(name, body[name]) if name in body else ("refused", "", "") for body in bodies]
         taken = [support[0] for support in supports]
-        told = list(
-            dict.fromkeys(support[1:] for name_, support in zip(bodies, supports, strict=True) if any(support[1:]))
-        )
-        if len(told) == 2:
-            bounds, notes = (
+        if not any(support.startswith(("yes", "only")) for support in taken):
+            others[name] = supports[1] if name in bodies[1] else supports[0]
+            continue
+        notes = list(dict.fromkeys(support[1:] for support in supports if any(support[1:])))
+        if len(notes) == 2:
+            bounds, note = (
                 "; ".join(f"{of} {text}" for of, text in zip(_OF, texts, strict=True) if text)
-                for texts in zip(*told, strict=True)
+                for texts in zip(*notes, strict=True)
             )
         else:
-            bounds, notes = told[0] if told else ("", "")
-        rows.append((f"`{name}`", *taken, bounds, notes))
-    rows.sort(key=lambda row: min(_ORDER.index(taken.split()[0]) for taken in row[1:3]))
-    return table(("field", "`/v1/completions`", "`/v1/chat/completions`", "bounds", "notes"), rows)
-
-
-def messages() -> str:
-    rows = [(f"`{name}`", *_support(name, field)) for name, field in ChatMessage.model_fields.items()]
-    return table(("field of a message", "taken", "bounds", "notes"), rows)
+            bounds, note = notes[0] if notes else ("", "")
+        rows.append((f"`{name}`", bounds, f"{_where(*taken)} {note}"))
+    heading = ("field", "bounds", "notes")
+    return f"{table(heading, rows)}\n\n{_not_taken(others)}"
 
 
 def responses() -> str:
-    """What the body of /v1/responses takes."""
-    rows = [(f"`{name}`", *_support(name, field)) for name, field in ResponsesBody.model_fields.items()]
-    rows.sort(key=lambda row: _ORDER.index(row[1].split()[0]))
-    return table(("field of `/v1/responses`", "taken", "bounds", "notes"), rows)
-
-
-def items() -> str:
-    rows = [(f"`{name}`", *_support(name, field)) for name, field in InputItem.model_fields.items()]
-    return table(("field of an item", "taken", "bounds", "notes"), rows)
+    """Return the table of fields of /v1/responses that a chat lacks or defines otherwise, and lists of the others."""
+    chat = {name: _support(name, field) for name, field in ChatBody.model_fields.items()}
+    rows, same, others = [], [], {}
+    for name, field in ResponsesBody.model_fields.items():
+        support = _support(name, field)
+        if support[0] in ("ignored", "refused"):
+            others[name] = support
+        elif name not in _OWN_MEANING and chat.get(name, ("", "", ""))[:2] == support[:2]:
+            same.append(f"`{name}`")
+        else:
+            taken, bounds, note = support
+            rows.append((f"`{name}`", bounds, f"{'' if taken == 'yes' else f'{taken.capitalize()}.'} {note}"))
+    heading = ("field of `/v1/responses`", "bounds", "notes")
+    return f"{table(heading, rows)}\n\nAs in a chat: {', '.join(same)}. {_not_taken(others)}"
 
 
 def anthropic_fields() -> str:
-    """What the body of Anthropic's endpoint takes."""
-    rows = [(f"`{name}`", *_support(name, field)) for name, field in MessagesBody.model_fields.items()]
-    rows.sort(key=lambda row: (_ORDER.index(row[1].split()[0]), not row[3].startswith("required")))
-    return table(("field", "`/v1/messages`", "bounds", "notes"), rows)
+    """Return the table of fields of Anthropic's endpoint, and the ignored and refused fields below it."""
+    supports = {name: _support(name, field) for name, field in MessagesBody.model_fields.items()}
+    others = {name: support for name, support in supports.items() if support[0] in ("ignored", "refused")}
+    rows = [(f"`{name}`", *support[1:]) for name, support in supports.items() if name not in others]
+    rows.sort(key=lambda row: not row[2].startswith("Required"))
+    return f"{table(('field of `/v1/messages`', 'bounds', 'notes'), rows)}\n\n{_not_taken(others)}"
 
 
 def limits() -> str:
     return (
-        f"One request has at most {rules.MAX_REQUEST_BYTES // 2**20} MiB at either door, a request id 1 to 128 visible "
-        f"ASCII characters. A temperature below {rules.GREEDY_BELOW:g} counts as 0."
+        f"A request has at most {rules.MAX_REQUEST_BYTES // 2**20} MiB. A request id has 1 to 128 visible ASCII "
+        f"characters. A temperature below {rules.GREEDY_BELOW:g} counts as 0."
     )
+
+
+def _outcome(error: Exception) -> tuple[str, ...]:
+    outcome = outcome_of(error)
+    return str(outcome.http), f"`{outcome.code}`", outcome.grpc
+
+
+def _where(text: str, chat: str) -> str:
+    """Return the endpoint that takes a field, if only one does, and the only values that it takes."""
+    place = "" if "refused" not in (text, chat) else "In a chat only." if text == "refused" else "Not in a chat."
+    value = next((taken for taken in (text, chat) if taken.startswith("only")), "")
+    return f"{place} {value and f'{value[0].upper()}{value[1:]}.'}".strip()
+
+
+def _not_taken(supports: dict[str, tuple[str, str, str]]) -> str:
+    """Return one line on the fields that are ignored and one on those that are refused."""
+    ignored = [f"`{name}`" for name, support in supports.items() if support[0] == "ignored"]
+    refused = [
+        f"`{name}`" + (f" (i{support[2].rstrip('.')[1:]})" if support[2].startswith("Instead") else "")
+        for name, support in supports.items()
+        if support[0] == "refused"
+    ]
+    lines = [f"{kind}: {', '.join(names)}." for kind, names in (("Ignored", ignored), ("Refused", refused)) if names]
+    return "\n\n".join(lines)
 
 
 def _kinds(kind: type[ClusterError]) -> Iterator[type[ClusterError]]:
@@ -149,7 +168,7 @@ def _support(name: str, field: FieldInfo) -> tuple[str, str, str]:
         return f"only {' or '.join(f'`{json.dumps(value)}`' for value in rule.neutral)}", "", note
     if field.annotation is Any and not field.metadata:
         return "ignored", "", ""
-    required = "required. " if field.is_required() else ""
+    required = "Required. " if field.is_required() else ""
     return "yes", _bounds(_SAME_AS.get(name, name), field), required + (field.description or "")
 
 

@@ -1,4 +1,4 @@
-"""Every key of a spec, for docs/SPEC.md."""
+"""Tables of all keys of a spec, for docs/SPEC.md."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from core.spec.schema import Spec
 from docs.generate.table import table
 
-_HEADING = ("key", "default", "type", "unit", "meaning")
+_HEADING = ("key", "default", "type", "meaning")
 _POOLS = ("prefill", "decode")
 
 
 def sections() -> str:
-    """One table per section, in the order of the spec."""
+    """Return one table per section, in the order of the spec."""
     schema = Spec.model_json_schema()
     of_section = {key: _section(schema, field) for key, field in schema["properties"].items()}
     plain = {key: field for key, field in schema["properties"].items() if of_section[key] is None}
-    parts = ["## The whole\n\n" + _table("", plain, schema)]
+    parts = ["## Top level\n\n" + _table("", plain, schema)]
     for key, section in of_section.items():
         if section is None or key == _POOLS[1]:
             continue
@@ -37,12 +37,11 @@ def _pools(prefill: dict[str, Any], decode: dict[str, Any], schema: dict[str, An
         if defaults["prefill"] != defaults["decode"]:
             shared[key] = shared[key] | {"default_of": defaults}
     only = [
-        f"Only `{role}` has:\n\n"
-        + _table(role, {key: one for key, one in of_role.items() if key not in shared}, schema)
+        f"Only in `{role}`:\n\n" + _table(role, {key: one for key, one in of_role.items() if key not in shared}, schema)
         for role, of_role in fields.items()
     ]
     return (
-        "## `prefill` and `decode`\n\nThe replicas of one role. Both have the same keys, here without that prefix: "
+        "## `prefill` and `decode`\n\nReplicas of one role. Both sections have these keys; write the prefix: "
         f"`prefill.replicas`, `decode.replicas`.\n\n{_table('', shared, schema)}\n\n" + "\n\n".join(only)
     )
 
@@ -55,7 +54,8 @@ def _rows(prefix: str, key: str, field: dict[str, Any], schema: dict[str, Any]) 
     path = f"{prefix}.{key}" if prefix else key
     if section := _section(schema, field):
         return [row for name, inner in section["properties"].items() for row in _rows(path, name, inner, schema)]
-    return [(f"`{path}`", _default(field), _type(field), _unit(field), field["description"])]
+    kind = ", ".join(filter(None, (_type(field), _unit(field))))
+    return [(f"`{path}`", _default(field), kind, field["description"])]
 
 
 def _section(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Rows to a Markdown table."""
+"""Format rows as a Markdown table."""
 
 from __future__ import annotations
 

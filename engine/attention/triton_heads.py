@@ -19,7 +19,7 @@ from engine.layers.layers import RMSNorm
 # T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all prompts
 
 # From so many queries of a key on, on the average, gathering it costs less than reading blocks in place: of the rate of
-# matrix products, the kernels reach .63 and .50, over 8 bits about .25 (docs/benchmarks/gpu_kernels.md).
+# matrix products, the kernels reach .63 and .50, over 8 bits about .25 (docs/benchmarks/gpu.md).
 MIN_QUERIES, MIN_QUERIES_OF_CODES = 256, 64
 MOST_GATHERED_BYTES = 1 << 28  # of a layer, beside the pool; beyond, blocks are read in place
 

@@ -1,35 +1,45 @@
-"""How often a method's tokens are right, learnt from what sequences became."""
+"""Running acceptance rates of proposers, learned from the tokens that sequences went on with, drafted or not."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-from engine.spec_decode.proposer import NUM_KINDS
+from engine.scheduler.sequence import Sequence
+from engine.spec_decode.proposer import NUM_KINDS, Proposal, ProposedBranch
 
-_PRIOR = 4.0  # tokens: what is believed of a kind before there is anything to believe
-_MEMORY = 256.0  # tokens of a kind: then the older half counts for half
-_AS_EXPECTED = 1.0  # tokens of weight: that what comes is what was expected
-_KEEP = 0.9
-_BOUNDS = 0.05, 1.25  # of what one request is beside others: one that nobody guesses is soon left alone
-# A kind that stands for a longer match is believed more: that much is known of every text.
-_BELIEVED = [(1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
+_PRIOR = 4.0  # tokens; weight of the prior rates
+_MEMORY = 256.0  # tokens of a kind; beyond that the older half counts half
+# Kinds of look-ups grow with the length of the match, so longer matches start with a higher rate.
+_PRIOR_BY_KIND = [(1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
+_PRIOR_OF_BRANCHES = [0.1] * NUM_KINDS
+# Rates of model proposers by place, used before they are called. The first one is low, so that only trials, which
+# have a budget, show whether calls pay; later places are rarely reached by trials, so their prior is optimistic.
+_PRIOR_BY_PLACE = [0.2] + [0.7] * (NUM_KINDS - 1)
+_MEMORY_BY_PLACE = 48.0
+
+_FACTOR_PRIOR = 1.0  # tokens; weight of a factor of 1
+_FACTOR_KEEP = 0.9  # weight of the past at each new proposal
+_FACTOR_BOUNDS = 0.05, 1.25  # low, so that a sequence that is never guessed is soon left alone
+_FACTOR_BOUNDS_BY_PLACE = 0.25, 2.0
 
 
-class Acceptance:
-    """Of one method, over all requests: by kind, given that all tokens before were right."""
+class AcceptanceRate:
+    """Share of accepted tokens by kind, given that all earlier tokens of the proposal were right."""
 
-    def __init__(self, believed: Seq[float] = _BELIEVED, memory: float = _MEMORY) -> None:
-        """believed: of each kind, before there is anything to believe. memory: see above."""
+    def __init__(self, prior: Seq[float] = _PRIOR_BY_KIND, memory: float = _MEMORY) -> None:
         self._memory = memory
         self._reached = [_PRIOR] * NUM_KINDS
-        self._right = [_PRIOR * chance for chance in believed]
-        self.chances = list(believed)  # by kind
-
-    def chance(self, kind: int) -> float:
-        return self.chances[kind]
+        self._right = [_PRIOR * rate for rate in prior]
+        self.rates = list(prior)  # by kind
 
     def saw(self, kinds: Seq[int], num_right: int, num_reached: int) -> None:
-        """Of a proposal, so many tokens were right, and so many were looked at: one more, or all."""
+        """Count a proposal: num_reached tokens were judged, the first num_right of them right."""
         for place in range(num_reached):
             kind = kinds[place]
             self._reached[kind] += 1.0
@@ -37,25 +47,170 @@ class Acceptance:
             if self._reached[kind] > self._memory:
                 self._reached[kind] /= 2
                 self._right[kind] /= 2
-            self.chances[kind] = self._right[kind] / self._reached[kind]
+            self.rates[kind] = self._right[kind] / self._reached[kind]
 
 
-class Correction:
-    """What comes of some guesses beside what was expected of them: those of one method and one request, beside its
-    kinds; or those that were chosen."""
+class SequenceFactor:
+    """Acceptance of one method on one sequence, relative to the rates learned over all sequences."""
 
-    def __init__(self, bounds: tuple[float, float] = _BOUNDS, keep: float = _KEEP) -> None:
-        """keep: weight of earlier guesses, at each new one."""
+    def __init__(self, bounds: tuple[float, float] = _FACTOR_BOUNDS) -> None:
         self._bounds = bounds
-        self._keep = keep
         self._expected = self._right = 0.0
 
     def saw(self, expected: float, num_right: int) -> None:
-        """Of the tokens of a guess that were looked at, so many were to be right, and were."""
-        self._expected = self._expected * self._keep + expected
-        self._right = self._right * self._keep + num_right
+        """Count a proposal: the expected and the real number of right tokens among those judged."""
+        self._expected = self._expected * _FACTOR_KEEP + expected
+        self._right = self._right * _FACTOR_KEEP + num_right
 
     @property
-    def factor(self) -> float:
-        least, most = self._bounds
-        return min(most, max(least, (self._right + _AS_EXPECTED) / (self._expected + _AS_EXPECTED)))
+    def value(self) -> float:
+        low, high = self._bounds
+        return min(high, max(low, (self._right + _FACTOR_PRIOR) / (self._expected + _FACTOR_PRIOR)))
+
+
+class RatedBranch(NamedTuple):
+    """Branch of a proposal. chances: by token, that it and all before it, in proposal and branch, are right."""
+
+    place: int
+    tokens: Seq[int]
+    kind: int  # of the first token
+    chances: Seq[float]
+
+
+@dataclass(eq=False, slots=True)
+class RatedProposal:
+    """Proposal for the tokens that a sequence has now. chances: by token, that it and all before it are right."""
+
+    method: str
+    start: int  # position of the first token
+    tokens: Seq[int]
+    kinds: Seq[int]
+    chances: Seq[float]
+    branches: Seq[RatedBranch] = ()
+
+    def outcome(self, tokens: Seq[int]) -> tuple[int, int]:
+        """Return (right tokens, judged tokens) where the sequence has these tokens."""
+        known = tokens[self.start : self.start + len(self.tokens)]
+        num_right = next((i for i, token in enumerate(known) if token != self.tokens[i]), len(known))
+        return num_right, min(num_right + 1, len(known))
+
+
+class _Method:
+    def __init__(self, *, is_model: bool) -> None:
+        self.by_kind = AcceptanceRate()
+        self.branches = AcceptanceRate(_PRIOR_OF_BRANCHES)
+        self.by_place = AcceptanceRate(_PRIOR_BY_PLACE, _MEMORY_BY_PLACE) if is_model else None
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    proposals: dict[str, RatedProposal] = field(default_factory=dict)  # by method
+    factors: dict[str, SequenceFactor] = field(default_factory=dict)
+    place_factors: dict[str, SequenceFactor] = field(default_factory=dict)
+
+
+class AcceptanceTracker:
+    """Proposals for the current tokens of sequences, and the acceptance rates learned from earlier ones.
+
+    Owned by the step thread. A proposal teaches as soon as its sequence has grown, whether it was drafted or not.
+    """
+
+    def __init__(self, methods: Iterable[str], models: Collection[str], *, max_tokens: int, vocab_size: int) -> None:
+        """models: methods that need an estimate before they are called. max_tokens: of a proposal."""
+        self._max_tokens = max_tokens
+        self._vocab_size = vocab_size
+        self._methods = {method: _Method(is_model=method in models) for method in methods}
+        self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
+
+    def learn(self, sequences: Iterable[Sequence]) -> None:
+        """Judge and drop the proposals for sequences that have grown since. Call before any other method."""
+        for sequence in sequences:
+            row = self._row(sequence)
+            for method in [name for name, one in row.proposals.items() if one.start != len(sequence.tokens)]:
+                self._learn(row, row.proposals.pop(method), sequence.tokens)
+
+    def note(self, method: str, sequence: Sequence, proposal: Proposal) -> None:
+        """Rate and keep a proposal for the tokens that the sequence has now."""
+        tokens = self._valid(proposal.tokens)
+        if not tokens:
+            return
+        row, rates = self._row(sequence), self._methods[method].by_kind.rates
+        factor = row.factors[method].value if method in row.factors else 1.0
+        kinds = proposal.kinds[: len(tokens)]
+        chances = list(accumulate([min(1.0, rates[kind] * factor) for kind in kinds], mul))
+        rated = RatedProposal(method, len(sequence.tokens), tokens, kinds, chances)
+        if proposal.branches:
+            found = (self._branch(rated, branch, factor) for branch in proposal.branches)
+            rated.branches = [branch for branch in found if branch]
+        row.proposals[method] = rated
+
+    def best(self, sequence: Sequence) -> RatedProposal | None:
+        """Return the proposal with the most expected tokens, if there is any."""
+        proposals = self._row(sequence).proposals
+        return max(proposals.values(), key=lambda one: sum(one.chances), default=None)
+
+    def first_token(self, method: str, sequence: Sequence) -> int | None:
+        """Return the first proposed token of this method, if there is any."""
+        proposal = self._row(sequence).proposals.get(method)
+        return proposal.tokens[0] if proposal else None
+
+    def is_missing(self, method: str, sequence: Sequence) -> bool:
+        return method not in self._row(sequence).proposals
+
+    def has_any(self, sequence: Sequence) -> bool:
+        return bool(self._row(sequence).proposals)
+
+    def first_rate(self, method: str) -> float:
+        """Return the acceptance rate of the first token of a model method, over all sequences."""
+        by_place = self._methods[method].by_place
+        assert by_place
+        return by_place.rates[0]
+
+    def expected(self, method: str, sequence: Sequence, num_tokens: int) -> list[float]:
+        """Return the chances of the next proposal of a model method, by place, before the method is called."""
+        by_place, factors = self._methods[method].by_place, self._row(sequence).place_factors
+        assert by_place
+        factor = factors[method].value if method in factors else 1.0
+        rates = (min(1.0, by_place.rates[min(place, NUM_KINDS - 1)] * factor) for place in range(num_tokens))
+        return list(accumulate(rates, mul))
+
+    def _valid(self, tokens: Seq[int]) -> Seq[int]:
+        """Cut at the length limit and before the first id outside the vocabulary."""
+        tokens = tokens[: self._max_tokens]
+        if tokens and min(tokens) >= 0 and max(tokens) < self._vocab_size:  # the common case
+            return tokens
+        return tokens[: next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))]
+
+    def _branch(self, rated: RatedProposal, branch: ProposedBranch, factor: float) -> RatedBranch | None:
+        place, tokens = branch.place, self._valid(branch.tokens)
+        if not 0 <= place < len(rated.tokens) or not tokens or tokens[0] == rated.tokens[place]:
+            return None
+        method, kind = self._methods[rated.method], branch.kinds[0]
+        before = rated.chances[place - 1] if place else 1.0
+        # Only one token can come next, so the chances at one place add up to at most `before`.
+        first = min(before * method.branches.rates[kind], before - rated.chances[place])
+        then = (min(1.0, method.by_kind.rates[kind] * factor) for kind in branch.kinds[1 : len(tokens)])
+        return RatedBranch(place, tokens, kind, list(accumulate((first, *then), mul)))
+
+    def _row(self, sequence: Sequence) -> _Row:
+        row = self._rows.get(sequence)
+        if row is None:
+            row = self._rows[sequence] = _Row()
+        return row
+
+    def _learn(self, row: _Row, rated: RatedProposal, tokens: Seq[int]) -> None:
+        name, method = rated.method, self._methods[rated.method]
+        for branch in rated.branches:
+            at = rated.start + branch.place
+            if at < len(tokens) and tokens[rated.start : at] == list(rated.tokens[: branch.place]):
+                method.branches.saw((branch.kind,), tokens[at] == branch.tokens[0], 1)
+        num_right, num_reached = rated.outcome(tokens)
+        kinds = rated.kinds[:num_reached]
+        factor = row.factors.setdefault(name, SequenceFactor())
+        factor.saw(sum(method.by_kind.rates[kind] for kind in kinds), num_right)
+        method.by_kind.saw(kinds, num_right, num_reached)
+        if method.by_place:
+            places = [min(place, NUM_KINDS - 1) for place in range(num_reached)]
+            factor = row.place_factors.setdefault(name, SequenceFactor(_FACTOR_BOUNDS_BY_PLACE))
+            factor.saw(sum(method.by_place.rates[place] for place in places), num_right)
+            method.by_place.saw(places, num_right, num_reached)

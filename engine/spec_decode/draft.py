@@ -1,13 +1,13 @@
-"""Tokens that a step computes behind those of a sequence, though nobody knows yet whether they are its next ones.
+"""Drafts: tokens that a step computes behind those of a sequence, before it is known whether they are the next ones.
 
-A draft may branch. Each branch is a row of its own, forked from the sequence as another choice would be: it shares the
-full blocks, has a copy of the one that is not full, and computes again what lies between there and its first token. So
-it is a row like any other to whoever computes and ships rows, and no attention knows of trees:
+A draft may branch. Each branch is a separate row, forked from the sequence like another choice: it shares the full
+blocks, copies the block that is partly filled, and computes again the tokens between there and its first one. Attention
+and transfers handle it like any other row:
 
     sequence   ... full blocks | n - 1, draft 0, draft 1, draft 2
     branch     (the same)      | n - 1, draft 0, other 1, other 2        place 1: one draft token is before it
 
-Where the sequence goes on as a branch does, it takes that one's blocks for its own; all others go back.
+If the sequence continues like a branch, it takes over that branch's blocks; all others are freed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from engine.scheduler.sequence import Sequence
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Branch:
-    """What may follow instead of a draft's tokens, from one of them on."""
+    """Alternative to the tokens of a draft from one place on."""
 
     place: int  # tokens of the draft that are before it
     tokens: Seq[int]
-    num_again: int  # tokens that are computed for it once more: the sequence's own, and those before it
+    num_again: int  # tokens computed once more for it: the sequence's, and draft tokens before it
     blocks: list[int]  # instead of the sequence's, from the first that was not full
-    first_logits: int = field(default=-1, init=False)  # where its logits begin, once somebody has counted
+    first_logits: int = field(default=-1, init=False)  # index of its first logits; set when the step is laid out
 
     @property
     def num_tokens(self) -> int:
-        """That it computes."""
+        """Number of tokens that its row computes."""
         return self.num_again + len(self.tokens)
 
     def row(self, sequence: Sequence, draft: Draft) -> Row:
-        """Its row of the step. As long as nothing of that is booked."""
+        """Return its row of the step. Only before the step is booked."""
         own = sequence.tokens[sequence.num_computed :]
         return Row(
             token_ids=[*own, *draft.tokens[: self.place], *self.tokens],
@@ -48,13 +48,15 @@ class Branch:
         )
 
     def copy(self, sequence: Sequence) -> tuple[int, int] | None:
-        """The block to be copied before the step, and where to; None where none is partly filled."""
+        """Return (source, target) of the block to copy before the step; None if no block is partly filled."""
         is_partly = sequence.num_computed % sequence.block_size > 0
         return (sequence.blocks[_num_shared(sequence)], self.blocks[0]) if is_partly else None
 
     def take_over(self, sequence: Sequence) -> None:
-        """The sequence goes on here, before anything of the step is booked: its table is another one from now on, also
-        for whoever has kept the old. The blocks that it has had instead are this branch's, to be given back."""
+        """Give the branch's blocks to the sequence, before the step is booked.
+
+        The block table is a new list afterwards. The replaced blocks belong to the branch, to be freed with it.
+        """
         first, end = _num_shared(sequence), _num_shared(sequence) + len(self.blocks)
         replaced = sequence.blocks[first:end]
         sequence.blocks = [*sequence.blocks[:first], *self.blocks, *sequence.blocks[end:]]
@@ -62,11 +64,11 @@ class Branch:
 
 
 class Right(NamedTuple):
-    """Of a draft, the tokens that are the sequence's next ones."""
+    """Accepted part of a draft."""
 
-    num_first: int  # the draft's own
-    branch: Branch | None  # that was taken behind them
-    num_then: int  # of that
+    num_first: int  # tokens of the draft
+    branch: Branch | None  # that continues them
+    num_then: int  # tokens of that branch
 
     @property
     def num_tokens(self) -> int:
@@ -75,41 +77,41 @@ class Right(NamedTuple):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Draft:
-    """Of one row of one step."""
+    """Draft of one row of one step."""
 
     tokens: Seq[int]
-    num_blocks: int  # that the sequence had before
+    num_blocks: int  # of the sequence, before the draft
     method: str = ""
     branches: list[Branch] = field(default_factory=list)
-    first_logits: int = field(default=-1, init=False)  # where the row's logits begin, once somebody has counted
+    first_logits: int = field(default=-1, init=False)  # index of the row's first logits; set when the step is laid out
 
     @property
     def num_tokens(self) -> int:
-        """That are computed beside the row's own."""
+        """Number of tokens computed beside the row's own."""
         return len(self.tokens) + sum(branch.num_tokens for branch in self.branches)
 
     @property
     def num_guessed(self) -> int:
-        """Of these, those that nobody knew."""
+        """Number of proposed tokens, without those computed again."""
         return len(self.tokens) + sum(len(branch.tokens) for branch in self.branches)
 
     @property
     def depth(self) -> int:
-        """Tokens behind the row's own, on the longest way."""
+        """Number of tokens on the longest path."""
         return max([len(self.tokens), *(branch.place + len(branch.tokens) for branch in self.branches)])
 
     def branch_at(self, place: int, token: int) -> Branch | None:
-        """The one that goes on with this token behind so many of the draft."""
+        """Return the branch that continues with this token after `place` draft tokens."""
         return next((one for one in self.branches if one.place == place and one.tokens[0] == token), None)
 
     def right(self, chosen: Seq[int]) -> Right:
-        """What of it was chosen."""
+        """Return the part that equals the chosen tokens."""
         place = _num_equal(self.tokens, chosen)
         branch = self.branch_at(place, chosen[place]) if place < len(chosen) else None
         return Right(place, branch, _num_equal(branch.tokens, chosen[place:]) if branch else 0)
 
     def give_back(self, sequence: Sequence, blocks: BlockManager) -> None:
-        """The blocks that were taken for what has turned out to be wrong."""
+        """Free the blocks of rejected tokens."""
         kept = max(self.num_blocks, sequence.num_blocks_for(sequence.num_computed))
         blocks.free(sequence.blocks[kept:])
         del sequence.blocks[kept:]
@@ -118,14 +120,14 @@ class Draft:
 
 
 def take_room(sequence: Sequence, num_tokens: int, blocks: BlockManager) -> int:
-    """For the KV of so many drafted tokens, or of as many as there is room for. No other sequence loses a block."""
+    """Allocate blocks for up to num_tokens draft tokens. Returns for how many; takes no block of another sequence."""
     if not blocks.extend(sequence.blocks, sequence.num_blocks_for(len(sequence.tokens) + num_tokens)):
         num_tokens = len(sequence.blocks) * sequence.block_size - len(sequence.tokens)
     return num_tokens
 
 
 def fork(sequence: Sequence, place: int, tokens: Seq[int], blocks: BlockManager) -> Branch | None:
-    """A branch of the draft that the sequence is about to get. None, taking nothing, if there is no room for it."""
+    """Return a branch of the draft that the sequence is about to get; None if there are not enough free blocks."""
     own: list[int] = []
     num_blocks = sequence.num_blocks_for(len(sequence.tokens) + place + len(tokens)) - _num_shared(sequence)
     if not blocks.extend(own, num_blocks):
@@ -134,7 +136,7 @@ def fork(sequence: Sequence, place: int, tokens: Seq[int], blocks: BlockManager)
 
 
 def _num_shared(sequence: Sequence) -> int:
-    """Blocks that are full, whatever this step computes."""
+    """Return the number of full blocks before the step."""
     return sequence.num_computed // sequence.block_size
 
 

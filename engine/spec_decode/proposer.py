@@ -1,4 +1,4 @@
-"""Who guesses the tokens that follow. No torch is needed to guess from tokens."""
+"""Interfaces of proposers: the code that proposes draft tokens. Importing them needs no torch."""
 
 from __future__ import annotations
 
@@ -8,67 +8,73 @@ from typing import NamedTuple, Protocol
 
 from engine.scheduler.sequence import Sequence
 
-NUM_KINDS = 48  # of evidence
+NUM_KINDS = 48
 
 
 class ProposedBranch(NamedTuple):
-    """Tokens that may follow instead of those of a proposal, from one of them on."""
+    """Alternative to the tokens of a proposal from one place on."""
 
-    place: int  # tokens of the proposal that are before it
-    tokens: Seq[int]  # the first is not the proposal's own
+    place: int  # tokens of the proposal before it
+    tokens: Seq[int]  # the first one differs from the proposal's
     kinds: Seq[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may follow a sequence, and what speaks for each: a number below NUM_KINDS that means something to
-    their proposer alone. How often the tokens of a kind are right is learnt, apart for those in branches."""
+    """Tokens that may follow a sequence.
+
+    kinds: evidence for each token, a number below NUM_KINDS with a meaning of the proposer's own. The acceptance rate
+    is learned by kind.
+    """
 
     tokens: Seq[int]
     kinds: Seq[int]
     branches: Seq[ProposedBranch] = ()
 
 
-NOTHING = Proposal((), ())
+NO_PROPOSAL = Proposal((), ())
 
 
 class Proposer(Protocol):
-    """One way to guess. Owned by the step thread. Whatever it says, no answer changes: what is wrong costs time.
+    """One way to propose tokens. Owned by the step thread. No proposal changes an answer; a wrong one costs time.
 
-    One that looks up is asked for every row of every step, but for those of which nothing was worth drafting lately:
-    see Looks. One that computes is a `Computing`."""
+    A proposer of this kind is cheap and called for every row, except for rows under backoff.
+    """
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int, /) -> list[Proposal]:
-        """What may follow the tokens of each, the next one first: at most so many. It may be nothing. A function of the
-        sequences' tokens and of what was finished before; only looks at the sequences."""
+        """Return for each sequence up to max_tokens tokens, the next one first; possibly none.
+
+        A function of the sequences' tokens and of earlier finished answers. Does not change the sequences.
+        """
         ...
 
     def finished(self, sequence: Sequence, /) -> None:
-        """It has its last token."""
+        """Note that the sequence has its last token."""
         ...
 
 
-class Computing(Proposer, Protocol):
-    """A proposer to which asking costs time. It is asked for those rows for which that is expected to pay, and for as
-    many tokens as pay: see Asking. What it keeps of a sequence is its own affair, and bounded: it may be asked about
-    any sequence that runs, at any time, or never again."""
+class ModelProposer(Proposer, Protocol):
+    """A proposer whose calls run a model. DraftScheduler decides when to call it, for which rows and tokens.
+
+    State kept per sequence must be bounded: it may be called for any running sequence, at any time, or never again.
+    """
 
     def num_behind(self, sequence: Sequence, /) -> int | None:
-        """Tokens that it has to compute of the sequence, as it is, before it can say what follows: 0 for one that need
-        not. None: it cannot say anything of this one. Looks only."""
+        """Return the number of tokens to compute before it can propose; None if it cannot propose. Changes nothing."""
         ...
 
     def catch_up(self, sequence: Sequence, num_tokens: int, /) -> None:
-        """Compute at most so many of these, and guess nothing."""
+        """Compute up to num_tokens of the missing tokens, and propose nothing."""
         ...
 
     def rest(self, num_first: int | None, /) -> None:
-        """It has not been worth asking for a while: until it is told again, it is asked at most within so many first
-        tokens of answers, perhaps none. None: it is worth it. Who gathers in every step what it may be asked about need
-        not gather more, and has nothing to say of what it has missed."""
+        """Announce that until the next call only the first num_first tokens of answers (perhaps 0) are of interest.
+
+        None: all are. A proposer that collects state in every step may skip the rest, and then returns None from
+        num_behind for sequences it has missed.
+        """
         ...
 
     def forget(self, sequence: Sequence, /) -> None:
-        """It gets no more tokens here, or none for now: what is kept for it may go. It may never have been asked
-        about."""
+        """Free what is kept for a sequence that gets no more tokens here, or none for now."""
         ...

@@ -1,76 +1,60 @@
-"""What is drafted in the steps of a replica, and what has come of it."""
+"""Drafts of a replica's steps: proposals, their lengths, and what came of them."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
-from core.types.request import BRANCHES
+from core.types.request import BRANCHES, DraftTally
+from core.types.step_timing import StepTiming
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.asking import Asking
-from engine.spec_decode.corpus import Corpus
+from engine.spec_decode.acceptance import AcceptanceTracker, RatedBranch, RatedProposal
 from engine.spec_decode.draft import Draft, fork, take_room
-from engine.spec_decode.draft_plan import BranchOffer, StepPrice, plan_drafts, plan_tree
-from engine.spec_decode.ensemble import ENSEMBLE
-from engine.spec_decode.guess import Guess, GuessedBranch
-from engine.spec_decode.guesses import Guesses
-from engine.spec_decode.histories import Histories
-from engine.spec_decode.looks import Looks
-from engine.spec_decode.ngram import Ngram
-from engine.spec_decode.proposer import Computing, Proposer
-from engine.spec_decode.purse import Purse
-from engine.spec_decode.suffix import Suffix
+from engine.spec_decode.draft_plan import BranchOffer, plan_drafts, plan_tree
+from engine.spec_decode.draft_scheduler import DraftScheduler
+from engine.spec_decode.draft_stats import DraftCounts
+from engine.spec_decode.proposer import ModelProposer, Proposer
+from engine.spec_decode.step_cost import FREE, StepCost
+from engine.spec_decode.suffix import Corpus, Suffix
 
-_TRY_EVERY = 64  # looks of which nothing comes: prices are learnt from steps that draft
-_TRIED = 3  # tokens of one row
-_TRY_ABOVE = 0.5  # as likely as that they are right
-
-
-@dataclass(eq=False, slots=True)
-class DraftCounts:
-    """Of one method, or of branches: drafted tokens, and those that were accepted, by place in their draft."""
-
-    drafted: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
+# Applied to the cost of draft tokens: a token drafted for one row delays all others, and of many estimates the
+# flattering ones are drafted.
+_MARGIN = 1.5
 
 
 class Speculation:
-    """Owned by the step thread. Methods that look up guess also where nothing is drafted: what becomes of the row says
-    how good they are, and costs no step. But where it is in vain they are not asked each time (`Looks`). Those that
-    compute are asked where it pays (`Asking`)."""
+    """Proposers of a replica, and the drafts made of their proposals. Owned by the step thread."""
 
     def __init__(
         self,
-        methods: Mapping[str, Proposer],
+        lookups: Mapping[str, Proposer],
         *,
-        computing: Mapping[str, Computing] = MappingProxyType({}),
+        models: Mapping[str, ModelProposer] = MappingProxyType({}),
         max_tokens: int,
         vocab_size: int,
         may_branch: bool = True,
-        may_pass_over: bool = True,
+        backs_off: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """max_tokens: of a draft. Where there are several methods, for each row the one that promises most drafts, or
-        all of them place by place. may_branch: else drafts are linear, for whoever wants to know what branches are
-        worth. may_pass_over: else somebody looks at every row of every step, for whoever wants to know how often there
-        is a guess, or does already. clock: see Asking."""
-        every = [*methods, *computing]
-        self.counts = {method: DraftCounts() for method in [*every, *[ENSEMBLE] * (len(every) > 1), BRANCHES]}
-        self._methods = methods
-        self._computing = computing
+        """lookups, models: proposers by method; each row is drafted by the one with the most expected tokens.
+
+        max_tokens: of a draft. may_branch: False for linear drafts. backs_off: False to look up every row before
+        every step. clock: seconds that calls of the models take.
+        """
+        every = [*lookups, *models]
+        self.counts = {method: DraftCounts() for method in [*every, BRANCHES]}
+        self._lookups = lookups
+        self._models = models
         self._max_tokens = max_tokens
         self._may_branch = may_branch
-        self._may_pass_over = may_pass_over
-        self._guesses = Guesses(every, computing, max_tokens=max_tokens, vocab_size=vocab_size)
-        self._purse = Purse()
-        self._asking = Asking(computing, self._guesses, self._purse, clock=clock)
-        self._num_without = 0  # looks of which nothing came, since the last trial
-        self._looks = Looks()
+        self._backs_off = backs_off
+        self._tracker = AcceptanceTracker(every, models, max_tokens=max_tokens, vocab_size=vocab_size)
+        self._scheduler = DraftScheduler(models, self._tracker, clock=clock)
 
     @classmethod
     def of(
@@ -79,91 +63,92 @@ class Speculation:
         *,
         max_tokens: int,
         vocab_size: int,
-        computing: Mapping[str, Computing] = MappingProxyType({}),
+        models: Mapping[str, ModelProposer] = MappingProxyType({}),
         corpus: Corpus | None = None,
         may_branch: bool = True,
-        may_pass_over: bool = True,
+        backs_off: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Speculation:
-        """method: `ngram`, `suffix`, one of `computing`, or `auto`: `suffix` and these. corpus: None, its own."""
-        histories, known = Histories(), dict[str, Proposer]()
+        """method: `ngram`, `suffix`, a key of `models`, or `auto` for `suffix` and all models.
+
+        `ngram` is `suffix` without finished answers. corpus: None for a new one.
+        """
+        lookups: dict[str, Proposer] = {}
         if method == "ngram":
-            known[method] = Ngram(histories)
-        elif method in ("suffix", "auto"):  # whose places are those of `ngram`, and more
-            known["suffix"] = Suffix(histories, corpus or Corpus())
+            lookups[method] = Suffix()
+        elif method in ("suffix", "auto"):
+            lookups["suffix"] = Suffix(corpus or Corpus())
         return cls(
-            known,
-            computing={name: proposer for name, proposer in computing.items() if method in (name, "auto")},
+            lookups,
+            models={name: proposer for name, proposer in models.items() if method in (name, "auto")},
             max_tokens=max_tokens,
             vocab_size=vocab_size,
             may_branch=may_branch,
-            may_pass_over=may_pass_over,
+            backs_off=backs_off,
             clock=clock,
         )
 
     def draft(
-        self, rows: Seq[Sequence], price_of: Callable[[], StepPrice], *, max_tokens: int, blocks: BlockManager
+        self, rows: Seq[Sequence], cost_of: Callable[[], StepCost], *, max_tokens: int, blocks: BlockManager
     ) -> dict[Sequence, Draft]:
-        """For rows of a step that are about to compute their last tokens; all together at most so many tokens. Blocks
-        for them are taken. price_of: asked where somebody looks."""
-        if not (looked := self._look_up(rows)):
-            self._pass_over()
+        """Return drafts for rows that are about to compute their last token, and allocate blocks for them.
+
+        max_tokens: of all drafts together. cost_of: called only if a row is looked up.
+        """
+        if not (looked_up := self._look_up(rows)):
+            self._skip_step()
             return {}
-        price = price_of()
-        self._purse.earn(price.plain)
-        most = [self._most(row) for row in looked]
-        guessed = [self._guesses.best(row) for row in looked]
-        chances = _chances(guessed, most)
-        if ask := self._asking.plan(looked, most, chances, price, max_tokens):
-            self._asking.carry_out(ask, looked)
-            guessed = [self._guesses.best(row) for row in looked]
-            chances = _chances(guessed, most)
-        self._asking.looked()
-        if not any(chances):  # mostly, where a method has nothing to say
-            self._looks.brought((row, 0) for row in looked)
-            self._num_without += 1
-            return {}
-        branches = self._branches(looked, guessed, most)
-        offers = [_offer(i, looked[i], branch, price) for i, branch in branches]
-        lengths, taken_of = plan_tree(chances, offers, len(rows), price, max_tokens)
-        self._looks.brought(zip(looked, lengths, strict=True))
+        cost = cost_of()
+        self._scheduler.budget.earn(cost.plain)
+        limits = [self._limit(row) for row in looked_up]
+        best = [self._tracker.best(row) for row in looked_up]
+        chances = _chances(best, limits)
+        if planned := self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
+            self._scheduler.carry_out(planned, looked_up)
+            best = [self._tracker.best(row) for row in looked_up]
+            chances = _chances(best, limits)
+        self._scheduler.end_step()
+        branches = self._branches(looked_up, best, limits)
+        offers = [_offer(i, looked_up[i], branch, cost) for i, branch in branches]
+        lengths, branch_lengths = plan_tree(chances, offers, len(rows), cost, max_tokens)
+        self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
         if not any(lengths):
-            lengths = self._try_one(chances, price, max_tokens)
+            lengths = self._scheduler.trial_draft(chances, cost, max_tokens)
         drafts: dict[Sequence, Draft] = {}
-        for row, length, (method, guess) in zip(looked, lengths, guessed, strict=True):
-            if guess and length:
+        for row, length, proposal in zip(looked_up, lengths, best, strict=True):
+            if proposal and length:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
-                    drafts[row] = Draft(tokens=guess.tokens[:taken], num_blocks=num_blocks, method=method)
-        for (i, branch), length in zip(branches, taken_of, strict=True):
-            draft = drafts.get(looked[i])
+                    drafts[row] = Draft(tokens=proposal.tokens[:taken], num_blocks=num_blocks, method=proposal.method)
+        for (i, branch), length in zip(branches, branch_lengths, strict=True):
+            draft = drafts.get(looked_up[i])
             if length and draft and branch.place <= len(draft.tokens):
-                if forked := fork(looked[i], branch.place, branch.tokens[:length], blocks):
+                if forked := fork(looked_up[i], branch.place, branch.tokens[:length], blocks):
                     draft.branches.append(forked)
         return drafts
 
-    def awaits(self, rows: Seq[Sequence], price_of: Callable[[], StepPrice], *, max_tokens: int) -> bool:
-        """Whether something would be drafted for them, or asked, as they are now. Asks nobody who computes."""
-        if not (looked := self._look_up(rows)):
-            self._pass_over()
+    def would_draft(self, rows: Seq[Sequence], cost_of: Callable[[], StepCost], *, max_tokens: int) -> bool:
+        """Return whether draft() would draft or call a model for the rows as they are. Calls no model."""
+        if not (looked_up := self._look_up(rows)):
+            self._skip_step()
             return False
-        price = price_of()
-        most = [self._most(row) for row in looked]
-        chances = _chances([self._guesses.best(row) for row in looked], most)
-        lengths = plan_drafts(chances, len(rows), price, max_tokens)
-        self._looks.brought(zip(looked, lengths, strict=True))
-        if any(lengths) or self._asking.plan(looked, most, chances, price, max_tokens):
+        cost = cost_of()
+        limits = [self._limit(row) for row in looked_up]
+        chances = _chances([self._tracker.best(row) for row in looked_up], limits)
+        lengths = plan_drafts(chances, len(rows), cost, max_tokens)
+        self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
+        if any(lengths) or self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
             return True
-        self._purse.earn(price.plain)
-        self._asking.looked()
+        self._scheduler.budget.earn(cost.plain)
+        self._scheduler.end_step()
         return False
 
-    def has_guess(self, row: Sequence) -> bool:
-        """Whether anybody has said what follows, the last time that somebody looked."""
-        return self._guesses.has_any(row)
+    def has_proposal(self, row: Sequence) -> bool:
+        """Return whether any proposer had a proposal the last time the row was looked up."""
+        return self._tracker.has_any(row)
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
-        """A step has shown what its sequence goes on with."""
+        """Count a draft, once the tokens that its sequence goes on with are chosen."""
         counts, right = self.counts[draft.method], draft.right(chosen)
         counts.drafted.update(range(len(draft.tokens)))
         counts.accepted.update(range(right.num_first))
@@ -174,78 +159,182 @@ class Speculation:
             counts.accepted.update(range(right.branch.place, right.branch.place + right.num_then))
 
     def finished(self, sequence: Sequence) -> None:
-        """It has its last token."""
-        for proposer in (*self._methods.values(), *self._computing.values()):
+        """Note that the sequence has its last token."""
+        for proposer in (*self._lookups.values(), *self._models.values()):
             proposer.finished(sequence)
-        self._asking.finished(sequence)
+        self._scheduler.finished(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """It gets no more tokens here, or none for now."""
-        self._asking.forget(sequence)
+        """Free what is kept for a sequence that gets no more tokens here, or none for now."""
+        self._scheduler.forget(sequence)
 
-    def take_asking_s(self) -> float:
-        """How long the step thread has waited since the last call for methods that compute."""
-        return self._asking.take_spent_s()
+    def take_model_s(self) -> float:
+        """Return the time that the step thread has waited for model proposers since the last call."""
+        return self._scheduler.take_spent_s()
 
-    def _most(self, row: Sequence) -> int:
-        """Tokens that may be drafted for a row: the step chooses one more, and it gets none beyond its end."""
+    def _limit(self, row: Sequence) -> int:
+        """Return the maximum draft length: the step chooses one more token, and none beyond the end."""
         return max(0, min(self._max_tokens, row.most_tokens - len(row.tokens), row.ends_at - len(row.tokens) - 1))
 
     def _look_up(self, rows: Seq[Sequence]) -> Seq[Sequence]:
-        """See to it that there are guesses of the tokens that sequences have now, by those who look up, where a look is
-        due. Returns the rows of which no older guess is left: those; where those who compute may be asked, all."""
+        """Propose by look-up for the rows that are due.
+
+        Returns the rows with up-to-date proposals: those, or all rows where a model may be called.
+        """
         due: Seq[Sequence] = ()
-        if self._methods:
-            due = self._looks.due(rows) if self._may_pass_over else rows
-        looked = rows if self._asking.is_due(rows) else due
-        self._guesses.learn(looked)
-        for method, proposer in self._methods.items():
-            if asked := [row for row in due if self._guesses.is_missing(method, row)]:
-                for row, proposal in zip(asked, proposer.propose(asked, self._max_tokens), strict=True):
-                    self._guesses.note(method, row, proposal)
-        return looked
+        if self._lookups:
+            due = self._scheduler.rows_to_look_up(rows) if self._backs_off else rows
+        current = rows if self._scheduler.may_call(rows) else due
+        self._tracker.learn(current)
+        for method, proposer in self._lookups.items():
+            if missing := [row for row in due if self._tracker.is_missing(method, row)]:
+                for row, proposal in zip(missing, proposer.propose(missing, self._max_tokens), strict=True):
+                    self._tracker.note(method, row, proposal)
+        return current
 
-    def _pass_over(self) -> None:
-        """A step for which nobody looks."""
-        self._purse.earn_later()
-        self._asking.looked()
+    def _skip_step(self) -> None:
+        self._scheduler.budget.earn_uncosted()
+        self._scheduler.end_step()
 
-    def _branches(self, rows: Seq[Sequence], guessed: Seq[_Best], most: Seq[int]) -> list[tuple[int, GuessedBranch]]:
-        """Of the best guess for each, as far as they may be drafted, and the row whose they are. None of a row whose
-        table somebody else reads: another block would have the place of its last."""
-        found: list[tuple[int, GuessedBranch]] = []
+    def _branches(
+        self, rows: Seq[Sequence], best: Seq[RatedProposal | None], limits: Seq[int]
+    ) -> list[tuple[int, RatedBranch]]:
+        """Return the branches within the limits, each with the number of its row.
+
+        None for a row whose block table another step still reads: a branch may replace the last block.
+        """
+        found: list[tuple[int, RatedBranch]] = []
         if not self._may_branch:
             return found
-        for i, (row, (_, guess), limit) in enumerate(zip(rows, guessed, most, strict=True)):
-            for branch in guess.branches if guess and not row.keeps_blocks else ():
+        for i, (row, proposal, limit) in enumerate(zip(rows, best, limits, strict=True)):
+            for branch in proposal.branches if proposal and not row.keeps_blocks else ():
                 if (length := limit - branch.place) > 0:
                     found.append((i, branch._replace(tokens=branch.tokens[:length], chances=branch.chances[:length])))
         return found
 
-    def _try_one(self, chances: Seq[Seq[float]], price: StepPrice, max_tokens: int) -> list[int]:
-        """Now and then a short draft of the likeliest row, though it does not seem to pay: from the purse, as if
-        nothing of it were right."""
-        lengths = [0] * len(chances)
-        self._num_without += 1
-        if self._num_without >= _TRY_EVERY:
-            most, i = max(((row[0], i) for i, row in enumerate(chances) if row), default=(0.0, 0))
-            num_tokens = min(_TRIED, len(chances[i]), max_tokens)
-            cost = max(0.0, price.step(num_tokens) - price.plain)
-            if most > _TRY_ABOVE and self._purse.can_pay(cost):
-                self._purse.pay(cost)
-                lengths[i] = num_tokens
-                self._num_without = 0
-        return lengths
+
+def _chances(best: Seq[RatedProposal | None], limits: Seq[int]) -> list[Seq[float]]:
+    return [proposal.chances[:limit] if proposal else () for proposal, limit in zip(best, limits, strict=True)]
 
 
-_Best = tuple[str, Guess | None]  # of a row: whose guess, and the guess
-
-
-def _chances(guessed: Seq[_Best], most: Seq[int]) -> list[Seq[float]]:
-    """Of the best guess for each, as far as it may be drafted."""
-    return [guess.chances[:limit] if guess else () for (_, guess), limit in zip(guessed, most, strict=True)]
-
-
-def _offer(number: int, row: Sequence, branch: GuessedBranch, price: StepPrice) -> BranchOffer:
+def _offer(number: int, row: Sequence, branch: RatedBranch, cost: StepCost) -> BranchOffer:
     num_again = row.num_missing + branch.place
-    return BranchOffer(number, branch.place, branch.chances, num_again, price.fork(len(row.tokens)))
+    return BranchOffer(number, branch.place, branch.chances, num_again, cost.fork(len(row.tokens)))
+
+
+class StepTimes(Protocol):
+    """Measured times of a replica's steps."""
+
+    @property
+    def timing(self) -> StepTiming | None: ...
+
+    @property
+    def draft_factors(self) -> Seq[float]:
+        """See LearnedDraftCost.factors."""
+        ...
+
+    def set_aside(self, seconds: float, /) -> None:
+        """Exclude these seconds, spent in model proposers, from the time of the next step."""
+        ...
+
+
+class Drafting:
+    """The engine's side of speculation: drafts within the room and the cost of a step. Owned by the step thread."""
+
+    def __init__(
+        self,
+        speculation: Speculation | None,
+        times: StepTimes | None,
+        blocks: BlockManager,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+    ) -> None:
+        """speculation: None to draft nothing. times: None to draft everything that may be accepted."""
+        self._speculation = speculation
+        self._times = times
+        self._blocks = blocks
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._break_even: tuple[int, float] = 0, 0.0  # number of rows, chance; at the last cost
+
+    @property
+    def is_on(self) -> bool:
+        return self._speculation is not None
+
+    def drafts(self, rows: Seq[Sequence], *, num_tokens: int, num_logits: int) -> dict[Sequence, Draft]:
+        """Return drafts for the decoding rows of a step that computes num_tokens and num_logits without them.
+
+        Drafts stay within the token limit of a step, and within the logits of the largest batch, for which there is
+        memory. Not for a step that is launched behind another one.
+        """
+        assert not any(sequence.num_in_flight for sequence in rows)
+        if self._speculation is None or not rows:
+            return {}
+        room = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
+        if room < 1:
+            return {}
+        cost_of = partial(self._cost, rows, num_tokens)
+        drafts = self._speculation.draft(rows, cost_of, max_tokens=room, blocks=self._blocks)
+        if self._times and (model_s := self._speculation.take_model_s()):
+            self._times.set_aside(model_s)
+        return drafts
+
+    def awaits(self, running: Collection[Sequence]) -> bool:
+        """Return whether the next step should wait for the tokens of the one under way, to have drafts."""
+        room = self._max_running - len(running)
+        if self._speculation is None or room < 1:
+            return False
+        rows = list(running)
+        return self._speculation.would_draft(rows, partial(self._cost, rows, len(rows)), max_tokens=room)
+
+    def computed(
+        self, decoding: Seq[tuple[Sequence, int]], drafts: Mapping[Sequence, Draft], *, num_tokens: int
+    ) -> None:
+        """Tally a completed step of num_tokens, before its rows get their tokens."""
+        if self._speculation is None or not decoding:
+            return
+        rows = [sequence for sequence, _ in decoding]
+        if self._break_even[0] != len(rows):
+            self._cost(rows, num_tokens - sum(draft.num_tokens for draft in drafts.values()))
+        for row in rows:
+            tally = row.drafts = row.drafts or DraftTally()
+            tally.steps += 1
+            tally.unguessed += row not in drafts and not self._speculation.has_proposal(row)
+            tally.floors += self._break_even[1]
+
+    def verified(self, draft: Draft, chosen: Seq[int]) -> None:
+        """Count a draft, once the tokens that its sequence goes on with are chosen."""
+        assert self._speculation
+        self._speculation.verified(draft, chosen)
+
+    def finished(self, sequence: Sequence) -> None:
+        """Note that the sequence has its last token."""
+        if self._speculation:
+            self._speculation.finished(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Free what is kept for a sequence that gets no more tokens here, or none for now."""
+        if self._speculation:
+            self._speculation.forget(sequence)
+
+    def _cost(self, rows: Seq[Sequence], num_tokens: int) -> StepCost:
+        cost = self._measured_cost(rows, num_tokens)
+        self._break_even = len(rows), cost.break_even(len(rows))
+        return cost
+
+    def _measured_cost(self, rows: Seq[Sequence], num_tokens: int) -> StepCost:
+        timing = self._times.timing if self._times else None
+        if self._times is None or timing is None:
+            return FREE
+        num_context = sum(len(sequence.tokens) for sequence in rows)
+        plain_s = timing.step_s(num_tokens=num_tokens, num_pairs=0, num_context=num_context)
+        if not plain_s:
+            return FREE
+        return StepCost(
+            plain=plain_s,
+            token=timing.token_s * _MARGIN,
+            num_tokens=num_tokens,
+            factors=self._times.draft_factors,
+            context=timing.context_s * _MARGIN,
+        )

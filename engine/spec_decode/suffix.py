@@ -1,76 +1,195 @@
-"""What followed the last tokens wherever they stood before: in the request, and in answers to others like it."""
+"""Prompt lookup: propose what followed the last tokens earlier, in the request or in finished answers."""
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
+from core.types.request import SequenceRequest
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.corpus import Answer, Corpus, Scope
-from engine.spec_decode.histories import Histories
-from engine.spec_decode.proposer import NOTHING, NUM_KINDS, Proposal, ProposedBranch
-from engine.spec_decode.token_index import MOST_MATCH
+from engine.spec_decode.proposer import NO_PROPOSAL, NUM_KINDS, Proposal, ProposedBranch
 
-_NEARLY = 4  # tokens: a place that agrees with so many fewer than the best one is not heard
-_MOST_CERTAIN = 0.75  # of the votes: below that, a token is of another kind
-_LEAST = 0.3
-_MOST_BRANCHES = 2
+MAX_MATCH = 16  # tokens; a longer match predicts no better
+_MAX_PLACES = 16  # earlier places per lookup, the latest first
+_MATCH_SLACK = 4  # tokens; places that match that many fewer than the best one have no vote
+_CERTAIN = 0.75  # share of the votes below which a token is of another kind
+_MIN_SHARE = 0.3  # share of the votes below which nothing is proposed
+_MAX_BRANCHES = 2
 
-assert NUM_KINDS >= 2 * MOST_MATCH
+MAX_CORPUS_TOKENS = 1 << 17  # of all scopes; a token takes about 200 bytes
+MAX_SCOPE_TOKENS = 1 << 16
+_END = (1 << 31) - 1  # separates answers; no model has this token
+
+assert NUM_KINDS >= 2 * MAX_MATCH
+
+
+class Match(NamedTuple):
+    """Earlier place that ends with the tokens that were looked up."""
+
+    num_tokens: int  # of the match, 2 to MAX_MATCH
+    next: int  # position of the token that followed
+
+
+class TokenIndex:
+    """Hash chains of token pairs over a growing list, as in DEFLATE (RFC 1951, section 4)."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        """tokens: the caller's list; the caller only appends to it."""
+        self.tokens = tokens
+        self._last: dict[int, int] = {}  # pair -> its last end
+        self._before: list[int] = []  # position -> previous end of the pair that ends here, or -1
+
+    def update(self) -> None:
+        """Index the tokens appended since the last call."""
+        tokens, last, before = self.tokens, self._last, self._before
+        if not before and tokens:
+            before.append(-1)
+        for end in range(len(before), len(tokens)):
+            pair = tokens[end - 1] << 32 | tokens[end]
+            before.append(last.get(pair, -1))
+            last[pair] = end
+
+    def matches_of_end(self) -> list[Match]:
+        """Return earlier places that end like the list itself, the latest first."""
+        self.update()
+        return self._follow(self._before[-1], self.tokens) if self._before else []
+
+    def matches(self, tokens: Seq[int]) -> list[Match]:
+        """Return places that end like these other tokens, the latest first."""
+        self.update()
+        return self._follow(self._last.get(tokens[-2] << 32 | tokens[-1], -1), tokens) if len(tokens) > 1 else []
+
+    def _follow(self, end: int, wanted: Seq[int]) -> list[Match]:
+        tokens, found = self.tokens, list[Match]()
+        while end > 0 and len(found) < _MAX_PLACES:
+            if end + 1 < len(tokens):
+                limit, length = min(MAX_MATCH, end + 1, len(wanted)), 2
+                while length < limit and tokens[end - length] == wanted[-1 - length]:
+                    length += 1
+                found.append(Match(length, end + 1))
+            end = self._before[end]
+        return found
+
+
+class Scope(NamedTuple):
+    """Owner of answers. Drafts never cross scopes: the speed of an answer would reveal what others were told."""
+
+    tenant: str
+    salt: str
+    adapter: str
+
+    @classmethod
+    def of(cls, request: SequenceRequest) -> Scope:
+        return cls(request.tenant, request.salt, request.adapter)
+
+
+class Corpus:
+    """Answers finished on this replica, bounded. Owned by the step thread.
+
+    A scope has two halves: when the newer one is full, the older one is dropped, which makes eviction cheap. Beyond
+    the total bound, the least recently used scope is dropped.
+    """
+
+    def __init__(self, max_tokens: int = MAX_CORPUS_TOKENS, max_scope_tokens: int = MAX_SCOPE_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._max_half = max_scope_tokens // 2
+        self._halves: OrderedDict[Scope, list[TokenIndex]] = OrderedDict()  # newest half last, latest scope last
+        self.num_tokens = 0
+
+    def add(self, scope: Scope, answer: Seq[int]) -> None:
+        tokens = answer[-self._max_half :]
+        halves = self._halves.setdefault(scope, [])
+        self._halves.move_to_end(scope)
+        if not halves or len(halves[-1].tokens) + len(tokens) >= self._max_half:
+            halves.append(TokenIndex([]))
+            if len(halves) > 2:
+                self.num_tokens -= len(halves.pop(0).tokens)
+        halves[-1].tokens += (*tokens, _END)
+        halves[-1].update()
+        self.num_tokens += len(tokens) + 1
+        while self.num_tokens > self._max_tokens and len(self._halves) > 1:
+            _, dropped = self._halves.popitem(last=False)
+            self.num_tokens -= sum(len(half.tokens) for half in dropped)
+
+    def clear(self) -> None:
+        self._halves.clear()
+        self.num_tokens = 0
+
+    def continuations(self, scope: Scope, tokens: Seq[int], max_tokens: int) -> list[tuple[int, list[int]]]:
+        """Return (length of the match, tokens that followed) for answers that contain the last of these tokens."""
+        halves = self._halves.get(scope)
+        if halves is None:
+            return []
+        self._halves.move_to_end(scope)
+        found = []
+        for half in reversed(halves):
+            for match in half.matches(tokens):
+                followed = half.tokens[match.next : match.next + max_tokens]
+                if _END in followed:
+                    followed = followed[: followed.index(_END)]
+                if followed:
+                    found.append((match.num_tokens, followed))
+        return found
 
 
 class Suffix:
-    """Implements Proposer, after SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975): places vote for the next token,
-    each with as many votes as tokens agree there, and those that voted for another one are not heard any more. Where
-    some did, the first two times, they are heard in a branch. Its kinds: with how many tokens the best place agrees up
-    to the one in question, and whether most votes were for it."""
+    """Proposer after SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975).
 
-    def __init__(self, histories: Histories, corpus: Corpus) -> None:
-        self._histories = histories
+    Earlier places vote for the next token with the length of their match; places that voted for another token drop
+    out. The runner-up at the first two splits becomes a branch. Kinds: match length up to the token, plus MAX_MATCH
+    where the vote was not clear. Without a corpus this is prompt lookup (Saxena 2023), the method `ngram`.
+    """
+
+    def __init__(self, corpus: Corpus | None = None) -> None:
+        """corpus: None to look only at the request itself."""
         self._corpus = corpus
+        self._indexes: WeakKeyDictionary[Sequence, TokenIndex] = WeakKeyDictionary()
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         return [self._propose(sequence, max_tokens) for sequence in sequences]
 
     def finished(self, sequence: Sequence) -> None:
-        request = sequence.request
-        answer = tuple(sequence.tokens[request.num_prompt_tokens :])
-        if len(answer) > 2:
-            self._corpus.add(Answer(Scope.of(request), answer))
+        answer = sequence.tokens[sequence.request.num_prompt_tokens :]
+        if self._corpus is not None and len(answer) > 2:
+            self._corpus.add(Scope.of(sequence.request), answer)
 
     def _propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
-        index = self._histories.of(sequence)
+        index = self._indexes.get(sequence)
+        if index is None:
+            index = self._indexes[sequence] = TokenIndex(sequence.tokens)
         places = [
             (match.num_tokens, index.tokens[match.next : match.next + max_tokens]) for match in index.matches_of_end()
         ]
-        places += self._corpus.continuations(Scope.of(sequence.request), sequence.tokens, max_tokens)
+        if self._corpus is not None:
+            places += self._corpus.continuations(Scope.of(sequence.request), sequence.tokens, max_tokens)
         if not places:
-            return NOTHING
+            return NO_PROPOSAL
         best = max(num_tokens for num_tokens, _ in places)
-        places = [place for place in places if place[0] + _NEARLY > best]
-        tokens, kinds, others = _follow(places, best, 0, max_tokens)
+        places = [place for place in places if place[0] + _MATCH_SLACK > best]
+        tokens, kinds, splits = _vote(places, best, 0, max_tokens)
         branches: list[ProposedBranch] = []
-        for place, token, kind, heard in others[:_MOST_BRANCHES]:
-            then = _follow(heard, best, place + 1, max_tokens)
+        for place, token, kind, voters in splits[:_MAX_BRANCHES]:
+            then = _vote(voters, best, place + 1, max_tokens)
             branches.append(ProposedBranch(place, [token, *then[0]], [kind, *then[1]]))
         return Proposal(tokens, kinds, branches)
 
 
-_Place = tuple[int, list[int]]  # how many tokens agree, and what followed
+_Place = tuple[int, list[int]]  # length of the match, tokens that followed
+_Split = tuple[int, int, int, list[_Place]]  # place, runner-up token, its kind, its voters
 
 
-def _follow(
-    places: list[_Place], best: int, start: int, max_tokens: int
-) -> tuple[list[int], list[int], list[tuple[int, int, int, list[_Place]]]]:
-    """The token that has most votes, as long as one has enough, and its kind; and where another one has some: what it
-    is, its kind, and who was for it."""
+def _vote(places: list[_Place], best: int, start: int, max_tokens: int) -> tuple[list[int], list[int], list[_Split]]:
+    """Return the tokens with most votes from `start` on, their kinds, and the splits."""
     tokens: list[int] = []
     kinds: list[int] = []
-    others: list[tuple[int, int, int, list[_Place]]] = []
+    splits: list[_Split] = []
     for i in range(start, max_tokens):
-        if len(places) == 1:  # mostly: it goes on as it did
+        if len(places) == 1:  # the common case: copy the rest
             tokens += places[0][1][i:max_tokens]
-            kinds += [min(best + place, MOST_MATCH) - 1 for place in range(i, start + len(tokens))]
+            kinds += [min(best + place, MAX_MATCH) - 1 for place in range(i, start + len(tokens))]
             break
         votes: dict[int, int] = {}
         for num_tokens, followed in places:
@@ -78,17 +197,16 @@ def _follow(
                 votes[followed[i]] = votes.get(followed[i], 0) + num_tokens
         if not votes:
             break
-        # Mostly there is one.
         token, *second = heapq.nlargest(2, votes, key=votes.__getitem__) if len(votes) > 1 else votes
-        total, kind = sum(votes.values()), min(best + i, MOST_MATCH) - 1
+        total, kind = sum(votes.values()), min(best + i, MAX_MATCH) - 1
         share = votes[token] / total
-        if share < _LEAST:
+        if share < _MIN_SHARE:
             break
         for other in second:
-            is_weak = votes[other] / total < _LEAST
-            heard = [place for place in places if i < len(place[1]) and place[1][i] == other]
-            others.append((i, other, kind + MOST_MATCH * is_weak, heard))
+            is_weak = votes[other] / total < _MIN_SHARE
+            voters = [place for place in places if i < len(place[1]) and place[1][i] == other]
+            splits.append((i, other, kind + MAX_MATCH * is_weak, voters))
             places = [place for place in places if len(place[1]) <= i or place[1][i] == token]
         tokens.append(token)
-        kinds.append(kind + (MOST_MATCH if share < _MOST_CERTAIN else 0))
-    return tokens, kinds, others
+        kinds.append(kind + (MAX_MATCH if share < _CERTAIN else 0))
+    return tokens, kinds, splits

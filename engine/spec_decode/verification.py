@@ -1,15 +1,15 @@
-"""A sequence and its draft, once there are logits: what is drawn, token by token, as far as the draft is right.
+"""Verification of drafts against the logits of a step.
 
 A draft of d tokens behind a sequence of n:
 
     computed     token n - 1    draft 0      draft 1      ...      draft d - 1
     chosen            n          n + 1        n + 2                   n + d         position, of seed and draw
 
-The token chosen for position n is the sequence's next one, whatever was drafted. Where it is draft 0, the one that was
-chosen behind that follows it, and so on: every token is drawn as it would have been without a draft, by what was asked
-of it then. So answers are token for token the same, at any temperature. Where it is not the draft's token but that with
-which a branch begins, what follows is chosen behind that branch's tokens instead. A draw has one outcome: of all that
-stand at one place at most one is right, and nothing has to be weighed against anything.
+The token chosen for position n is the sequence's next one, whatever the draft. If it equals draft 0, the token chosen
+behind draft 0 follows it, and so on. A draw is a function of seed and position, so every token is the one that would
+have been chosen without a draft: answers are identical token for token, at any temperature. If the chosen token begins
+a branch instead, verification continues in that branch. At most one candidate of a place can be right, so no rejection
+probabilities are needed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from engine.spec_decode.draft import Branch, Draft
 
 Logits = TypeVar("Logits")
 
-# What is chosen behind so many tokens of a draft; or of a branch of it, and what is before that. Whoever asks has
-# appended those.
+# Returns the token chosen behind `place` tokens of the draft, or of a branch. The caller has appended those tokens.
 Choose = Callable[[Branch | None, int], Chosen | None]
 
 
 def verify(
     draft: Draft, sequence: Sequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> tuple[list[SampledToken], bool]:
-    """Append what was chosen behind the sequence's own tokens, and behind those of the draft that are right; book the
-    KV of what the sequence has then, but for its last token, and give the blocks of the rest back.
+    """Append the accepted tokens and the one after them, book their KV, and free the blocks of rejected tokens.
 
-    num_tokens: of its own that the step has computed. choose: see `choices_of`. Returns the tokens, and False where
-    there was none to choose after them.
+    num_tokens: the sequence's own tokens that the step has computed. choose: see `choices_of`. Returns the tokens, and
+    False if no token could be chosen after them.
     """
     tokens: list[SampledToken] = []
     branch: Branch | None = None
@@ -72,7 +70,7 @@ def choices_of(
     sampler: Sampler[Logits],
     logits: Logits,
 ) -> Choose:
-    """chosen: what the sampler has chosen for the rows of this step, from here on; the row's own are taken from it."""
+    """Return the choices of one row. chosen: the sampler's output of the step; the row's entries are consumed."""
     first, row = next(chosen), sequence.sampling_row
     if row.goes_one_by_one(draft.depth):
 

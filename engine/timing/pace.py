@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, Self
 
 from core.types.step_timing import StepTiming
 from engine.batch.batch import Batch
-from engine.timing.draft_cost import TOLD_EVERY, LearntDraftCost
+from engine.spec_decode.step_cost import SAMPLE_EVERY, LearnedDraftCost
 from engine.timing.rate import Rate
 from engine.timing.step_time_model import StepTimeModel
 
@@ -56,7 +56,7 @@ class Pace:
         self._steps = Rate()
         self._tokens = Rate()
         self._timing = StepTimeModel()
-        self._draft_cost = LearntDraftCost()
+        self._draft_cost = LearnedDraftCost()
         self._num_plain = 0  # steps without drafts
         self._last: StepEvent | None = None  # the end of the last step; the begin of the next one if it follows at once
         self._aside_s = 0.0  # since the last step
@@ -92,7 +92,7 @@ class Pace:
         only_decodes = not step.has_prompts or batch.num_tokens == len(batch.query_lens)
         if only_decodes and step.has_drafts is not None:
             self._num_plain += not step.has_drafts
-            if step.has_drafts or self._num_plain % TOLD_EVERY == 0:
+            if step.has_drafts or self._num_plain % SAMPLE_EVERY == 0:
                 self._compare(seconds, batch, has_drafts=step.has_drafts)
         self._timing.saw(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
@@ -109,7 +109,7 @@ class Pace:
 
     @property
     def draft_factors(self) -> tuple[float, ...]:
-        """See `LearntDraftCost.factors`."""
+        """See `LearnedDraftCost.factors`."""
         return self._draft_cost.factors()
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from core.index.membership import Member
 from core.types.errors import DeployError
 from core.types.request import Role
 from frontend.admin.ui_page import UiPage
@@ -32,12 +33,13 @@ def create_admin_app(
     lives: Callable[[str], Mapping[str, Any]] = lambda request_id: {},
     model: str = "",
     routers: Callable[[], Mapping[str, str]] = dict,
+    members: Callable[[], Iterable[Member]] = tuple,
     page: UiPage | None = None,
 ) -> FastAPI:
     """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
     requests of an id, or of an answer's, went where they went; empty when that is not known. lives: likewise, where
     their time went. model: what clients call it. routers: where each of the deployment answers operators, by its name.
-    page: None: there is none."""
+    members: the replicas of the deployment. page: None: there is none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if page:
         page.add_to(app)
@@ -54,9 +56,14 @@ def create_admin_app(
 
     @app.get("/targets")
     async def report_targets() -> Response:
-        """For Prometheus's http_sd: each router is a target of its own, and any of them tells of all."""
-        labels = {"deployment": deployment, "model": model} if model else {"deployment": deployment}
-        groups = [{"targets": [address], "labels": labels} for address in routers().values()]
+        """Return the document of Prometheus's HTTP service discovery: every router and worker of the deployment."""
+        common = {"deployment": deployment, "model": model}
+        groups = [{"targets": list(routers().values()), "labels": {**common, "role": "router"}}]
+        groups += [
+            {"targets": [member.metrics_address], "labels": {**common, "role": member.role, "replica": member.replica}}
+            for member in members()
+            if member.metrics_address
+        ]
         return JSONResponse(groups)
 
     @app.get("/debug/routes/{request_id:path}")

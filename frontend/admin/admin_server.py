@@ -13,7 +13,7 @@ from core.spec.schema import Spec
 from frontend.admin.admin_api import create_admin_app, open_admin_listener
 from frontend.admin.ui_page import UiPage
 from frontend.http.http_listener import HttpListener
-from router.serving.dispatch import Dispatch
+from router.serving.core import RouterCore
 from router.telemetry.metrics import Metrics
 from router.telemetry.view import RouterView
 
@@ -37,7 +37,7 @@ class AdminServer:
         *,
         router: str,
         node: str,
-        dispatch: Dispatch,
+        core: RouterCore,
         metrics: Metrics,
         health: Callable[[], Mapping[str, int]],
         tasks: Supervisor,
@@ -49,10 +49,10 @@ class AdminServer:
         view = RouterView(
             deployment=spec.name,
             router=router,
-            replicas=dispatch.replicas,
+            replicas=core.replicas,
             metrics=metrics,
-            decisions=dispatch.decisions,
-            flows=dispatch.flows,
+            decisions=core.decisions,
+            flows=core.flows,
             routers=lambda: known,
             autoscaler=lambda: scaling,
         )
@@ -62,9 +62,10 @@ class AdminServer:
             router=router,
             health=health,
             metrics=metrics.render,
-            explain_route=dispatch.decisions.explain,
-            lives=dispatch.decisions.lives,
+            explain_route=core.decisions.explain,
+            lives=core.decisions.lives,
             routers=lambda: known,
+            members=lambda: [replica.member for replica in core.replicas],
             page=UiPage(lambda has_history: view.now(has_history=has_history), host=spec.router.admin_host),
         )
         listener = await open_admin_listener(app, host=spec.router.admin_host, ports=spec.router.admin_ports)

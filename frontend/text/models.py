@@ -50,7 +50,7 @@ class Models:
         return name in (self.default.model.id, *self._others, *self._unavailable)
 
     def find(self, name: str) -> Completions:
-        """Raises UnknownModel and ModelAway."""
+        """Raises UnknownModel and ModelUnavailable."""
         if not name or name == self.default.model.id:
             return self.default
         if (served := self._others.get(name)) is not None:
@@ -60,7 +60,7 @@ class Models:
         raise UnknownModel(not_served(name, self.names), param="model")
 
     def card(self, name: str) -> ModelCard:
-        """Raises UnknownModel and ModelAway."""
+        """Raises UnknownModel and ModelUnavailable."""
         if not name:
             raise UnknownModel(not_served(name, self.names), param="model")
         return self.find(name).model

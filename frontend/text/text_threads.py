@@ -35,7 +35,7 @@ class TextThreads:
         self._is_closed = False
 
     async def run(self, key_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns or raises. Raises CapacityError where too much waits already, and ModelAway once closed.
+        """Run `work`. Raises CapacityError where too much waits already, and ModelUnavailable once closed.
 
         key_id: of the API key for which it is; empty: nobody's, and of these there may be as many as there is room for.
         Whoever is cancelled does not wait; work that has begun goes on to its end, other work is not done.

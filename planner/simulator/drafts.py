@@ -1,4 +1,4 @@
-"""What a simulated replica drafts: as often right as somebody says, planned and judged by the engine's own code."""
+"""Drafts of a simulated replica: acceptance by given rates, planned and verified by the engine's own code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 from core.types.step_timing import StepTiming
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.proposer import NOTHING, NUM_KINDS, Proposal
+from engine.spec_decode.proposer import NO_PROPOSAL, NUM_KINDS, Proposal
 from engine.spec_decode.speculation import Speculation
 
 _METHOD = "simulated"
@@ -17,12 +17,12 @@ _VOCAB_SIZE = 1 << 62  # a simulated token is any number
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRates:
-    """What is known of a way to draft."""
+    """Rates and costs of one way to draft."""
 
-    accepted: tuple[float, ...]  # by place in a draft: how likely a token is right if all before it are
-    guessed: float = 1.0  # of a row's steps, those before which there is anything to guess from
-    ask_s: float = 0.0  # that asking takes, of whoever computes to guess: once for all rows of a step,
-    ask_place_s: float = 0.0  # and for each place of their drafts: a pass of a smaller model, mostly
+    accepted: tuple[float, ...]  # by place in a draft: chance that a token is right if all before it are
+    guessed: float = 1.0  # share of a row's steps that have a proposal
+    ask_s: float = 0.0  # cost of a call, once for all rows of a step; 0 for look-ups
+    ask_place_s: float = 0.0  # cost of each place of the drafts: mostly a pass of a smaller model
 
     @property
     def is_computed(self) -> bool:
@@ -30,23 +30,25 @@ class DraftRates:
 
 
 class SimulatedDrafts:
-    """Of one replica: implements engine.spec_decode.proposer.Computing, and engine.spec_decode.drafting.Prices with
-    what the replica's steps take. Asking takes virtual time, which the next step has on top."""
+    """Proposer and step times of one simulated replica (ModelProposer and StepTimes of engine.speculation).
+
+    Calls take virtual time, which is added to the next step.
+    """
 
     def __init__(self, rates: DraftRates, timing: StepTiming, *, seed: int) -> None:
         self.timing = timing
         self.draft_factors = (1.0,)
         self._rates = rates
         self._random = Random(seed)
-        self._asked_s = 0.0  # in all
-        self._set_aside_s = 0.0  # that no step has had on top yet
+        self._asked_s = 0.0  # total
+        self._set_aside_s = 0.0  # not yet added to a step
         ways = {_METHOD: self}
         self.speculation = Speculation(
             {} if rates.is_computed else ways,
-            computing=ways if rates.is_computed else {},
+            models=ways if rates.is_computed else {},
             max_tokens=len(rates.accepted),
             vocab_size=_VOCAB_SIZE,
-            may_pass_over=False,  # `guessed` says before how many of all steps there is a guess
+            backs_off=False,  # `guessed` is a share of all steps
             clock=lambda: self._asked_s,
         )
 
@@ -59,7 +61,7 @@ class SimulatedDrafts:
         return self.speculation.counts[_METHOD].accepted.total()
 
     def take_asked_s(self) -> float:
-        """What asking has taken before the step that is about to begin."""
+        """Return the time of calls before the step that is about to begin."""
         seconds, self._set_aside_s = self._set_aside_s, 0.0
         return seconds
 
@@ -86,9 +88,9 @@ class SimulatedDrafts:
         pass
 
     def _propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
-        """Its next tokens are its last one, again and again (see `repeat_last`): so much is known of what is right."""
+        """Propose by the rates: the right next tokens all equal the last one (see `repeat_last`)."""
         if self._random.random() >= self._rates.guessed:
-            return NOTHING
+            return NO_PROPOSAL
         chances = self._rates.accepted[:max_tokens]
         right = sequence.tokens[-1]
         num_right = next((i for i, chance in enumerate(chances) if self._random.random() >= chance), len(chances))

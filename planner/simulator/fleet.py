@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -24,12 +26,14 @@ from planner.simulator.prefix_hashes import PrefixHashes
 from planner.simulator.profile import Profile
 from planner.simulator.report import Report
 from planner.simulator.store import Store
-from planner.simulator.waiting_line import WaitingLine
+from router.routing.admission import AdmissionQueue
 from router.routing.chooser import AnswerLength
+from router.routing.fair_queue import QueuedRequest
 from router.routing.plain_policies import make_policy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 
 _MAX_BACKLOG_S = 1.0  # as router/routing/replica_load.py
+_ANY_LENGTH = 1 << 31  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,9 @@ class Fleet:
         self._hashes = hashes
         self._next_number = {role: 0 for role in Role}
         self._leaving: dict[str, Action] = {}  # replicas that get nothing new, and what follows when they are empty
-        self._line = WaitingLine(clock, take=self._take, room_at=self._room_at)
+        self._queue = AdmissionQueue(max_waiting=sys.maxsize)  # as live, of a single tenant
+        self._waiting: dict[QueuedRequest, Flight] = {}
+        self._looks_at = -1.0  # when it looks for room next, although none has come free
         self._usual_answer = AnswerLength()
         self._given: Counter[str] = Counter()  # requests that a replica has a part in
         self.prefills: dict[str, PrefillReplica] = {}
@@ -79,21 +85,38 @@ class Fleet:
         """Choose replicas for a request, and send it on its way."""
         flight = Flight(request, self._hashes.of(request), Option(prefill=None, decode=""), 0.0)
         if self._setup.waits_in_router:
-            self._line.enter(flight)
+            queued = QueuedRequest("", 0, float(request.num_tokens + self._usual_answer.predict(_ANY_LENGTH)))
+            self._waiting[queued] = flight
+            self._queue.add(queued, within_s=math.inf, now=self._clock.now)
+            if not self._queue.is_held_up:
+                self._look_for_room()
         else:
             self._send(flight, self.serving(Role.PREFILL), self.serving(Role.DECODE))
         return flight
 
-    def _take(self, flight: Flight) -> bool:
-        """As ReplicaLoad.has_room_to_prefill and has_room_to_decode have it."""
+    def _look_for_room(self) -> None:
+        """Let requests go whose turn it is, as far as there is room."""
+        now = self._clock.now
+        self._queue.run(self._take, now=now)
+        if not len(self._queue) or self._looks_at > now:
+            return
+        times = [when for when in (self._room_at(), self._queue.changes_at()) if when is not None and when > now]
+        if times:
+            self._looks_at = min(times)
+            self._clock.at(self._looks_at, self._look_for_room)
+
+    def _take(self, queued: QueuedRequest) -> bool:
+        """Send a request on its way if ReplicaLoad.has_room_to_prefill and has_room_to_decode would hold."""
+        flight = self._waiting[queued]
         now, all_prefills = self._clock.now, self.serving(Role.PREFILL)
         prefills = [name for name in all_prefills if self._busy_until.get(name, 0.0) - now <= _MAX_BACKLOG_S + 1e-9]
         if all_prefills and not prefills:
             return False
-        num_blocks = -(-(flight.request.num_tokens + self._usual_answer.predict(1 << 31)) // self._setup.block_size)
+        num_blocks = -(-(flight.request.num_tokens + self._usual_answer.predict(_ANY_LENGTH)) // self._setup.block_size)
         decodes = [name for name in self.serving(Role.DECODE) if self.decodes[name].has_room(num_blocks)]
         if not decodes:
             return False
+        del self._waiting[queued]
         flight.promised_blocks = num_blocks
         self._send(flight, prefills, decodes)
         return True
@@ -133,7 +156,7 @@ class Fleet:
             self.prefills[name] = self._prefill(name)
         else:
             self.decodes[name] = self._decode(name)
-        self._clock.at(self._clock.now, self._line.wake)
+        self._clock.at(self._clock.now, self._look_for_room)
         return name
 
     def retire(self, role: Role, then: Action) -> str:
@@ -206,7 +229,7 @@ class Fleet:
             self.decodes[target].give_up(flight)
         self._done_with(*flight.with_replicas)
         self._usual_answer.add(flight.request.num_output)
-        self._line.wake()
+        self._look_for_room()
 
     # The way of an answer from a decode replica that leaves to another one.
 
@@ -363,7 +386,7 @@ class Fleet:
         self._unanswered[replica] -= 1
         if not self._unanswered[replica]:
             self._busy_until[replica] = 0.0
-        self._line.wake()
+        self._look_for_room()
 
     def _replica(self, name: str) -> PrefillReplica | DecodeReplica:
         return self.prefills.get(name) or self.decodes[name]

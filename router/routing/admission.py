@@ -1,126 +1,342 @@
-"""Who goes next, and who is told at once that there is no room. Pure: the caller brings the clock.
+"""The one queue in which requests wait for replicas, live and in the simulator. Pure: the caller passes the time.
 
-Tenants get equal shares of the work that is admitted, and inside a tenant its users do (`fair_shares`); no priority
-moves one of them before another. Among the requests of one user, the smaller priority goes first, then the earlier
-arrival. Where nobody names a tenant or a user, all are one. Whoever has waited for long goes before all of these
-(`ageing`).
+Order: fair shares among tenants and among the users of a tenant (`fair_queue`), then the smaller priority, then the
+earlier arrival. No priority moves a tenant before another one.
 
-A request is refused when it arrives, or not at all as long as the prediction holds: when the queue is full, when its
-tenant or its user has their part of it, or when its turn would come too late.
+Share. While there are several tenants, each runs at most a share of what the others leave of the decode replicas: the
+dynamic thresholds of Choudhury and Hahne (1998), for buffers. At three quarters, a tenant that is alone leaves a
+quarter, and k tenants that take all they may leave one part in 1 + 3k, so the next tenant need not wait for an answer
+to end. A tenant whose first request would exceed the share is parked: its requests stay here, but they neither hold up
+other tenants nor count when other turns are predicted.
+
+Room. A request that finds no room holds up all behind it for `hold_s`. Then those that fit may pass it for as long, and
+so on in turns. So a request that needs much room can wait for it, and delays others for a bounded time only. The same
+goes for a request over its tenant's share, among the requests of that tenant.
+
+Offline requests (priority OFFLINE) are considered only while no online request competes, and hold up no other one.
+
+Refusal. A request is refused when it arrives or, while predictions hold, never: when the queue is full, when its tenant
+or user has its part of it, or when its turn would come too late.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable, Mapping
 
 from core.types.errors import CapacityError
-from router.routing.fair_shares import Line, Place, QueuedRequest, Shares
+from core.types.request import OFFLINE
+from router.routing.fair_queue import NO_PLACES, FairQueue, Places, QueuedRequest, State
 
+_HOLD_S = 2.0
+_LOOKS = 4  # requests that may pass, in one run: each costs a decision
 _MIN_RETRY_S = 0.5  # sooner, a client would only find the same queue
-_CAUTION = 0.5  # of the time that a request has: predictions err, and when its turn has come it still has to be served
-_MEASURED = 32  # admissions from which the rate is taken
+_CAUTION = 0.5  # of a request's time: predictions err, and after its turn it still has to be served
+_MEASURED = 32  # admissions from which a rate is taken
 _MIN_MEASURED = 4
+
+Take = Callable[[QueuedRequest], bool]
 
 
 class AdmissionQueue:
-    """The requests that wait. Belongs to the event loop."""
+    """Waiting requests, and the places that each tenant holds."""
 
-    def __init__(self, *, max_waiting: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_waiting: int,
+        hold_s: float = _HOLD_S,
+        share: Callable[[], float] = lambda: 1.0,
+        free: Callable[[], Places] = lambda: NO_PLACES,
+    ) -> None:
+        """share: of one tenant, in what the others leave; at 1 all places are anyone's. free: places of all replicas.
+        Both are asked for their present value."""
         self._max_waiting = max_waiting
-        self._all = _tenants()
+        self._hold_s = hold_s
+        self._share = share
+        self._free_at_replicas = free
+        self._free: Places | None = None  # during a run, without what it has given away; None: not asked yet
+        self._held: dict[str, Places] = {}
+        self._online, self._offline = FairQueue(), FairQueue()
+        self._tenants: dict[str, _Tenant] = {}  # with online requests that wait
+        self._turns = _Turns(hold_s)
+        self._rate = _DrainRate()
         self._arrivals = itertools.count()
-        self._drained = _DrainRate()
+        self._is_running = False
 
     def __len__(self) -> int:
-        return self._all.num_waiting
+        """Return how many online requests wait."""
+        return len(self._online)
 
     @property
-    def num_tenants(self) -> int:
-        """That it remembers."""
-        return len(self._all)
+    def num_at_share(self) -> int:
+        """Tenants whose requests wait for others of theirs to end."""
+        return sum(map(self._online.is_parked, self._tenants))
 
     @property
-    def cost(self) -> float:
-        """Of all that wait, in tokens."""
-        return self._all.cost
+    def held(self) -> Mapping[str, Places]:
+        """Places by tenant, of admitted requests that were not released."""
+        return self._held
+
+    @property
+    def is_held_up(self) -> bool:
+        """True while a request that found no room holds up others."""
+        return self._turns.is_on
+
+    def is_at_share(self, tenant: str) -> bool:
+        return self._online.is_parked(tenant)
 
     def add(self, queued: QueuedRequest, *, within_s: float, now: float) -> None:
-        """Let it wait. Raises CapacityError, with a hint when to come again, if its turn would not come within_s."""
+        """Let a request wait. Raises CapacityError, with a hint when to retry, if its turn would not come within_s; the
+        turn of an offline request is not predicted."""
+        queue = self._queue_of(queued)
         if self._is_full_for(queued):
-            raise CapacityError(f"{len(self)} requests are waiting already", retry_after_s=self._retry_s(queued, 0.0))
-        wait_s = self.wait_s(queued)
-        if wait_s > _CAUTION * within_s:
+            raise CapacityError(f"{len(queue)} requests are waiting already", retry_after_s=self._retry_s(queued, 0.0))
+        if queue is self._online and (wait_s := self.wait_s(queued)) > _CAUTION * within_s:
             raise CapacityError(
                 f"it would wait {wait_s:.1f} s for its turn, more than half of the {within_s:.1f} s that it has",
                 retry_after_s=self._retry_s(queued, _CAUTION * within_s),
             )
-        if not len(self):
-            self._drained.begin(now)
         queued.arrival = next(self._arrivals)
-        self._move(queued, Place.READY)
-
-    def peek(self) -> QueuedRequest | None:
-        """Who goes next, of those that are not set aside."""
-        return self._all.first() if self._all.is_ready else None
-
-    def pop(self, queued: QueuedRequest | None = None, *, now: float) -> QueuedRequest:
-        """Admit a request; None: who goes next."""
-        queued = queued or self._all.first()
-        self._move(queued, Place.GONE, is_served=True)
-        self._drained.add(queued.cost, now)
-        self._end_if_idle(now)
-        return queued
-
-    def set_aside(self, queued: QueuedRequest) -> None:
-        """Others may pass it, until it is put back. It keeps its place."""
-        self._move(queued, Place.ASIDE)
-
-    def put_back(self, queued: QueuedRequest) -> None:
-        if queued.is_waiting:
-            self._move(queued, Place.READY)
+        queue.move(queued, State.READY)
+        if queue is self._online and queued.tenant not in self._tenants:
+            self._tenants[queued.tenant] = _Tenant(self._hold_s)
+        self._note_busy(queued.tenant, now)
 
     def remove(self, queued: QueuedRequest, *, now: float) -> None:
-        """It waits no more: its client has gone, or its time is up."""
+        """Drop a request whose client has left, or whose time is up. Does nothing unless it waits."""
         if queued.is_waiting:
-            self._move(queued, Place.GONE)
-            self._end_if_idle(now)
+            self._queue_of(queued).move(queued, State.GONE)
+            self._has_left(queued, now)
+
+    def run(self, take: Take, *, now: float) -> None:
+        """Let `take` have each request whose turn it is. `take` returns whether it found room for the request; it may
+        also remove the request, and add or release others."""
+        if self._is_running:
+            return
+        self._is_running, self._free = True, None
+        try:
+            self._run_online(take, now)
+            self._run_offline(take, now)
+        finally:
+            self._is_running, self._free = False, None
+
+    def release(self, queued: QueuedRequest) -> None:
+        """Give the places of an admitted request back to its tenant's share."""
+        self._hold(queued.tenant, self._held.get(queued.tenant, NO_PLACES).less(queued.places))
 
     def wait_s(self, queued: QueuedRequest) -> float:
-        """When the turn of a request that comes now is predicted; 0 while nothing was measured."""
-        per_s = self._drained.per_s
-        return self._all.ahead(queued, *queued.names) / per_s if per_s else 0.0
+        """Predict when the turn of a request comes that arrives now; 0 while nothing was measured."""
+        is_parked = self._online.is_parked(queued.tenant)
+        per_s = self._tenants[queued.tenant].rate.per_s if is_parked else self._rate.per_s
+        return self._online.ahead(queued) / per_s if per_s else 0.0
 
-    def _move(self, queued: QueuedRequest, to: Place, *, is_served: bool = False) -> None:
-        self._all.move(queued, to, *queued.names, is_served=is_served)
-        queued.place = to
+    def changes_at(self) -> float | None:
+        """Return when `run` is due although no room has come free: others may pass, or may not any more."""
+        turns = [self._turns, *(tenant.turns for tenant in self._tenants.values())]
+        return min((one.end_at for one in turns if one.is_on), default=None)
+
+    def _run_online(self, take: Take, now: float) -> None:
+        online, turns = self._online, self._turns
+        for each in (turns, *(tenant.turns for tenant in self._tenants.values())):
+            if each.advance(now):
+                self._put_back(each)
+        for name in self._tenants:
+            if online.is_parked(name) and self._first_in_share(name, now):
+                online.unpark(name)
+                self._note_busy(name, now)
+        aside = next(iter(turns.aside), None)
+        if aside and self._is_in_share(aside) and self._try(aside, take, now):
+            self._end_turns(turns)
+        num_looks = 0
+        while first := online.first():
+            if (queued := self._first_in_share(first.tenant, now)) is None:
+                online.park(first.tenant)
+                self._note_busy(first.tenant, now)
+            elif self._try(queued, take, now):
+                if not turns.may_pass:
+                    self._end_turns(turns)
+            elif queued.is_waiting:
+                turns.begin(now)
+                if not turns.may_pass or num_looks == _LOOKS:
+                    return
+                num_looks += 1
+                self._set_aside(queued, turns)
+        if not online.num_competing:
+            self._end_turns(turns)
+        else:
+            self._put_back(turns, but=1)  # all were tried; the next run tries them again
+
+    def _run_offline(self, take: Take, now: float) -> None:
+        """Try the first request of a tenant; where it finds no room, the tenant is passed over in this run."""
+        passed: list[str] = []
+        while not self._online.num_competing and len(passed) < _LOOKS:
+            if (queued := self._offline.first()) is None:
+                break
+            may_go = queued.tenant not in self._tenants and self._is_in_share(queued)
+            if not (may_go and self._try(queued, take, now)) and queued.is_waiting:
+                self._offline.park(queued.tenant)
+                passed.append(queued.tenant)
+        for name in passed:
+            self._offline.unpark(name, keeps_claim=True)
+
+    def _first_in_share(self, name: str, now: float) -> QueuedRequest | None:
+        """Return the request of a tenant whose turn it is, if it is within the tenant's share; afterwards it is first
+        in the queue, too."""
+        turns = self._tenants[name].turns
+        if turns.aside and self._is_in_share(next(iter(turns.aside))):
+            self._end_turns(turns)
+        for num_looks in range(_LOOKS + 1):
+            if (queued := self._online.first_of(name)) is None:
+                break
+            if self._is_in_share(queued):
+                if not turns.may_pass:
+                    self._end_turns(turns)
+                return queued
+            turns.begin(now)
+            if not turns.may_pass or num_looks == _LOOKS:
+                return None
+            self._set_aside(queued, turns)
+        self._put_back(turns, but=1)
+        return None
+
+    def _is_in_share(self, queued: QueuedRequest) -> bool:
+        share, own = self._share(), self._held.get(queued.tenant, NO_PLACES)
+        if share >= 1 or not own.num_streams:
+            return True
+        self._free = self._free or self._free_at_replicas()
+        return is_within_share(own, queued.places, self._free, share=share)
+
+    def _try(self, queued: QueuedRequest, take: Take, now: float) -> bool:
+        if not take(queued):
+            return False
+        self._queue_of(queued).pop(queued)
+        if queued.priority < OFFLINE:
+            self._rate.add(queued.cost, now)
+            self._tenants[queued.tenant].rate.add(queued.cost, now)
+        self._hold(queued.tenant, self._held.get(queued.tenant, NO_PLACES).plus(queued.places))
+        self._free = self._free.less(queued.places) if self._free else None
+        self._has_left(queued, now)
+        return True
+
+    def _hold(self, tenant: str, places: Places) -> None:
+        if places.num_streams:
+            self._held[tenant] = places
+        else:
+            self._held.pop(tenant, None)
+
+    def _has_left(self, queued: QueuedRequest, now: float) -> None:
+        """Forget state that only waiting requests need."""
+        if queued.priority >= OFFLINE:
+            return
+        self._turns.aside.pop(queued, None)
+        tenant = self._tenants[queued.tenant]
+        tenant.turns.aside.pop(queued, None)
+        if not self._online.num_waiting_of(queued.tenant):
+            del self._tenants[queued.tenant]
+        self._note_busy(queued.tenant, now)
+
+    def _note_busy(self, name: str, now: float) -> None:
+        self._rate.note(now, is_busy=self._online.num_competing > 0)
+        if tenant := self._tenants.get(name):
+            tenant.rate.note(now, is_busy=True)
+
+    def _set_aside(self, queued: QueuedRequest, turns: _Turns) -> None:
+        self._online.move(queued, State.ASIDE)
+        turns.aside[queued] = None
+
+    def _put_back(self, turns: _Turns, *, but: int = 0) -> None:
+        for queued in list(turns.aside)[but:]:
+            del turns.aside[queued]
+            self._online.move(queued, State.READY)
+
+    def _end_turns(self, turns: _Turns) -> None:
+        """Begin with the strict order again. A request that merely leaves does not cause this: its like may return."""
+        turns.end()
+        self._put_back(turns)
+
+    def _queue_of(self, queued: QueuedRequest) -> FairQueue:
+        return self._offline if queued.priority >= OFFLINE else self._online
 
     def _is_full_for(self, queued: QueuedRequest) -> bool:
-        """One user leaves half of what nobody else takes to others of its tenant, one tenant a quarter to others."""
-        total, limit = len(self), self._max_waiting
-        of_tenant = self._all.num_waiting_of(queued.tenant)
-        of_user = self._all.num_waiting_of(*queued.names)
-        return total + of_user >= limit or 3 * total + of_tenant >= 3 * limit
+        """One user leaves half of the places that are left to others of its tenant, a tenant a quarter to others."""
+        queue, limit = self._queue_of(queued), self._max_waiting
+        of_tenant = queue.num_waiting_of(queued.tenant)
+        total = queue.num_competing + (of_tenant if queue.is_parked(queued.tenant) else 0)
+        return total + queue.num_waiting_of(*queued.names) >= limit or 3 * total + of_tenant >= 3 * limit
 
     def _retry_s(self, queued: QueuedRequest, within_s: float) -> float:
         return max(_MIN_RETRY_S, self.wait_s(queued) - within_s)
 
-    def _end_if_idle(self, now: float) -> None:
-        """With nobody waiting, nobody has a claim from the past: forget who came."""
-        if not len(self):
-            self._drained.end(now)
-            self._all = _tenants()
+
+def is_within_share(own: Places, more: Places, free: Places, *, share: float) -> bool:
+    """Return whether a tenant that holds `own` may have `more`, where all tenants leave `free`.
+
+    A tenant that holds nothing waits for room alone. A request that needs more blocks than a share could be does not
+    wait for other requests of its tenant, or it would never come in while these keep coming.
+    """
+    if not own.num_streams:
+        return True
+    most_blocks = share * (own.num_blocks + free.num_blocks)
+    is_one_of_many = own.num_blocks + more.num_blocks > most_blocks >= more.num_blocks
+    return own.num_streams + more.num_streams <= share * (own.num_streams + free.num_streams) and not is_one_of_many
 
 
-def _tenants() -> Shares:
-    return Shares(lambda: Shares(Line))
+def most_choices(num_places: int, *, share: float) -> int:
+    """Return how many choices one request may have on replicas that run num_places together."""
+    return max(1, int(share * num_places))
+
+
+class _Tenant:
+    """A tenant with requests that wait."""
+
+    def __init__(self, hold_s: float) -> None:
+        self.turns = _Turns(hold_s)  # while its first request is over its share
+        self.rate = _DrainRate()
+
+
+class _Turns:
+    """Strict order and passing, in turns of hold_s, while a request cannot go."""
+
+    def __init__(self, hold_s: float) -> None:
+        self.aside: dict[QueuedRequest, None] = {}  # requests that others pass, in order
+        self._hold_s = hold_s
+        self._began_at: float | None = None
+        self._number = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._began_at is not None
+
+    @property
+    def may_pass(self) -> bool:
+        return self._number % 2 == 1
+
+    @property
+    def end_at(self) -> float:
+        return (self._began_at or 0.0) + (self._number + 1) * self._hold_s
+
+    def begin(self, now: float) -> None:
+        if self._began_at is None:
+            self._began_at = now
+
+    def advance(self, now: float) -> bool:
+        """Return whether another turn has begun."""
+        before = self._number
+        if self._began_at is not None:
+            self._number = int((now - self._began_at) / self._hold_s + 1e-6)  # a timer may fire a little early
+        return self._number != before
+
+    def end(self) -> None:
+        self._began_at, self._number = None, 0
 
 
 class _DrainRate:
-    """Work admitted per second, over the time in which somebody waited."""
+    """Work admitted per second, over the time in which requests waited."""
 
     def __init__(self) -> None:
-        self._began_at: float | None = None
+        self._began_at: float | None = None  # None: no request waits
         self._busy_s = 0.0
         self._admitted: deque[tuple[float, float]] = deque(maxlen=_MEASURED)  # busy time and cost
 
@@ -132,14 +348,13 @@ class _DrainRate:
         seconds = self._admitted[-1][0] - self._admitted[0][0]
         return sum(cost for _, cost in list(self._admitted)[1:]) / seconds if seconds > 0 else 0.0
 
-    def begin(self, now: float) -> None:
-        self._began_at = now
+    def note(self, now: float, *, is_busy: bool) -> None:
+        if is_busy and self._began_at is None:
+            self._began_at = now
+        elif not is_busy and self._began_at is not None:
+            self._busy_s, self._began_at = self._busy_s + now - self._began_at, None
 
     def add(self, cost: float, now: float) -> None:
-        self._admitted.append((self._busy_at(now), cost))
-
-    def end(self, now: float) -> None:
-        self._busy_s, self._began_at = self._busy_at(now), None
-
-    def _busy_at(self, now: float) -> float:
-        return self._busy_s + (now - self._began_at if self._began_at is not None else 0.0)
+        """Account for an admitted request, unless it did not have to wait."""
+        if self._began_at is not None and now > self._began_at:
+            self._admitted.append((self._busy_s + now - self._began_at, cost))

@@ -1,17 +1,23 @@
-"""Which replicas serve a request: the rules of length, room and past failures, around a policy. Pure.
+"""Choice of the replicas for a request: rules of length, room and past failures, around a policy. Pure.
 
-In go what is known of the replicas (`ReplicaLoad`), where the index finds the prompt's prefix, and the request; out
-comes a `Decision` with its reasons. `router.serving.dispatch` gathers the one and carries out the other.
+Inputs are the state of the replicas (`ReplicaLoad`), where the index finds the prompt's prefix, and the request. The
+output is a `Decision` with its reasons. `router.serving.reservations` gathers the one and carries out the other.
+
+Guests. A prefill replica may answer a request alone while decode replicas are full. Waiting for these has a price, as
+every other way has: the seconds until as many streams have ended as requests wait, this one included, for a request
+that takes the next free place delays all that wait by one place. Beside that stands the cost of the answer on a prefill
+replica: its prompts go first, and each step of the answer delays them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.index.prefix_index import Depths
 from core.types.handoff import PrefixSource
-from router.routing import local_decode
+from router.routing.fair_queue import Places
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
 
@@ -19,20 +25,25 @@ _NOTHING = Depths(0, 0, 0)
 _NOBODY: frozenset[str] = frozenset()
 _DEFAULT_ANSWER = 64.0  # tokens, before any answer was seen
 _WEIGHT = 0.05  # of the newest answer
+_LONGEST_WAIT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a request, or what is left of one, asks of whoever serves it."""
+    """Room that a request, or the rest of one, needs."""
 
     num_tokens: int  # prompt, and tokens so far
     num_streams: int = 1
     num_blocks: int = 0  # on a decode replica, with the answer that is predicted
     max_new_tokens: int = 1 << 31
 
+    @property
+    def places(self) -> Places:
+        return Places(self.num_streams, self.num_blocks)
+
 
 class AnswerLength:
-    """How long answers have been lately, in tokens: the mean, where a recent one weighs more."""
+    """Mean length of answers, in tokens; recent ones weigh more."""
 
     def __init__(self) -> None:
         self._mean = _DEFAULT_ANSWER
@@ -41,19 +52,19 @@ class AnswerLength:
         self._mean += _WEIGHT * (num_tokens - self._mean)
 
     def predict(self, max_tokens: int) -> int:
-        """Of a request that may have so many."""
+        """Predict the length of an answer that may have max_tokens."""
         return max(1, min(max_tokens, round(self._mean)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Who serves a request, and why."""
+    """The replicas for a request, and the reasons."""
 
     prefill: str | None  # None: the decode replica computes the prompt itself
     decode: str | None  # None: the first token is the last
-    prompt_tokens: int  # that whoever computes the prompt must compute
+    prompt_tokens: int  # to be computed of the prompt
     prefix_source: PrefixSource | None  # the peer that gives its blocks, where the option taken counts on one
-    options: Sequence[Option]  # what was weighed, the one taken first
+    options: Sequence[Option]  # all that were weighed, the one taken first
     candidates: Sequence[CandidateReplica]  # and by what
 
 
@@ -111,13 +122,13 @@ class Chooser:
         if not alone:
             return None
         ways = {load.replica for load in decodes}
-        wait_s = local_decode.wait_s(
+        wait_s = guest_wait_s(
             [view for view in full if view.replica in ways],
             num_tokens=need.num_tokens,
             answer_tokens=answer_tokens,
             num_ends=num_waiting + need.num_streams,
         )
-        options = local_decode.cheapest(alone, pairs, wait_s=wait_s)
+        options = cheapest(alone, pairs, wait_s=wait_s)
         if options[0].decode not in names:
             return None
         known = {view.replica: view for view in (*full, *views)}
@@ -205,3 +216,25 @@ def with_room_for_local_decode(prefills: Sequence[ReplicaLoad], need: Need) -> l
 def _preferred(loads: Sequence[ReplicaLoad], avoid: Set[str]) -> Sequence[ReplicaLoad]:
     """Those that have not failed this request yet; all, if all have."""
     return [load for load in loads if load.replica not in avoid] or loads
+
+
+def guest_wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_tokens: int, num_ends: int) -> float:
+    """Predict when so many streams have ended on these replicas, which are full; an hour where none does.
+
+    num_tokens: of a stream's context. answer_tokens: mean length of answers; a running one is anywhere in it.
+    """
+    per_s = sum(_ends_per_s(view, num_tokens=num_tokens, answer_tokens=answer_tokens) for view in decodes)
+    return min(_LONGEST_WAIT_S, num_ends / per_s) if per_s else _LONGEST_WAIT_S
+
+
+def cheapest(local_decode: Sequence[Option], pairs: Sequence[Option], *, wait_s: float) -> list[Option]:
+    """Sort all options by cost. guest: on prefill replicas alone, at once. pairs: after a wait, and preferred at the
+    same cost."""
+    waiting = [replace(option, wait_s=wait_s) for option in pairs]
+    return sorted([*waiting, *local_decode], key=lambda option: option.cost_s)
+
+
+def _ends_per_s(view: CandidateReplica, *, num_tokens: int, answer_tokens: int) -> float:
+    timing = view.timing
+    step_s = timing.base_s + (timing.token_s + timing.context_s * num_tokens) * view.num_streams
+    return view.num_streams / (max(1, answer_tokens) * step_s) if step_s else math.inf

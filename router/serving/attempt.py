@@ -1,4 +1,4 @@
-"""One try to serve a request on one pair of replicas.
+"""Attempt to serve a request on one pair of replicas.
 
 1  router → D   Generate: the lease                    D: reserved(handoff)
 2  router → P   Prefill(handoff)                       P: first tokens, then shipped
@@ -17,43 +17,57 @@ from core.types.errors import ClusterError, ReplicaLost
 from core.types.handoff import Handoff, PrefixSource
 from core.types.request import SequenceRequest
 from core.wire.messages import handoff_from_proto, tokens_from_proto
-from router.serving.attempt_tasks import AttemptTasks
-from router.serving.call_steps import LeaseSteps, PromptSteps
-from router.serving.choices import Choices
+from router.serving.call_events import LeaseSteps, PromptParts, PromptSteps
+from router.serving.choices import AttemptTasks, Choices
 from router.serving.decode_streams import DecodeStreams
-from router.serving.dispatch import Dispatch, may_retry
+from router.serving.flows import Flows
 from router.serving.move import DecodeStream
-from router.serving.pair import Booking, Pair
-from router.serving.prompt_parts import PromptParts
 from router.serving.replica import Replica
 from router.serving.request_state import RequestState
+from router.serving.reservations import Pair, Reservation, Reservations, may_retry
 
 _SHIPPED_S = 1.0  # the account of a transfer may come a little later than the tokens decoded after it
 _STOP_S = 1.0
 
 
 class Attempt:
-    """Serves `request`, which is what is left of `state`, on `pair`.
+    """Serves `request`, the rest of `state`, on `pair`.
 
     `state` gets every token once and in order. `run` returns when all choices have finished, and raises ClusterError
-    when this pair cannot go on; what was brought until then stays valid. A prefill replica that fails before it has
-    brought a token is replaced by one that is not in `avoid`, under the same handoff and its next epoch.
+    when this pair fails; earlier tokens stay valid. A prefill replica that fails before it has sent a token is replaced
+    by one that is not in `avoid`, under the same handoff and its next epoch.
     """
 
     def __init__(
-        self, state: RequestState, request: SequenceRequest, pair: Pair, *, dispatch: Dispatch, avoid: Set[str]
+        self,
+        state: RequestState,
+        request: SequenceRequest,
+        pair: Pair,
+        *,
+        reservations: Reservations,
+        flows: Flows,
+        vocab_size: int,
+        avoid: Set[str],
     ) -> None:
         self._state = state
         self._route = state.route
         self._request = request
         self._pair = pair  # its prefill half changes where that fails
-        self._dispatch = dispatch
+        self._reservations = reservations
+        self._flows = flows
+        self._vocab_size = vocab_size
         self._avoid = avoid
         self._used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
         self._choices = Choices(state, request.choices, has_prefill=pair.prefill is not None)
         self._tasks = AttemptTasks(self._choices, request_id=request.id)
         self.streams = DecodeStreams(
-            state, request, self._choices, self._tasks, booking=pair.decode_booking, dispatch=dispatch
+            state,
+            request,
+            self._choices,
+            self._tasks,
+            reserved=pair.answer,
+            reservations=reservations,
+            flows=flows,
         )
         self._prefilling: asyncio.Task[None] | None = None
 
@@ -68,7 +82,7 @@ class Attempt:
             if self._prefilling and self._choices.is_decoding:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
-            self._pair.prompt_booking.end()
+            self._pair.prompt.end()
             self._prefilling = None
             try:
                 await self._tasks.close()
@@ -94,7 +108,8 @@ class Attempt:
     async def _lease(self, decode: Replica, leased: Mapping[int, DecodeStream]) -> None:
         prefill_here = self._pair.prefill is None
         request = self._request if prefill_here else replace(self._request, num_prompt_logprobs=None)
-        booking, num_frames, parts = Booking(decode, num_requests=1), 0, self._dispatch.prompt_parts(request)
+        reservation, num_frames = Reservation(decode, num_requests=1), 0
+        parts = PromptParts(request, vocab_size=self._vocab_size)
         steps = LeaseSteps(self._state.life, decode.id)
         call = decode.worker.generate(
             request,
@@ -111,11 +126,11 @@ class Attempt:
                     case "prompt_logprobs":
                         parts.add(event.prompt_logprobs)
                     case "started":
-                        self._told(parts)
+                        self._take_logprobs(parts)
                         steps.started(event.started, prefill_here=prefill_here)
                         self._choices.started(epoch=event.started.epoch)
                         if prefill_here:
-                            self._pair.prompt_booking.end(is_computed=True)
+                            self._pair.prompt.end(is_computed=True)
                             self._route.fetched_tokens = event.started.fetched_tokens
                             self._note_fetch(decode)
                     case "finished":
@@ -126,7 +141,7 @@ class Attempt:
             return
         finally:
             steps.ended()
-            booking.end()
+            reservation.end()
             call.cancel()
         await self.streams.lease_ended(leased, num_frames=num_frames)
 
@@ -141,18 +156,20 @@ class Attempt:
     # The prompt, on P.
 
     async def _prefill(self, handoff: Handoff | None) -> None:
-        """handoff: where the prompt's KV is wanted; None: only the first tokens are. Fails the attempt where nobody
-        can compute it."""
+        """Fails the attempt where no replica can compute the prompt. handoff: where its KV is wanted; None: only the
+        first tokens are."""
         while True:
             prefill = self._pair.prefill
             assert prefill
             try:
                 return await prefill.unless_lost(self._call_prefill(prefill, handoff))
             except ClusterError as error:
-                self._pair.prompt_booking.end()
+                self._pair.prompt.end()
                 is_wanted = may_retry(error) and not self._choices.has_first
                 avoid = self._avoid | self._used
-                other = self._dispatch.another_prefill(self._request, self._pair, avoid=avoid) if is_wanted else None
+                other = (
+                    self._reservations.another_prefill(self._request, self._pair, avoid=avoid) if is_wanted else None
+                )
                 self._pair = other or replace(self._pair, prefill=None)
                 if not (other and other.prefill):
                     return self._choices.fail(error)
@@ -161,7 +178,8 @@ class Attempt:
 
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
         """Raises ClusterError if the prompt's KV did not arrive."""
-        booking, parts = Booking(prefill, num_requests=1), self._dispatch.prompt_parts(self._request)
+        reservation = Reservation(prefill, num_requests=1)
+        parts = PromptParts(self._request, vocab_size=self._vocab_size)
         steps = PromptSteps(self._state.life, prefill.id)
         call = prefill.worker.prefill(
             self._request,
@@ -174,9 +192,9 @@ class Attempt:
                 if event.WhichOneof("event") == "prompt_logprobs":
                     parts.add(event.prompt_logprobs)
                 elif event.WhichOneof("event") == "first_tokens":
-                    self._told(parts)
+                    self._take_logprobs(parts)
                     steps.first_tokens(event.first_tokens)
-                    self._pair.prompt_booking.end(is_computed=True)
+                    self._pair.prompt.end(is_computed=True)
                     self._route.prefill_replica = prefill.id
                     self._route.cached_tokens = event.first_tokens.cached_tokens
                     self._route.fetched_tokens = event.first_tokens.fetched_tokens
@@ -188,21 +206,21 @@ class Attempt:
                     self._route.blocks_shipped += event.shipped.blocks
                     self._route.wire_bytes += event.shipped.wire_bytes
                     if handoff:
-                        self._dispatch.flows.add("handoff", prefill.id, handoff.replica, event.shipped.wire_bytes)
+                        self._flows.add("handoff", prefill.id, handoff.replica, event.shipped.wire_bytes)
             if not self._choices.has_first:
                 raise ReplicaLost(f"{prefill.id}: the call for a prompt ended without a token")
         finally:
-            booking.end()
+            reservation.end()
             call.cancel()
 
-    def _told(self, parts: PromptParts) -> None:
-        """Raises TransferError where not all has been."""
-        if (told := parts.whole()) is not None:
-            self._state.prompt_logprobs = told
+    def _take_logprobs(self, parts: PromptParts) -> None:
+        """Raises TransferError where some are missing."""
+        if (logprobs := parts.whole()) is not None:
+            self._state.prompt_logprobs = logprobs
 
     def _note_fetch(self, by: Replica) -> None:
         if (prefix_source := self._prefix_source_for(by)) and (num_tokens := self._route.fetched_tokens):
-            self._dispatch.flows.add("pull", prefix_source.replica, by.id, num_tokens * by.member.bytes_per_token)
+            self._flows.add("pull", prefix_source.replica, by.id, num_tokens * by.member.bytes_per_token)
 
     def _prefix_source_for(self, replica: Replica) -> PrefixSource | None:
         prefix_source = self._pair.prefix_source

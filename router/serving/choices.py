@@ -1,8 +1,8 @@
-"""The choices of one attempt: what comes of each, joined from the two replicas that serve it.
+"""Choices of one attempt: their tokens, joined from the two replicas that serve it.
 
 The first tokens come from the prefill replica and the others from the decode replica, over two connections and so in
-any order. What the decode replica says is kept back until both have spoken of the same epoch of the handoff: a prefill
-replica that was given up may have landed its KV after all, and decoding then began with *its* first tokens.
+any order. Tokens of the decode replica are kept back until both replicas have named the same epoch of the handoff: a
+prefill replica that was given up may have landed its KV after all, and decoding then began with *its* first tokens.
 
 Of the decode replica, tokens and the account of the prompt (how much of it was cached, the log-probabilities of its
 tokens) come in two calls as well: no token is appended before the account, or the answer could end without it.
@@ -11,11 +11,15 @@ tokens) come in two calls as well: no token is appended before the account, or t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from core.types.errors import ClientTooSlow, ClusterError, ReplicaLost, TransferError
 from core.types.request import SampledToken
 from router.serving.request_state import RequestState
+
+logger = logging.getLogger(__name__)
 
 
 class Choices:
@@ -27,13 +31,15 @@ class Choices:
         self._choices = choices
         self._has_prefill = has_prefill
         self._is_joined = False
-        self._first_epoch: int | None = None  # of the handoff, as told by P with the first tokens
+        self._first_epoch: int | None = None  # of the handoff; P sends it with the first tokens
         self._started_epoch: int | None = None  # and by D, when it began
-        self.prefill_spoke = asyncio.Event()  # what D says is kept back until then
+        self.prefill_spoke = asyncio.Event()  # tokens of D are kept back until then
         if not has_prefill:
             self.prefill_spoke.set()
         self._early: list[tuple[int, Sequence[SampledToken]]] = []  # of D, not joined yet
-        self._errors: list[ClusterError] = []  # one at most, until it is raised: it knows by then who waited here
+        self._errors: list[
+            ClusterError
+        ] = []  # one at most, until it is raised: its traceback refers to the waiting frame
         self._arrived = asyncio.Event()  # set at each token
         self._ended = asyncio.Event()
 
@@ -43,12 +49,12 @@ class Choices:
 
     @property
     def has_first(self) -> bool:
-        """The prefill replica has told the first tokens."""
+        """True once the prefill replica has sent the first tokens."""
         return self._first_epoch is not None
 
     @property
     def is_decoding(self) -> bool:
-        """The decode replica has told that it has the prompt's KV."""
+        """True once the decode replica has reported that it has the prompt's KV."""
         return self._started_epoch is not None
 
     async def wait(self) -> None:
@@ -72,12 +78,12 @@ class Choices:
         self.prefill_spoke.set()
 
     def started(self, *, epoch: int) -> None:
-        """D has the KV, and the first tokens that came with it; or it has told what it computed itself."""
+        """Note that D has the KV and the first tokens that came with it, or has computed them itself."""
         self._started_epoch = epoch
         self._join()
 
     def decoded(self, choice: int, tokens: Sequence[SampledToken] | ReplicaLost) -> None:
-        """What D has generated."""
+        """Take tokens that D has generated."""
         if isinstance(tokens, ReplicaLost):
             self.fail(tokens)
         elif self._is_joined:
@@ -93,7 +99,7 @@ class Choices:
             self._ended.set()
 
     def fail(self, error: ClusterError) -> None:
-        """The attempt cannot go on. What it brought stays valid."""
+        """End the attempt with an error. Its tokens stay valid."""
         self._errors = self._errors or [error]
         self._ended.set()
 
@@ -101,9 +107,9 @@ class Choices:
         if self._is_joined or self._started_epoch is None or (self._has_prefill and self._first_epoch is None):
             return
         if self._has_prefill and self._first_epoch != self._started_epoch:
-            told, begun = self._first_epoch, self._started_epoch
+            first, begun = self._first_epoch, self._started_epoch
             self.fail(
-                TransferError(f"decoding began with the first tokens of epoch {begun}, the client has those of {told}")
+                TransferError(f"decoding began with the first tokens of epoch {begun}, the client has those of {first}")
             )
             return
         self._is_joined = True
@@ -125,3 +131,32 @@ class Choices:
         self._arrived.set()
         if is_last:
             self.finish(choice)
+
+
+class AttemptTasks:
+    """Tasks of one attempt. The failure of any of them ends the attempt, an internal error included."""
+
+    def __init__(self, choices: Choices, *, request_id: str) -> None:
+        self._choices = choices
+        self._request_id = request_id
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._done)
+        self._tasks.append(task)
+        return task
+
+    async def close(self) -> None:
+        """Cancel the tasks that still run. None is kept: a task's traceback refers to the request and its prompt, and
+        such a cycle would live until the garbage collector runs."""
+        while tasks := self._tasks:
+            self._tasks = []
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("attempt failed request=%s", self._request_id, exc_info=error)
+            self._choices.fail(ClusterError(f"internal error: {error!r}"))

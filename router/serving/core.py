@@ -1,26 +1,90 @@
-"""A router without its doors and its text: it serves token requests on the replicas that it knows."""
+"""The serving side of a router, without its endpoints and its text: token requests on the replicas that it knows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
+
 from core.types.request import SequenceRequest
 from router.generation import Generation
+from router.routing.chooser import Chooser
+from router.routing.decisions import Decisions
+from router.routing.revisions import Revisions
+from router.serving.admission import Admission
+from router.serving.attempt import Attempt
 from router.serving.backup import Backup
 from router.serving.decode_streams import DecodeStreams
-from router.serving.dispatch import Dispatch
+from router.serving.flows import Flows
 from router.serving.rebalance import Rebalancer
 from router.serving.relay import Relay
+from router.serving.replicas import Replicas
 from router.serving.request_state import RequestState
+from router.serving.reservations import Pair, Reservations
+from router.telemetry.metrics import Metrics
 
 
 class RouterCore:
     """Implements router.generation.TokenService. Owns what runs, and the loops that move it and copy it."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
-        self.dispatch = dispatch
+    def __init__(
+        self,
+        replicas: Replicas,
+        chooser: Chooser,
+        *,
+        model: str,
+        block_size: int,
+        vocab_size: int,
+        queue_s: float,
+        max_waiting: int,
+        metrics: Metrics,
+        tenant_share: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        """model: fingerprint, as in the prefix hashes. vocab_size: of that model. queue_s: how long a request may wait
+        for a replica with room. tenant_share: part of the decode replicas that one tenant may have beside others, at
+        present."""
+        self.replicas = replicas
+        self.revisions = Revisions()
+        self.decisions = Decisions()
+        self.flows = Flows()
+        self.reservations = Reservations(
+            replicas,
+            chooser,
+            model=model,
+            block_size=block_size,
+            queue_s=queue_s,
+            metrics=metrics,
+            revisions=self.revisions,
+            decisions=self.decisions,
+        )
+        self.admission = Admission(
+            self.reservations, queue_s=queue_s, max_waiting=max_waiting, tenant_share=tenant_share, metrics=metrics
+        )
+        self._vocab_size = vocab_size
         self._running: set[DecodeStreams] = set()
 
     def start(self, request: SequenceRequest) -> Generation:
-        return Relay(request, self.dispatch, self._running, answered=self._answered)
+        relay = Relay(
+            request,
+            self.admission,
+            self.reservations,
+            begin=self.attempt,
+            running=self._running,
+            counts_of=self.revisions.count,
+            answered=self._answered,
+        )
+        self.decisions.live(request.id, relay.life, tenant=request.tenant, drafts=relay.route.drafts)
+        return relay
+
+    def attempt(self, state: RequestState, request: SequenceRequest, pair: Pair, avoid: Set[str]) -> Attempt:
+        """Make an attempt at the rest of a request; the caller runs it."""
+        return Attempt(
+            state,
+            request,
+            pair,
+            reservations=self.reservations,
+            flows=self.flows,
+            vocab_size=self._vocab_size,
+            avoid=avoid,
+        )
 
     @property
     def num_running(self) -> int:
@@ -28,22 +92,19 @@ class RouterCore:
         return len(self._running)
 
     async def rebalance_forever(self) -> None:
-        """Keep the decode replicas about evenly filled with what runs."""
-        dispatch = self.dispatch
-        await Rebalancer(dispatch.replicas, dispatch.revisions, running=self._running).run_forever()
+        """Keep the decode replicas about evenly filled with running answers."""
+        await Rebalancer(self.replicas, self.revisions, running=self._running).run_forever()
 
     async def back_up_forever(self, *, every: int) -> None:
-        """Keep copies of what runs, no more than so many tokens behind, where prefill replicas are idle."""
-        dispatch = self.dispatch
-        await Backup(dispatch.replicas, dispatch.revisions, running=self._running, every=every).run_forever()
+        """Keep copies of running answers, at most `every` tokens behind, where prefill replicas are idle."""
+        await Backup(self.replicas, self.revisions, running=self._running, every=every).run_forever()
 
     def _answered(self, state: RequestState, revision: int | None) -> None:
         """Count latencies per revision while the deployment is updated; the controller reads the counts."""
-        revisions = self.dispatch.revisions
-        if not revisions.is_split:
+        if not self.revisions.is_split:
             return
         ttft_s, itl_s = state.spread_s()
-        counts = revisions.count(revision)
+        counts = self.revisions.count(revision)
         counts.answered += 1
         counts.ttft_s += ttft_s
         counts.itl_s += itl_s

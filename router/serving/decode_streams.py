@@ -11,13 +11,12 @@ from time import monotonic
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.request import SequenceRequest
 from core.types.timeline import RequestPhase
-from router.serving.attempt_tasks import AttemptTasks
-from router.serving.choices import Choices
-from router.serving.dispatch import Dispatch
+from router.serving.choices import AttemptTasks, Choices
+from router.serving.flows import Flows
 from router.serving.move import ChoiceMove, DecodeStream, Lease
-from router.serving.pair import Booking
 from router.serving.replica import Replica
 from router.serving.request_state import RequestState
+from router.serving.reservations import Reservation, Reservations
 
 _MOVE_AGAIN_S = 0.25
 _LAST_TOKENS_S = 3.0  # for what belongs to a call that has ended; silence of so long is a loss anyway
@@ -41,8 +40,9 @@ class DecodeStreams:
         choices: Choices,
         tasks: AttemptTasks,
         *,
-        booking: Booking | None,
-        dispatch: Dispatch,
+        reserved: Reservation | None,
+        reservations: Reservations,
+        flows: Flows,
     ) -> None:
         """request: what the attempt began with."""
         self.num_given = len(request.token_ids)  # of the prompt, and of earlier attempts
@@ -51,8 +51,9 @@ class DecodeStreams:
         self._request = request
         self._choices = choices
         self._tasks = tasks
-        self._booking = booking  # of all choices, where they began
-        self._dispatch = dispatch
+        self._reserved = reserved  # of all choices, where they began
+        self._reservations = reservations
+        self._flows = flows
         self._streams: dict[int, DecodeStream] = {}
         self._one_at_a_time = asyncio.Lock()
 
@@ -114,7 +115,7 @@ class DecodeStreams:
     @property
     def num_blocks(self) -> int:
         """That the request is predicted to need."""
-        return self._booking.num_blocks if self._booking else 0
+        return self._reserved.num_blocks if self._reserved else 0
 
     @property
     def request(self) -> SequenceRequest:
@@ -142,7 +143,7 @@ class DecodeStreams:
         await decode.is_draining.wait()
         while self.on(decode):
             for choice in filter(self._has_begun, self.on(decode)):
-                if stream := self._dispatch.another_decode(self._state.continuation([choice]), decode.id):
+                if stream := self._reservations.another_decode(self._state.continuation([choice]), decode.id):
                     await self._move(choice, stream)
             await asyncio.sleep(_MOVE_AGAIN_S)
 
@@ -153,20 +154,20 @@ class DecodeStreams:
             source = self._streams[choice]
             move = ChoiceMove(source, target)
             request = self._state.continuation([choice], stream=target.key)
-            num_blocks = self._dispatch.num_blocks(request)
-            booking = Booking(target.replica, num_requests=1, num_blocks=num_blocks, num_streams=1)
+            num_blocks = self._reservations.num_blocks(request)
+            reservation = Reservation(target.replica, num_requests=1, num_blocks=num_blocks, num_streams=1)
             num_tokens, began = None, monotonic()
             try:
                 num_tokens = await move.run(request)
             finally:
                 if num_tokens is None:
-                    booking.end()
+                    reservation.end()
             if num_tokens is None:
                 return
             self._state.life.add(RequestPhase.MOVE, target.replica.id, began)
-            self._dispatch.flows.add("move", source.replica.id, target.replica.id, move.wire_bytes)
+            self._flows.add("move", source.replica.id, target.replica.id, move.wire_bytes)
             assert move.lease
-            holding = self._hold(move.lease, booking, {choice: target})
+            holding = self._hold(move.lease, reservation, {choice: target})
             try:
                 await self._choices.wait_for(choice, num_tokens - len(self._state.request.token_ids))
             except asyncio.CancelledError:
@@ -177,17 +178,17 @@ class DecodeStreams:
             if choice not in self._state.unfinished:  # it was stopped on its way, where it is no more
                 holding.cancel()
                 return
-            if self._booking and len(self._streams) == 1:
-                self._booking.end()
+            if self._reserved and len(self._streams) == 1:
+                self._reserved.end()
             self._state.route.decode_replica = target.replica.id
             move.follow(partial(self._choices.decoded, choice))
             self._tasks.start(self._leave_when_draining(target.replica))
 
-    def _hold(self, lease: Lease, booking: Booking, leased: Mapping[int, DecodeStream]) -> asyncio.Task[None]:
+    def _hold(self, lease: Lease, reservation: Reservation, leased: Mapping[int, DecodeStream]) -> asyncio.Task[None]:
         """Keep the lease until it ends by itself, or the attempt ends."""
 
         def release(_: asyncio.Task[None]) -> None:  # also when it is cancelled before it has begun
-            booking.end()
+            reservation.end()
             lease.cancel()
 
         holding = self._tasks.start(self._until_it_ends(lease, leased))

@@ -19,7 +19,7 @@ _FOLLOW_MS = 500
 
 
 class Discovery:
-    """Owns `redis`. Where that is away the replicas known stay: each one's own frames tell whether it lives."""
+    """Owns `redis`. While Redis is unavailable the known replicas stay: the frames of each show whether it lives."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""One request carried through, from one attempt to the next, until every choice of it has finished.
+"""Relay of one request from attempt to attempt, until every choice has finished.
 
-A request that fails on its way goes on elsewhere from prompt + tokens so far. Sampling depends on (seed, position)
-only, so the continuation is the one that would have come anyway, and no token is sent twice.
+A request whose replicas fail continues elsewhere from its prompt and its tokens so far. Sampling depends on (seed,
+position) only, so the continuation is the same, and no token is sent twice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from time import monotonic
 
 from core.types.errors import (
@@ -23,13 +23,14 @@ from core.types.errors import (
 )
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SequenceRequest
+from core.types.revisions import RevisionCounts
 from core.types.timeline import RequestPhase
 from router.generation import Arrived, Generation
+from router.serving.admission import Admission
 from router.serving.attempt import Attempt
 from router.serving.decode_streams import DecodeStreams
-from router.serving.dispatch import Dispatch
-from router.serving.pair import Pair
 from router.serving.request_state import RequestState
+from router.serving.reservations import Pair, Reservations
 
 logger = logging.getLogger(__name__)
 
@@ -43,41 +44,45 @@ _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, Gramm
 
 
 class Relay:
-    """Implements router.generation.Generation: a task that serves the request, and the tokens that it has brought."""
+    """Implements router.generation.Generation: a task that serves the request, and its tokens."""
 
     def __init__(
         self,
         request: SequenceRequest,
-        dispatch: Dispatch,
-        running: set[DecodeStreams],
+        admission: Admission,
+        reservations: Reservations,
         *,
-        answered: Callable[[RequestState, int | None], None] = lambda state, revision: None,
+        begin: Callable[[RequestState, SequenceRequest, Pair, Set[str]], Attempt],
+        running: set[DecodeStreams],
+        counts_of: Callable[[int | None], RevisionCounts],
+        answered: Callable[[RequestState, int | None], None],
     ) -> None:
-        """running: the attempts of all requests that are under way. answered: called with a request that has come to
-        its end, and the revision that served it."""
+        """begin: makes an attempt, which avoids these replicas. running: the attempts of all requests that are under
+        way. counts_of: a revision. answered: called with a request that has ended, and the revision that served it."""
         self._answered = answered
         self._state = RequestState(request)
         self.route, self.life = self._state.route, self._state.life
-        self._dispatch = dispatch
+        self._admission = admission
+        self._reservations = reservations
+        self._begin = begin
         self._running = running
+        self._counts_of = counts_of
         self._attempts: dict[int, Attempt] = {}  # of each choice, the one that serves it now
         self._revision: int | None = None  # that has served it, while there are several
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
-        request = self._state.request
-        self._dispatch.decisions.live(request.id, self.life, tenant=request.tenant, drafts=self.route.drafts)
         self._task = asyncio.create_task(self._run())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        task, self._task = self._task, None  # which knows what it was about when it ended: a circle, if it were kept
+        task, self._task = self._task, None  # its traceback refers to this frame: a cycle
         assert task
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     def __aiter__(self) -> AsyncIterator[Arrived]:
-        return self._state.outbox  # itself: each coroutine between costs every token
+        return self._state.responses  # itself: each coroutine between costs every token
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -92,25 +97,25 @@ class Relay:
     async def _run(self) -> None:
         state, came = self._state, monotonic()
         try:
-            async with self._dispatch.admit(state.request) as pair:
+            async with self._admission.admit(state.request) as pair:
                 state.life.add(RequestPhase.QUEUE, "", came)
                 await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
-            state.outbox.end(_first(errors))
+            state.responses.end(_first(errors))
         except* Exception as errors:  # the edge of this task: no answer must look like an empty one
             logger.exception("request=%s failed", state.request.id)
-            state.outbox.end(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
+            state.responses.end(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
         finally:
             # Also where the client, who has the last token already, does not wait for this task to end by itself.
             if not state.unfinished:
-                self._dispatch.finished([len(tokens) for tokens in state.tokens.values()])
+                self._reservations.finished([len(tokens) for tokens in state.tokens.values()])
                 self._answered(state, self._revision)
-            state.outbox.end()
+            state.responses.end()
 
     async def _serve(
         self, choices: tuple[int, ...], pair: Pair | None = None, *, avoid: frozenset[str] = frozenset()
     ) -> None:
-        """Bring these choices to their end; after a failure, those that have tokens go on one by one.
+        """Finish these choices; after a failure, those that have tokens continue one by one.
 
         `pair`: for the first attempt, where it is chosen already.
         """
@@ -123,9 +128,9 @@ class Relay:
                 return await self._attempt(choices, pair, failed=failed)
             except ClusterError as error:
                 fruitless = 0 if state.num_tokens(choices) >= num_tokens + _PROGRESS else fruitless + 1
-                if fruitless == _MAX_FRUITLESS or not self._dispatch.may_try_again(error, failed):
+                if fruitless == _MAX_FRUITLESS or not self._reservations.may_try_again(error, failed):
                     raise
-                logger.warning("request=%s goes on elsewhere: %s", state.request.id, error)
+                logger.warning("request=%s continues elsewhere: %s", state.request.id, error)
                 state.life.troubles.append(str(error)[:_MAX_TROUBLE])
             pair = None
             choices = self._unfinished(choices)
@@ -141,7 +146,7 @@ class Relay:
 
     async def _attempt(self, choices: tuple[int, ...], pair: Pair | None, *, failed: set[str]) -> None:
         """One try. Adds to `failed` the replicas on which it may have failed, if it fails."""
-        state, dispatch = self._state, self._dispatch
+        state = self._state
         state.route.attempts += 1
         if state.num_tokens(choices):
             state.route.migrations += 1
@@ -149,22 +154,27 @@ class Relay:
             state.check_deadline()
             if pair is None:
                 came = monotonic()
-                pair = await dispatch.choose(state.continuation(choices), avoid=failed, served_by=self._revision)
+                pair = await self._reservations.next_pair(
+                    state.continuation(choices),
+                    avoid=failed,
+                    num_waiting=self._admission.num_waiting,
+                    served_by=self._revision,
+                )
                 state.life.add(RequestPhase.QUEUE, "", came)
             self._revision = pair.revision
             if choices := self._unfinished(choices):  # some may have been stopped meanwhile
                 await self._try(choices, pair, failed=failed)
         finally:
             if pair:
-                dispatch.give_back(pair)
+                self._reservations.release(pair)
 
     async def _try(self, choices: tuple[int, ...], pair: Pair, *, failed: set[str]) -> None:
-        stream = self._dispatch.replicas.new_streams(len(choices))
+        stream = self._reservations.replicas.new_streams(len(choices))
         request = self._state.continuation(choices, stream=stream)
-        attempt = Attempt(self._state, request, pair, dispatch=self._dispatch, avoid=failed)
+        attempt = self._begin(self._state, request, pair, failed)
         self._attempts |= dict.fromkeys(choices, attempt)
         self._running.add(attempt.streams)  # it may be moved to a replica that has less to do, and is copied
-        counts = self._dispatch.revisions.count(pair.revision)
+        counts = self._counts_of(pair.revision)
         counts.attempts += 1
         try:
             await attempt.run()

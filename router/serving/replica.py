@@ -77,8 +77,8 @@ class Replica:
             self._load = self._weighed()
         return self._load
 
-    def book(self, prompt_tokens: int, num_requests: int, num_blocks: int, num_streams: int) -> None:
-        """So much more, or less, is asked of it: see Booking."""
+    def reserve(self, prompt_tokens: int, num_requests: int, num_blocks: int, num_streams: int) -> None:
+        """Count so much more, or less, as asked of it: see Reservation."""
         self.pending_tokens += prompt_tokens
         self.num_requests += num_requests
         self.promised_blocks += num_blocks

@@ -12,7 +12,7 @@ from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SampledToken, SequenceRequest
 from core.types.timeline import Timeline
 from router.generation import RequestRoute
-from router.serving.response_queue import Outbox
+from router.serving.response_queue import ResponseQueue
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class RequestState:
         self.tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
         self.prompt_logprobs: PromptLogprobs | None = None  # before the first token, where they are asked for
         self.unfinished = set(request.choices)
-        self.outbox = Outbox()  # for the client
+        self.responses = ResponseQueue()  # for the client
         self._now = asyncio.get_running_loop().time
         self._started_at = self._now()
         self._first_at: float | None = None  # the first token of any choice
@@ -46,14 +46,14 @@ class RequestState:
                 self.route.drafts.add(token.drafts)
         if self._first_at is None:
             self._first_at = self._now()
-        self.outbox.put(choice, tokens)
+        self.responses.put(choice, tokens)
         if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
             self._log_pause(choice, self._now() - lost_at)
 
     @property
     def is_unread(self) -> bool:
         """So much waits for the client that no more may."""
-        return self.outbox.num_waiting > self._max_unread
+        return self.responses.num_waiting > self._max_unread
 
     def lost(self, choices: Sequence[int]) -> None:
         """The attempt that brought tokens of these choices has failed."""

@@ -1,4 +1,4 @@
-"""The tokens of one request on their way to its client."""
+"""Queue of the tokens of one request, on their way to its client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.types.request import SampledToken
 _TOGETHER = 64  # some 1 ms of work for a door
 
 
-class Outbox:
+class ResponseQueue:
     """Queue of one request's tokens; one iteration takes up to 64 of those that wait.
 
     Belongs to the event loop, and has one consumer.
@@ -22,10 +22,10 @@ class Outbox:
         self._bundles: deque[dict[int, list[SampledToken]]] = deque()  # by choice; all but the last are full
         self._num_in_last = 0
         self._is_over = False
-        # One at most. It is dropped when it is raised: its traceback then refers to this outbox.
+        # One at most. It is dropped when it is raised: its traceback refers to this queue.
         self._errors: list[Exception] = []
         self._loop = asyncio.get_running_loop()
-        self._waking: asyncio.Future[None] | None = None  # of who waits; an Event would cost each token twice as much
+        self._waking: asyncio.Future[None] | None = None  # the consumer; an Event would cost twice as much per token
 
     def put(self, choice: int, tokens: Sequence[SampledToken]) -> None:
         """At least one, which have come together."""
@@ -45,7 +45,7 @@ class Outbox:
             self._errors = [error] if error else []
             self._wake()
 
-    def __aiter__(self) -> Outbox:
+    def __aiter__(self) -> ResponseQueue:
         return self
 
     async def __anext__(self) -> dict[int, list[SampledToken]]:

@@ -19,7 +19,7 @@ _LOOK_S = 0.25
 
 
 class RevisionWatch:
-    """Owns `redis`. Where that is away the revisions known stay."""
+    """Owns `redis`. While Redis is unavailable the known revisions stay."""
 
     def __init__(
         self,

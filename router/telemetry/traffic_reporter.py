@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from core.trace.traffic import ReplicaReport, ShownDecision, TrafficAnswer, TrafficReport
 from core.types.errors import ClusterError
 from router.routing.replica_load import ReplicaLoad
-from router.serving.dispatch import Dispatch
+from router.serving.replica import Replica
 from router.telemetry.traffic import TrafficRecord
 
 logger = logging.getLogger(__name__)
@@ -21,11 +21,17 @@ class TrafficReporter:
     """Lives on its router's event loop. While nobody collects, the record remembers what there is room for."""
 
     def __init__(
-        self, record: TrafficRecord, dispatch: Dispatch, *, answered: Callable[[Sequence[ShownDecision]], None]
+        self,
+        record: TrafficRecord,
+        replicas: Iterable[Replica],
+        *,
+        num_waiting: Callable[[], int],
+        answered: Callable[[Sequence[ShownDecision]], None],
     ) -> None:
-        """answered: called with the autoscaler's last decisions, the latest first."""
+        """num_waiting: requests, at present. answered: called with the autoscaler's last decisions, latest first."""
         self._record = record
-        self._dispatch = dispatch
+        self._replicas = replicas
+        self._num_waiting = num_waiting
         self._answered = answered
 
     async def report_forever(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
@@ -46,9 +52,9 @@ class TrafficReporter:
                 self._answered(told.scaling)
 
     def _report(self, *, all_of_it: bool) -> TrafficReport:
-        loads = [replica.load() for replica in self._dispatch.replicas if replica.is_usable]
+        loads = [replica.load() for replica in self._replicas if replica.is_usable]
         replicas = tuple(map(_report_of, loads))
-        return self._record.report(replicas, num_waiting=self._dispatch.num_waiting, all_of_it=all_of_it)
+        return self._record.report(replicas, num_waiting=self._num_waiting(), all_of_it=all_of_it)
 
 
 def _report_of(load: ReplicaLoad) -> ReplicaReport:

@@ -14,6 +14,7 @@ from typing import Any
 
 from core.rpc import worker_pb2 as pb
 from core.types.request import Role
+from core.wire.messages import timing_from_proto
 from router.routing.decisions import Decisions
 from router.serving.flows import Flows
 from router.serving.replica import Replica
@@ -125,6 +126,13 @@ class RouterView:
             "link_bytes_per_s": status.link_bytes_per_s,
             "transfer_failures": totals.transfer_failures,
             "preemptions": totals.preemptions,
+            "generated_tokens": totals.generated_tokens,
+            "tokens_per_row": status.tokens_per_row,
+            "timing": asdict(timing_from_proto(status.timing)) if status.HasField("timing") else None,
+            "drafts": [
+                {"method": one.method, "tokens": list(one.tokens), "accepted": list(one.accepted)}
+                for one in totals.drafted
+            ],
         }
 
 

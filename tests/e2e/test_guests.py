@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.types.request import Role, Sampling
-from router.routing import local_decode
+from router.routing import chooser
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
@@ -22,7 +22,7 @@ _SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7)
 _PLACES = 2  # of a decode replica, and for guests of a prefill replica
 
 
-def _tree(*, tp: int = 1, local_decode: int = _PLACES) -> dict[str, Any]:
+def _tree(*, tp: int = 1, local_decodes: int = _PLACES) -> dict[str, Any]:
     pool = {"kv_memory_gib": 0.01, "tensor_parallel": tp}
     return {
         "model": {"dtype": "float32"},
@@ -31,7 +31,7 @@ def _tree(*, tp: int = 1, local_decode: int = _PLACES) -> dict[str, Any]:
             **pool,
             "replicas": 2,
             "max_batch_tokens": 32,
-            "max_running": 2 * local_decode,
+            "max_running": 2 * local_decodes,
             "answer_share": 0.5,
         },
         "decode": {**pool, "replicas": 1, "max_running": _PLACES},
@@ -43,7 +43,7 @@ def _tree(*, tp: int = 1, local_decode: int = _PLACES) -> dict[str, Any]:
 def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guest is what costs less than to wait for a place, which how quick the machine is would decide: while answers
     stand still, no place comes free."""
-    monkeypatch.setattr(local_decode, "wait_s", lambda *_, **__: 3600.0)
+    monkeypatch.setattr(chooser, "guest_wait_s", lambda *_, **__: 3600.0)
 
 
 class Asked:
@@ -90,7 +90,7 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
         asked.ask(2 * _PLACES)
         hosts = [cluster.seen(prefill) for prefill in (leaving, staying)]
         await cluster.until(lambda: all(host.status.local_decodes.running == _PLACES for host in hosts))
-        assert not cluster.core.dispatch.num_waiting
+        assert not cluster.core.admission.num_waiting
         empty = await cluster.add(Role.DECODE)
         successor = await cluster.switch(leaving)
         await _begun(cluster, empty, _PLACES, more=0)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from core.types.request import Role, Sampling
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.proposer import Computing, Proposal
+from engine.spec_decode.proposer import ModelProposer, Proposal
 from engine.spec_decode.speculation import Speculation
 from router.routing.policy import Option
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
@@ -60,7 +60,7 @@ Guesses = Callable[[list[int]], list[int]]
 class Recorded:
     """Implements Proposer: is asked for every row of every step, and remembers what it has said."""
 
-    def __init__(self, heads: Computing, said: list[tuple[list[int], list[int]]]) -> None:
+    def __init__(self, heads: ModelProposer, said: list[tuple[list[int], list[int]]]) -> None:
         self._heads, self._said = heads, said
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
@@ -79,10 +79,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     said: list[tuple[list[int], list[int]]] = []
 
     def of(
-        method: str, *, max_tokens: int, vocab_size: int, computing: dict[str, Computing], **others: Any
+        method: str, *, max_tokens: int, vocab_size: int, models: dict[str, ModelProposer], **others: Any
     ) -> Speculation:
-        recorded = {name: Recorded(heads, said) for name, heads in computing.items()}
-        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size, may_pass_over=False)
+        recorded = {name: Recorded(heads, said) for name, heads in models.items()}
+        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size, backs_off=False)
 
     monkeypatch.setattr(Speculation, "of", of)
     return said

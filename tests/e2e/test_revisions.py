@@ -54,7 +54,7 @@ class _Revisions:
             )
             for number, part, spec in zip((1, 2), (1 - share, share), self.specs, strict=True)
         )
-        self.cluster.core.dispatch.revisions.take(RevisionTable(version=self._version, revisions=(old, new)))
+        self.cluster.core.revisions.take(RevisionTable(version=self._version, revisions=(old, new)))
 
     def ids(self, number: int) -> frozenset[str]:
         return (
@@ -135,7 +135,7 @@ async def test_a_canary_that_fails_costs_no_request_and_is_counted(checkpoint: C
         for role in Role:
             await asyncio.to_thread(cluster.pools[role].pop().ranks[0].stop)
         assert [answer.ids for answer in await running] == expected
-        counts = cluster.core.dispatch.revisions.counts
+        counts = cluster.core.revisions.counts
         assert counts[2].failed >= 4 and not counts[1].failed
         problem = problem_of(counts[1], counts[2], max_error_increase=0.1, max_latency_factor=None)
         assert problem.endswith("on the old one")

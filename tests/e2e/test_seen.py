@@ -69,7 +69,9 @@ async def _look(services: list[RouterService]) -> None:
 
     async def all_targets() -> bool:
         groups = (await admins[0].get("/targets")).json()
-        return {target for group in groups for target in group["targets"]} == addresses
+        return {
+            target for group in groups if group["labels"]["role"] == "router" for target in group["targets"]
+        } == addresses
 
     await told(all_targets)
 

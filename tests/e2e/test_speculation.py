@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from core.types.token_rules import TokenRules
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.timing.pace import Pace
-from router.telemetry.metrics import Metrics
 from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
-from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, beside, local_cluster, moved
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster, moved
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S
 
@@ -108,11 +106,6 @@ async def test_on_one_pair(
         status = cluster.seen(replica).status
         assert 1 < status.tokens_per_row < 1 + status.drafted_per_row
         await cluster.until(lambda: _num_accepted(cluster) > (100 if method in ("suffix", "auto") else 10))
-        metrics = Metrics()
-        metrics.watch(lambda: [(Role.DECODE, cluster.seen(cluster.pools[Role.DECODE][0]).status)])
-        text = metrics.render().decode()
-        method = "suffix" if method == "auto" else method
-        assert f'speculation_drafted_tokens_total{{method="{method}",place="0",replica=' in text
 
 
 async def test_on_two_ranks_one_of_which_is_only_told(
@@ -142,36 +135,17 @@ async def test_where_a_replica_is_killed(
 
 
 @pytest.mark.usefixtures("drafts_always")
-async def test_one_replica_drafts_from_what_only_another_has_answered(
+async def test_a_replica_drafts_from_answers_that_it_has_finished(
     model_dir: Path, redis_url: str, expected: list[list[int]]
 ) -> None:
     async with local_cluster(model_dir, redis_url, **_tree("suffix")) as cluster:
-        first = cluster.pools[Role.DECODE][0]
+        replica, num_tokens = cluster.pools[Role.DECODE][0], sum(map(len, expected))
         assert await _ask(cluster) == expected
-        num_alone = _num_accepted(cluster, first)
-        num_tokens = sum(map(len, expected))
-        await cluster.until(lambda: cluster.seen(first).status.totals.corpus_told_tokens >= num_tokens)
-        second = await cluster.add(Role.DECODE)
-        async with beside(cluster.drain(first)):
-            await cluster.until(lambda: cluster.seen(first).status.draining)
-            await cluster.until(lambda: cluster.seen(second).status.totals.corpus_heard_tokens >= num_tokens)
-            assert await _ask(cluster) == expected
-        await cluster.idle()
-        await cluster.until(lambda: _num_accepted(cluster, second) > num_alone + 100)
-
-
-async def test_what_a_killed_replica_has_answered_stays_known(
-    model_dir: Path, redis_url: str, expected: list[list[int]]
-) -> None:
-    async with local_cluster(model_dir, redis_url, processes=True, **_tree("suffix")) as cluster:
-        first, num_tokens = cluster.pools[Role.DECODE][0], sum(map(len, expected))
-        assert await _ask(cluster) == expected
-        await cluster.until(lambda: cluster.seen(first).status.totals.corpus_told_tokens >= num_tokens)
-        first.send(signal.SIGKILL)
-        second = await cluster.add(Role.DECODE)
-        await cluster.until(lambda: cluster.seen(second).status.corpus_tokens >= num_tokens)
+        await cluster.until(lambda: cluster.seen(replica).status.corpus_tokens >= num_tokens)
+        num_before = _num_accepted(cluster, replica)
         assert await _ask(cluster) == expected
         await cluster.idle()
+        await cluster.until(lambda: _num_accepted(cluster, replica) > 2 * num_before + 100)
 
 
 @pytest.mark.usefixtures("drafts_always")
@@ -181,7 +155,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         for _ in range(2):
-            cluster.core.dispatch.finished([1] * 200)
+            cluster.core.reservations.finished([1] * 200)
             assert await _ask(cluster) == expected
         await cluster.idle()
         await cluster.until(lambda: cluster.seen(cluster.pools[Role.DECODE][0]).status.totals.preemptions)

@@ -99,7 +99,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
     tree = exact_tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        cluster.core.dispatch.finished([1] * 200)
+        cluster.core.reservations.finished([1] * 200)
         assert await _ask(cluster) == expected
         await cluster.idle()
         await cluster.until(lambda: cluster.seen(cluster.pools[Role.DECODE][0]).status.totals.preemptions)

@@ -36,7 +36,7 @@ _SHOWN = {
     ("cluster/launch/host_checks.py", "time.time"),  # clocks are compared
     ("cluster/launch/audit_log.py", "time.time"),
     ("cluster/control/autoscaling.py", "time.time"),
-    ("cluster/cli/autoscale.py", "time.localtime"),
+    ("cluster/cli/planning/autoscale.py", "time.localtime"),
 }
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from core.model.draft_heads import HeadsPlace
 from engine.kv.block_manager import BlockManager
-from engine.spec_decode.draft_models.draft_model import DraftModel
+from engine.spec_decode.draft_models.draft_model import DraftModel, OwnLayers
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
-from engine.spec_decode.draft_models.own_layers import OwnLayers
-from engine.spec_decode.proposer import Computing
+from engine.spec_decode.proposer import ModelProposer
 from engine.spec_decode.speculation import Speculation
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
@@ -53,12 +52,12 @@ class Drafting:
         return [sum(counts.drafted.total() for counts in one.counts.values()) for one in self.made]
 
     def speculation(self, blocks: BlockManager) -> Speculation:
-        computing: dict[str, Computing] = {}
+        models: dict[str, ModelProposer] = {}
         if self._heads:
-            computing[self._heads] = HeadProposer(self.runner)
+            models[self._heads] = HeadProposer(self.runner)
         if self._is_auto or self._method == "draft":
-            computing["draft"] = DraftModel(self._smaller(), vocab_size=VOCAB_SIZE)
+            models["draft"] = DraftModel(self._smaller(), vocab_size=VOCAB_SIZE)
         if self._is_auto or self._method == "self":
-            computing["self"] = OwnLayers(self.runner, blocks, before_writing=lambda: None)
-        self.made.append(Speculation.of(self._method, max_tokens=6, vocab_size=VOCAB_SIZE, computing=computing))
+            models["self"] = OwnLayers(self.runner, blocks, before_writing=lambda: None)
+        self.made.append(Speculation.of(self._method, max_tokens=6, vocab_size=VOCAB_SIZE, models=models))
         return self.made[-1]

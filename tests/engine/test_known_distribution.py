@@ -18,7 +18,7 @@ from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.draft_models.sampled_drafts import DrawnDraft, DrawnTokens
+from engine.spec_decode.draft_models.draft_sampler import DraftSampler, RowDraft
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import Asked, sequence_of
@@ -46,10 +46,10 @@ class _Drawing:
 
     def __init__(self, logits_V: Tensor) -> None:
         self._logits_V = logits_V
-        self._drawn = DrawnTokens(learns=False)
+        self._drawn = DraftSampler(learns=False)
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        drafts = [DrawnDraft() for _ in sequences]
+        drafts = [RowDraft() for _ in sequences]
         for place in range(_DEPTH):
             drawn = self._drawn.draw(self._logits_V.repeat(len(sequences), 1), sequences, place)
             for draft, token in zip(drafts, drawn, strict=True):

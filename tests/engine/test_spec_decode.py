@@ -125,7 +125,7 @@ def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahea
     speculation = _speculation(one=FakeProposer(lambda tokens, most: [0] * most if guesses else []))
     blocks, config = BlockManager(64), SchedulerConfig(max_batch_tokens=64, max_running=4, max_waiting=4)
     engine = Engine(
-        runner, sample, blocks, config, block_size=8, speculation=speculation, prices=_Dear(), is_async=is_async
+        runner, sample, blocks, config, block_size=8, speculation=speculation, step_times=_Dear(), is_async=is_async
     )
     sequence = sequence_of(Asked(prompts(9)[0], Sampling(max_tokens=12)), "0", block_size=8)
     engine.add(Prompt(sequence))
@@ -168,7 +168,7 @@ def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
 
 
 class _Dear:
-    """Implements Prices: whatever is computed costs a second a token, and nothing else."""
+    """StepTimes: whatever is computed costs a second a token, and nothing else."""
 
     timing, draft_factors = StepTiming(base_s=0.0, token_s=1.0), (1.0,)
 

@@ -12,7 +12,7 @@ import prometheus_client
 import typer
 
 from cluster.cli.app import app
-from core.rpc import inference_pb2, operate_pb2, transfer_pb2, worker_pb2
+from core.rpc import inference_pb2, transfer_pb2, worker_pb2
 from core.spec.schema import Spec
 from core.types import errors
 from core.types.request import Role, SampledToken, Sampling
@@ -49,7 +49,7 @@ PACKAGES = tuple(  # every top-level package of the product
         if path.parent.name not in ("tests", "docs", "benchmarks")
     )
 )
-PROTOS = (inference_pb2, operate_pb2, transfer_pb2, worker_pb2)
+PROTOS = (inference_pb2, transfer_pb2, worker_pb2)
 
 
 def command_tree() -> Any:

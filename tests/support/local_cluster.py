@@ -39,7 +39,6 @@ from router.routing.plain_policies import make_policy
 from router.routing.policy import Policy
 from router.serving.core import RouterCore
 from router.serving.discovery import Discovery
-from router.serving.dispatch import Dispatch
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
@@ -303,7 +302,7 @@ async def local_cluster(
     launch = Launch(spec=spec, log_dir="unused", credentials=credentials)
     discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key(Purpose.MEMBERS))
     policy = policy or make_policy(spec.router.policy, prefix_fetches=True)
-    dispatch = Dispatch(
+    core = RouterCore(
         replicas,
         Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
         model=fingerprint,
@@ -313,7 +312,7 @@ async def local_cluster(
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
-    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, RouterCore(dispatch), processes)
+    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, core, processes)
     discovery.start()
     try:
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]

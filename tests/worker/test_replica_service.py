@@ -59,7 +59,15 @@ def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
     host, worker = RankHost("127.0.0.1", in_clear(rank("decode-0"))), SlowWorker()
     worker.hub, worker.host = FrameHub(), host
     service = ReplicaService(worker, host, worker.hub, replica="decode-0")
-    service.start(index_url=redis_url, name="c", key=bytes(32), member=make_member(), other_ranks=[])
+    service.start(
+        index_url=redis_url,
+        name="c",
+        key=bytes(32),
+        member=make_member(),
+        other_ranks=[],
+        model="m",
+        metrics_host="127.0.0.1",
+    )
     try:
         yield worker, service
     finally:

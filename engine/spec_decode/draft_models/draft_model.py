@@ -1,12 +1,13 @@
-"""A smaller model of the same tokenizer drafts what the served one goes on with (Leviathan et al. 2023,
-arXiv:2211.17192; but that a draft is right where it equals the token that is drawn anyway: see engine.spec_decode)."""
+"""Model proposers that draft by forward passes: a smaller model, or the served model without some of its layers."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,48 +16,53 @@ from core.model import config as model_config
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig
+from engine.kv.block_manager import BlockManager
 from engine.runner.decode_graphs import graph_sizes
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
+from engine.spec_decode.draft_models.draft_sampler import DraftSampler, DraftToken, RowDraft
 from engine.spec_decode.draft_models.draft_tables import DraftTable, DraftTables
-from engine.spec_decode.draft_models.sampled_drafts import Drawn, DrawnDraft, DrawnTokens
-from engine.spec_decode.proposer import NOTHING, Proposal
+from engine.spec_decode.proposer import NO_PROPOSAL, Proposal
 from engine.weights.open_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
-_KV_GIB = {"cpu": 0.25, "cuda": 1.0}  # mapped as it is used; taken at once
-_UNEVEN = 1.05  # what torch's allocator loses between tensors
-_STEP_BYTES = 256 << 20  # activations of what is computed at once: see Asking
-_LOGIT_BYTES = 64  # as MemoryTrial counts for those of the served model
-_GRAPH_BYTES = 6 << 20  # of a recorded step of a small model: a guess, for no GPU has seen one
+_KV_GIB = {"cpu": 0.25, "cuda": 1.0}  # mapped when used on a CPU; allocated at once on a GPU
+_FRAGMENTATION = 1.05  # loss of torch's allocator between tensors
+_STEP_BYTES = 256 << 20  # activations of one call; see DraftScheduler, which bounds its tokens
+_LOGIT_BYTES = 64  # per logit, as MemoryTrial counts for the served model
+_GRAPH_BYTES = 6 << 20  # of a recorded step of a small model; an estimate, not measured on a GPU
 
 
 class DraftModel:
-    """Implements Computing, on rank 0 of a replica alone, whatever its tensor parallelism: a model, a pool and tables
-    of its own. Nothing of them is shipped: where a sequence goes on elsewhere, its tokens are computed there anew, as
-    prompts are that come with their KV from a prefill replica. What it computes are rows of steps of its own, all
-    sequences together: first what each lacks, then a token for each, as often as is asked."""
+    """ModelProposer by a smaller model of the same tokenizer (Leviathan et al. 2023, arXiv:2211.17192).
+
+    Runs on rank 0 only, whatever the tensor parallelism, with its own weights, pool and block tables. Nothing of it is
+    shipped: a sequence that moves is computed again there. A call computes what each sequence lacks, then one token of
+    each at a time.
+    """
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
-        """vocab_size: of the served model. Of sequences with a token that the draft model has not, it says nothing."""
+        """vocab_size: of the served model. Proposes nothing for sequences with a token outside its own vocabulary."""
         self.tables = DraftTables(runner.pool.num_blocks, block_size=runner.layout.block_size)
         self._runner = runner
         self._block_size = runner.layout.block_size
         self._max_tokens = runner.max_tokens  # of a sequence
         self._vocab_size = runner.config.vocab_size
         self._has_all = self._vocab_size >= vocab_size
-        self._drawn = DrawnTokens()
+        self._sampler = DraftSampler()
 
     @classmethod
     def open(cls, config: EngineConfig, *, vocab_size: int, num_tokens: int) -> DraftModel:
-        """config: its own, without a number of blocks. num_tokens: for how many the served model has room. Takes as
-        long as a model takes to load. Raises SpecError."""
+        """Load the model. config: without a number of blocks. num_tokens: KV capacity of the served model.
+
+        Raises SpecError.
+        """
         layout = config.layout()
         num_blocks = max(1, min(_kv_bytes(config) // layout.block_bytes, -(-num_tokens // layout.block_size)))
         runner = ModelRunner(replace(config, num_blocks=num_blocks))
         runner.warm_up(config.max_batch_tokens)
-        logger.info("drafts by %s, with room for %d tokens", config.model_dir, num_blocks * layout.block_size)
+        logger.info("draft model loaded model=%s kv_tokens=%d", config.model_dir, num_blocks * layout.block_size)
         return cls(runner, vocab_size=vocab_size)
 
     def num_behind(self, sequence: Sequence) -> int | None:
@@ -74,25 +80,19 @@ class DraftModel:
         start = table.num_known
         count = min(num_tokens, len(sequence.tokens) - 1 - start)
         if count > 0:
-            self._compute([Row(sequence.tokens[start : start + count], start, table.blocks, num_logits=0)])
+            self._forward(
+                Batch.of(
+                    [Row(sequence.tokens[start : start + count], start, table.blocks, num_logits=0)],
+                    block_size=self._block_size,
+                )
+            )
             self.tables.computed(sequence, table, count)
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        drafting = [_Drafting(one, table) for one in sequences if (table := self._open(one, max_tokens, sequences))]
-        drafting.sort(key=lambda one: one.num_missing)  # rows of few tokens come first
-        going_on = drafting
-        for place in range(max_tokens):
-            if not going_on:
-                break
-            logits = self._compute([one.row() for one in going_on])
-            for one in going_on:
-                one.note_computed(self.tables)
-            drawn = self._drawn.draw(logits, [one.sequence for one in going_on], place)
-            for one, token in zip(going_on, drawn, strict=True):
-                one.take(token, max_tokens=self._max_tokens)
-            going_on = [one for one in going_on if not one.is_over]
-        found = {one.sequence: one.draft.proposal() for one in drafting}
-        return [found.get(sequence, NOTHING) for sequence in sequences]
+        rows = [_ModelRow(self, one, table) for one in sequences if (table := self._open(one, max_tokens, sequences))]
+        rows.sort(key=lambda row: row.num_missing)  # a batch has its rows of few tokens first
+        _draft(rows, max_tokens, self._forward, self._sampler, block_size=self._block_size)
+        return _proposals(rows, sequences)
 
     def finished(self, sequence: Sequence) -> None:
         pass
@@ -103,21 +103,117 @@ class DraftModel:
     def forget(self, sequence: Sequence) -> None:
         self.tables.forget(sequence)
 
+    def has_room(self, sequence: Sequence, num_drafted: int) -> bool:
+        """Return whether one more token fits behind so many drafted ones."""
+        return len(sequence.tokens) + num_drafted <= self._max_tokens
+
     def _open(self, sequence: Sequence, max_tokens: int, keep: Seq[Sequence]) -> DraftTable | None:
         num_tokens = min(len(sequence.tokens) + max_tokens - 1, self._max_tokens)
         return self.tables.open(sequence, num_tokens, keep=keep)
 
-    def _compute(self, rows: Seq[Row]) -> Tensor:
-        return self._runner.forward(Batch.of(rows, block_size=self._block_size))
+    def _forward(self, batch: Batch) -> Tensor:
+        return self._runner.forward(batch)
 
 
-class _Drafting:
-    """A row of an ask."""
+class OwnLayers:
+    """ModelProposer by the served model without its middle third of layers, for a replica of one rank.
 
-    def __init__(self, sequence: Sequence, table: DraftTable) -> None:
+    Without state of its own (Zhang et al. 2023, arXiv:2309.08168): a draft reads the KV of the kept layers from the
+    replica's pool, and writes behind it, from the sequence's last token on. The step that verifies the draft
+    overwrites that KV for all layers. Blocks beyond the sequence's own are freed at once.
+    """
+
+    def __init__(self, runner: ModelRunner, blocks: BlockManager, *, before_writing: Callable[[], None]) -> None:
+        """blocks: of the pool. before_writing: called before free blocks are written to; saves what they hold."""
+        num_layers = runner.config.num_layers
+        first = (num_layers - num_layers // 3) // 2
+        self._forward = runner.without(range(first, first + num_layers // 3))
+        self._blocks = blocks
+        self._block_size = runner.layout.block_size
+        self._max_tokens = runner.max_tokens
+        self._before_writing = before_writing
+        self._sampler = DraftSampler()
+
+    def num_behind(self, sequence: Sequence) -> int | None:
+        """Return 1 if only the last token is missing."""
+        return 1 if sequence.num_missing == 1 and len(sequence.tokens) < self._max_tokens else None
+
+    def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
+        pass
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        rows = [_OwnRow(one, beyond) for one in sequences if (beyond := self._beyond(one, max_tokens)) is not None]
+        self._before_writing()
+        _draft(rows, max_tokens, self._forward, self._sampler, block_size=self._block_size)
+        for row in rows:
+            self._blocks.free(row.beyond)
+        return _proposals(rows, sequences)
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
+
+    def rest(self, num_first: int | None) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def _beyond(self, sequence: Sequence, max_tokens: int) -> list[int] | None:
+        """Allocate the blocks behind the sequence's own; None if there is no room."""
+        num_tokens = len(sequence.tokens) + max_tokens - 1
+        if num_tokens > self._max_tokens:
+            return None
+        beyond: list[int] = []
+        missing = sequence.num_blocks_for(num_tokens) - len(sequence.blocks)
+        return beyond if self._blocks.extend(beyond, max(0, missing)) else None
+
+
+class _DraftingRow(Protocol):
+    """Row of a call, drafted token by token."""
+
+    sequence: Sequence
+    draft: RowDraft
+
+    def row(self) -> Row:
+        """Return what is computed next."""
+        ...
+
+    def take(self, token: DraftToken | None, /) -> None:
+        """Append the token that was sampled behind that; None ends the draft."""
+        ...
+
+
+def _draft(
+    rows: Seq[_DraftingRow],
+    max_tokens: int,
+    forward: Callable[[Batch], Tensor],
+    sampler: DraftSampler,
+    *,
+    block_size: int,
+) -> None:
+    """Draft up to max_tokens tokens of each row, all rows together."""
+    for place in range(max_tokens):
+        if not rows:
+            break
+        logits_RV = forward(Batch.of([row.row() for row in rows], block_size=block_size))
+        tokens = sampler.draw(logits_RV, [row.sequence for row in rows], place)
+        for row, token in zip(rows, tokens, strict=True):
+            row.take(token)
+        rows = [row for row in rows if not row.draft.is_over]
+
+
+def _proposals(rows: Seq[_DraftingRow], sequences: Seq[Sequence]) -> list[Proposal]:
+    found = {row.sequence: row.draft.proposal() for row in rows}
+    return [found.get(sequence, NO_PROPOSAL) for sequence in sequences]
+
+
+class _ModelRow:
+    """_DraftingRow of DraftModel."""
+
+    def __init__(self, model: DraftModel, sequence: Sequence, table: DraftTable) -> None:
         self.sequence = sequence
-        self.draft = DrawnDraft()
-        self.is_over = False
+        self.draft = RowDraft()
+        self._model = model
         self._table = table
 
     @property
@@ -125,31 +221,44 @@ class _Drafting:
         return len(self.sequence.tokens) - self._table.num_known
 
     def row(self) -> Row:
-        """What is computed next: all that is missing, or the token that was drafted last."""
         table = self._table
         if drafted := self.draft.tokens:
             return Row(drafted[-1:], len(self.sequence.tokens) + len(drafted) - 1, table.blocks, num_logits=1)
         return Row(self.sequence.tokens[table.num_known :], table.num_known, table.blocks, num_logits=1)
 
-    def note_computed(self, tables: DraftTables) -> None:
+    def take(self, token: DraftToken | None) -> None:
         if self.draft.tokens:
             self._table.drafted.append(self.draft.tokens[-1])
         else:
-            tables.computed(self.sequence, self._table, self.num_missing)
-
-    def take(self, token: Drawn | None, *, max_tokens: int) -> None:
-        """None: there is none, and nothing can follow it."""
+            self._model.tables.computed(self.sequence, self._table, self.num_missing)
         self.draft.take(token)
-        self.is_over = self.draft.is_over or len(self.sequence.tokens) + len(self.draft.tokens) > max_tokens
+        self.draft.is_over |= not self._model.has_room(self.sequence, len(self.draft.tokens))
+
+
+class _OwnRow:
+    """_DraftingRow of OwnLayers."""
+
+    def __init__(self, sequence: Sequence, beyond: list[int]) -> None:
+        self.sequence = sequence
+        self.beyond = beyond
+        self.draft = RowDraft()
+        self._blocks = [*sequence.blocks, *beyond]
+
+    def row(self) -> Row:
+        start = len(self.sequence.tokens) - 1 + len(self.draft.tokens)
+        return Row([(self.draft.tokens or self.sequence.tokens)[-1]], start, self._blocks, num_logits=1)
+
+    def take(self, token: DraftToken | None) -> None:
+        self.draft.take(token)
 
 
 def bytes_of(config: EngineConfig) -> int:
-    """What one takes of a GPU, with this config of its own: weights, widened if they must be, KV, and its steps."""
+    """Return the GPU memory of a draft model with this config: weights, KV, activations and recorded steps."""
     shapes, itemsize = open_checkpoint(config.model_dir).shapes, getattr(torch, config.dtype).itemsize
     weights = sum(math.prod(shape) for shape in shapes.values()) * itemsize
     logits = config.max_running * model_config.load(config.model_dir).vocab_size * _LOGIT_BYTES
     graphs = len(graph_sizes(config.recorded_rows)) * _GRAPH_BYTES if config.recorded_rows else 0
-    return int(weights * _UNEVEN) + _kv_bytes(config) + logits + _STEP_BYTES + graphs
+    return int(weights * _FRAGMENTATION) + _kv_bytes(config) + logits + _STEP_BYTES + graphs
 
 
 def _kv_bytes(config: EngineConfig) -> int:

@@ -1,4 +1,4 @@
-"""What a draft model has computed of which sequence, and in which blocks of its own pool."""
+"""Block tables of a draft model: its KV of the served sequences, in its own pool."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from engine.scheduler.sequence import Sequence
 
 @dataclass(eq=False, slots=True)
 class DraftTable:
-    """Of one sequence."""
+    """Block table of one sequence."""
 
     blocks: list[int] = field(default_factory=list)
-    num_known: int = 0  # leading tokens of the sequence whose KV is there
-    drafted: list[int] = field(default_factory=list)  # and of these behind them, of which nobody knew whether they come
+    num_known: int = 0  # leading tokens of the sequence with KV
+    drafted: list[int] = field(default_factory=list)  # draft tokens with KV behind those
     num_full: int = 0  # blocks
 
 
 class DraftTables:
-    """Owned by the step thread. A cache: whoever needs blocks takes those of the sequence that was asked about longest
-    ago, which is computed again if it is asked about again. Prefixes that sequences share are computed once; of one
-    that is gone they stay until their room is needed."""
+    """Cache of KV by sequence, with LRU eviction and shared prefixes. Owned by the step thread.
+
+    Blocks are taken from the least recently drafted sequence, which is computed again if it is drafted again. Prefixes
+    of finished sequences stay until their room is needed.
+    """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:
         """block_size: that of the sequences' own hashes."""
         self.blocks = BlockManager(num_blocks)
         self._block_size = block_size
-        self._tables: OrderedDict[int, tuple[ref[Sequence], DraftTable]] = OrderedDict()  # by id, the latest last
-        self._gone: deque[int] = deque()  # another thread may find that a sequence is gone
+        self._tables: OrderedDict[int, tuple[ref[Sequence], DraftTable]] = OrderedDict()  # by id, the most recent last
+        self._gone: deque[int] = deque()  # ids; the garbage collector may run on another thread
 
     def __len__(self) -> int:
         return len(self._tables)
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Tokens to compute before the logits behind its last one are there: 1 at least. Looks only."""
+        """Return the number of tokens to compute for the logits behind the last one: at least 1. Changes nothing."""
         table = self._of(sequence)
         known = (
             self.blocks.match(self._hashes(sequence)) * self._block_size if table is None else _known(sequence, table)
@@ -45,10 +47,12 @@ class DraftTables:
         return len(sequence.tokens) - min(known, len(sequence.tokens) - 1)
 
     def open(self, sequence: Sequence, num_tokens: int, *, keep: Collection[Sequence]) -> DraftTable | None:
-        """Its table, with room for so many tokens. What was drafted and did not come is forgotten. None if there is no
-        room but that of `keep`."""
+        """Return the table with room for num_tokens, without rejected draft tokens.
+
+        None if there is no room but that of `keep`.
+        """
         self._forget_gone()
-        self.blocks.take_changes()  # which nobody is told of: else they would be kept for ever
+        self.blocks.take_changes()  # not reported to routers; they would pile up
         table = self._of(sequence)
         if table is None:
             table = DraftTable()
@@ -63,7 +67,7 @@ class DraftTables:
         return table if self._make_room(table, -(-num_tokens // self._block_size), keep) else None
 
     def computed(self, sequence: Sequence, table: DraftTable, num_tokens: int) -> None:
-        """The next so many tokens of the sequence are in the pool."""
+        """Note that the next num_tokens tokens of the sequence are in the pool."""
         table.num_known += num_tokens
         hashes = sequence.hashes()
         while table.num_full < min(table.num_known // self._block_size, len(hashes)):
@@ -71,7 +75,7 @@ class DraftTables:
             table.num_full += 1
 
     def forget(self, sequence: Sequence) -> None:
-        """Give its blocks back, if it has any."""
+        """Free the blocks of the sequence, if it has any."""
         if self._of(sequence) is not None:
             self._drop(id(sequence))
 
@@ -80,7 +84,7 @@ class DraftTables:
         return found[1] if found and found[0]() is sequence else None
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of what need not be computed where it is there: not the last token."""
+        """Return the hashes of the full blocks before the last token, which is always computed."""
         return sequence.hashes()[: (len(sequence.tokens) - 1) // self._block_size]
 
     def _make_room(self, table: DraftTable, num_blocks: int, keep: Collection[Sequence]) -> bool:
@@ -90,7 +94,7 @@ class DraftTables:
             if oldest is None:
                 return False
             self._drop(oldest)
-        # What was taken for drafted tokens goes back as soon as it is known that it was too much.
+        # Free what an earlier, longer draft took.
         self.blocks.free(table.blocks[num_blocks:])
         del table.blocks[num_blocks:]
         return True
@@ -110,7 +114,7 @@ class DraftTables:
 
 
 def _known(sequence: Sequence, table: DraftTable) -> int:
-    """Leading tokens whose KV is in the table: those that were, and of the drafted ones those that came."""
+    """Return the number of leading tokens with KV: those computed before, and the accepted draft tokens."""
     known, tokens = table.num_known, sequence.tokens
     for token in table.drafted:
         if known >= len(tokens) or tokens[known] != token:

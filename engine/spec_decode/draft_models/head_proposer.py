@@ -1,4 +1,4 @@
-"""Drafts by heads on the model's own hidden states: from what the last step has left of each row."""
+"""Model proposer by draft heads on the served model's hidden states."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import partial
 from typing import Protocol
 
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.draft_models.sampled_drafts import DrawnDraft, DrawnTokens
+from engine.spec_decode.draft_models.draft_sampler import DraftSampler, RowDraft
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.spec_decode.proposer import Proposal
 
 
-class AskedHeads(Protocol):
-    """Heads, and what they remember: a rank that is alone."""
+class RankHeads(Protocol):
+    """Heads and their state: of one rank, or of all ranks of a replica."""
 
     def num_behind(self, row: HeadRow, /) -> int | None: ...
 
@@ -25,14 +25,15 @@ class AskedHeads(Protocol):
 
 
 class HeadProposer:
-    """Implements Computing. What heads need of a sequence, its steps have left, or what came with its KV: there is
-    something to be caught up with only while they rest. Tokens are drawn as the sequence's own will be."""
+    """ModelProposer by heads.
 
-    def __init__(self, heads: AskedHeads, drawn: DrawnTokens | None = None, *, by_place: bool = False) -> None:
-        """drawn: None, with what it will learn itself. by_place: what the heads say of a place does not depend on the
-        drafted tokens before it."""
+    Steps, or the KV that arrives, leave what heads need of a sequence, so only resting heads have to catch up.
+    """
+
+    def __init__(self, heads: RankHeads, sampler: DraftSampler | None = None, *, by_place: bool = False) -> None:
+        """sampler: None for a new one. by_place: heads propose each place independently of the draft before it."""
         self._heads = heads
-        self._drawn = drawn or DrawnTokens()
+        self._sampler = sampler or DraftSampler()
         self._by_place = by_place
 
     def num_behind(self, sequence: Sequence) -> int | None:
@@ -45,7 +46,7 @@ class HeadProposer:
         self._heads.rest(num_first)
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        drafts = [(sequence, DrawnDraft()) for sequence in sequences]
+        drafts = [(sequence, RowDraft()) for sequence in sequences]
         asked = [(sequence, draft) for sequence, draft in drafts if _decodes(sequence)]
         if asked and max_tokens > 0:
             self._heads.draft([_row(sequence) for sequence, _ in asked], max_tokens, partial(self._choose, asked))
@@ -58,15 +59,16 @@ class HeadProposer:
         pass
 
     def _choose(
-        self, asked: Seq[tuple[Sequence, DrawnDraft]], logits: HeadLogits, rows: Seq[int], place: int
+        self, asked: Seq[tuple[Sequence, RowDraft]], logits: HeadLogits, rows: Seq[int], place: int
     ) -> list[int]:
-        going_on = [asked[row] for row in rows]
-        drawn = self._drawn.draw(logits.values_RD, [sequence for sequence, _ in going_on], place, ids_V=logits.ids_D)
-        return [draft.take(token) for (_, draft), token in zip(going_on, drawn, strict=True)]
+        drafting = [asked[row] for row in rows]
+        sequences = [sequence for sequence, _ in drafting]
+        tokens = self._sampler.draw(logits.values_RD, sequences, place, ids_V=logits.ids_D)
+        return [draft.take(token) for (_, draft), token in zip(drafting, tokens, strict=True)]
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """It lacks its last token's KV alone, and nothing of it is coming."""
+    """Return whether only the last token's KV is missing, and none is in flight."""
     is_next_to_last = sequence.num_computed == len(sequence.tokens) - 1 > 0
     return is_next_to_last and bool(sequence.blocks) and not sequence.num_in_flight
 

@@ -46,7 +46,7 @@ def test_every_step_chooses_a_token_of_each_row(is_async: bool, runner: ModelRun
 
 
 def test_every_step_verifies_what_was_drafted_for_each_row(runner: ModelRunner) -> None:
-    speculation = Speculation({"fake": FakeProposer()}, max_tokens=3, vocab_size=256, may_pass_over=False)
+    speculation = Speculation({"fake": FakeProposer()}, max_tokens=3, vocab_size=256, backs_off=False)
     engine, _ = running_engine(runner, 2, _CONTEXT, _GREEDY, speculation=speculation)
     for _ in range(10):
         engine.step()

@@ -9,16 +9,13 @@ from weakref import WeakSet
 
 from core.types.request import SequenceRequest
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.ask_price import AskPrice
-from engine.spec_decode.corpus import Corpus
-from engine.spec_decode.histories import Histories
-from engine.spec_decode.ngram import Ngram
 from engine.spec_decode.proposer import Proposal, ProposedBranch, Proposer
-from engine.spec_decode.suffix import Suffix
+from engine.spec_decode.step_cost import ProposalCost
+from engine.spec_decode.suffix import Corpus, Suffix
 
 OURS: Mapping[str, Callable[[], Proposer]] = {
-    "ngram": lambda: Ngram(Histories()),
-    "suffix": lambda: Suffix(Histories(), Corpus()),
+    "ngram": lambda: Suffix(),
+    "suffix": lambda: Suffix(Corpus()),
 }
 
 
@@ -63,14 +60,14 @@ class FakeClock:
         return self.now
 
 
-class FakeComputing:
-    """Implements Computing: says what `guess` says, and takes its time for it. It begins with nothing of a sequence."""
+class FakeModelProposer:
+    """ModelProposer that proposes what `guess` returns, takes its time for it, and begins with nothing computed."""
 
     def __init__(
         self,
         guess: Callable[[Seq[int], int], Seq[int]],
         clock: FakeClock,
-        price: AskPrice,
+        price: ProposalCost,
         *,
         can_guess: Callable[[Sequence], bool] = lambda sequence: True,
     ) -> None:

@@ -8,8 +8,9 @@ from itertools import product
 
 import pytest
 
-from engine.spec_decode.acceptance import Acceptance, Correction
-from engine.spec_decode.draft_plan import FREE, BranchOffer, StepPrice, plan_drafts, plan_tree
+from engine.spec_decode.acceptance import AcceptanceRate, SequenceFactor
+from engine.spec_decode.draft_plan import BranchOffer, plan_drafts, plan_tree
+from engine.spec_decode.step_cost import FREE, StepCost
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -22,7 +23,7 @@ def test_no_other_lengths_give_tokens_sooner(seed: int) -> None:
             chance *= generator.random()
             row.append(chance)
         chances.append(row)
-    price = StepPrice(plain=1.0, token=generator.random() / 3, factors=(1 + generator.random() / 5,))
+    price = StepCost(plain=1.0, token=generator.random() / 3, factors=(1 + generator.random() / 5,))
     num_rows, most = 3 + generator.randrange(4), generator.randrange(9)
 
     def rate(lengths: tuple[int, ...]) -> float:
@@ -51,7 +52,7 @@ def test_no_other_branches_give_tokens_sooner(seed: int) -> None:
         return found
 
     chances = [falling(1.0, generator.randrange(1, 4)) for _ in range(2)]
-    price = StepPrice(plain=1.0, token=generator.random() / 8, context=generator.random() / 500)
+    price = StepCost(plain=1.0, token=generator.random() / 8, context=generator.random() / 500)
     offers = []
     for _ in range(2):
         row = generator.randrange(2)
@@ -85,7 +86,7 @@ def _hangs_together(offers: Seq[BranchOffer], lengths: Seq[int], branches: Seq[i
 
 def test_a_branch_must_pay_for_what_is_computed_again_and_read_again() -> None:
     """Beside one row of a small model; not where its context is long, and not beside many rows."""
-    price = StepPrice(plain=12.0, token=0.9, context=0.001)
+    price = StepCost(plain=12.0, token=0.9, context=0.001)
 
     def taken(num_rows: int, num_context: int, place: int = 0) -> int:
         one = BranchOffer(0, place, [0.3, 0.3, 0.3], 1 + place, price.fork(num_context))
@@ -109,39 +110,39 @@ def test_what_fills_a_step_is_not_drafted() -> None:
     """Of a step of 11 + T: beside few rows a likely token pays, beside many none does."""
     chances = [[0.7, 0.5]]
     for num_rows, pays in ((1, True), (4, True), (64, False)):
-        price = StepPrice(plain=11.0 + num_rows, token=1.0)
+        price = StepCost(plain=11.0 + num_rows, token=1.0)
         assert any(plan_drafts(chances, num_rows, price, 100)) == pays
-    assert plan_drafts([[0.01]], 1, StepPrice(plain=12.0, token=1.0), 100) == [0]
+    assert plan_drafts([[0.01]], 1, StepCost(plain=12.0, token=1.0), 100) == [0]
     assert plan_drafts([[0.01], []], 2, FREE, 100) == [1, 0]
 
 
 def test_what_is_right_more_often_is_believed_more() -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceRate()
     for _ in range(300):
         acceptance.saw([3, 4], 1, 2)  # the first is right, the second is not
         acceptance.saw([5], 1, 1)
-    assert acceptance.chance(3) > 0.95 and acceptance.chance(5) > 0.95 and acceptance.chance(4) < 0.05
+    assert acceptance.rates[3] > 0.95 and acceptance.rates[5] > 0.95 and acceptance.rates[4] < 0.05
     for _ in range(600):
         acceptance.saw([3], 0, 1)
-    assert acceptance.chance(3) < 0.15, "what was true is not forgotten"
+    assert acceptance.rates[3] < 0.15, "what was true is not forgotten"
 
 
 def test_a_request_of_its_own_is_known_for_it() -> None:
-    better, worse = Correction(), Correction()
-    assert better.factor == 1.0
+    better, worse = SequenceFactor(), SequenceFactor()
+    assert better.value == 1.0
     for _ in range(20):
         better.saw(0.5, 1)
         worse.saw(0.5, 0)
-    assert worse.factor < 0.2 and better.factor > 1.1
+    assert worse.value < 0.2 and better.value > 1.1
     for _ in range(20):
         worse.saw(0.05, 1)
-    assert worse.factor > 1.1, "it was not like this before"
+    assert worse.value > 1.1, "it was not like this before"
 
 
 def test_a_draft_ends_before_a_step_of_many_more_seconds() -> None:
     """The thirteenth drafted token is the seventeenth of its step, which takes half as long again from there on."""
     chances = [[0.95**place for place in range(1, 17)]]
-    smooth = StepPrice(plain=10.0, token=0.1, num_tokens=4)
+    smooth = StepCost(plain=10.0, token=0.1, num_tokens=4)
     assert plan_drafts(chances, 4, smooth, 100) == [16]
-    stairs = StepPrice(plain=10.0, token=0.1, num_tokens=4, factors=(1.0, 1.5, 1.5))
+    stairs = StepCost(plain=10.0, token=0.1, num_tokens=4, factors=(1.0, 1.5, 1.5))
     assert plan_drafts(chances, 4, stairs, 100) == [12]

@@ -10,13 +10,12 @@ from itertools import pairwise
 from core.types.step_timing import StepTiming
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.drafting import Drafting
-from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.speculation import Drafting, Speculation
 from tests.engine.spec_decode.proposers import FakeProposer, sequence_of
 
 
 class FakePrices:
-    """Implements Prices: as in a simulated replica they never change."""
+    """StepTimes that never change, as in a simulated replica."""
 
     timing = StepTiming(base_s=1.0, token_s=1.0, context_s=0.01)
     draft_factors: Seq[float] = (1.0,)

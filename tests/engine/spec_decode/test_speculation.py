@@ -10,14 +10,13 @@ import pytest
 
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.ask_price import AskPrice
 from engine.spec_decode.draft import Draft
-from engine.spec_decode.draft_plan import FREE, StepPrice
 from engine.spec_decode.speculation import Speculation
-from tests.engine.spec_decode.proposers import FakeClock, FakeComputing, FakeProposer, sequence_of
+from engine.spec_decode.step_cost import FREE, ProposalCost, StepCost
+from tests.engine.spec_decode.proposers import FakeClock, FakeModelProposer, FakeProposer, sequence_of
 
-_CHEAP = StepPrice(plain=12.0, token=0.9)  # one row of a small model
-_FULL = StepPrice(plain=70.0, token=0.9)  # 64 of them
+_CHEAP = StepCost(plain=12.0, token=0.9)  # one row of a small model
+_FULL = StepCost(plain=70.0, token=0.9)  # 64 of them
 _BLOCKS = 400  # of a row
 
 
@@ -50,7 +49,7 @@ class Replica:
             row.ends_at = max_tokens
         self._speculation = speculation
 
-    def step(self, price: StepPrice, *, room: int = 64) -> dict[Sequence, Draft]:
+    def step(self, price: StepCost, *, room: int = 64) -> dict[Sequence, Draft]:
         drafts = self._speculation.draft(self.rows, lambda: price, max_tokens=room, blocks=self.blocks)
         for row in self.rows:
             draft = drafts.get(row)
@@ -87,7 +86,7 @@ def test_what_is_right_is_drafted_ever_longer_and_what_is_wrong_no_more() -> Non
 
 def test_who_is_off_learns_from_what_rows_become() -> None:
     speculation = _speculation(right=FakeProposer(_right))
-    dear = StepPrice(plain=12.0, token=12.0)
+    dear = StepCost(plain=12.0, token=12.0)
     replica = Replica(speculation)
     assert not any(replica.step(dear) for _ in range(40))
     drafted = [sum(len(draft.tokens) for draft in replica.step(_CHEAP).values()) for _ in range(8)]
@@ -97,26 +96,26 @@ def test_who_is_off_learns_from_what_rows_become() -> None:
 def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
     speculation = _speculation(sometimes=FakeProposer(lambda tokens, most: _right(tokens, most)[:1] + [49] * 7))
     replica = Replica(speculation, num_rows=4)
-    dear = StepPrice(plain=4.0, token=2.0)
+    dear = StepCost(plain=4.0, token=2.0)
     drafted = [sum(len(draft.tokens) for draft in replica.step(dear).values()) for _ in range(640)]
     assert 0 < sum(count > 0 for count in drafted) <= 10 and max(drafted) <= 3
 
 
-@pytest.mark.parametrize("has_computing", [False, True])
+@pytest.mark.parametrize("has_model", [False, True])
 @pytest.mark.parametrize("guess", [_wrong, _nothing])
 def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain(
-    guess: Callable[[Seq[int], int], list[int]], has_computing: bool
+    guess: Callable[[Seq[int], int], list[int]], has_model: bool
 ) -> None:
     for num_rows, every in ((2, 4), (16, 8)):
         proposer = FakeProposer(guess)
-        mute = FakeComputing(_right, FakeClock(), AskPrice(0.0, 0.0, 0.0), can_guess=lambda sequence: False)
-        computing = {"mute": mute} if has_computing else {}
-        speculation = Speculation({"guess": proposer}, computing=computing, max_tokens=8, vocab_size=50)
+        mute = FakeModelProposer(_right, FakeClock(), ProposalCost(0.0, 0.0, 0.0), can_guess=lambda sequence: False)
+        models = {"mute": mute} if has_model else {}
+        speculation = Speculation({"guess": proposer}, models=models, max_tokens=8, vocab_size=50)
         replica = Replica(speculation, num_rows=num_rows)
         asked = []
         for _ in range(200):
             before = proposer.num_asked
-            replica.step(StepPrice(plain=1.0, token=1.0))
+            replica.step(StepCost(plain=1.0, token=1.0))
             asked.append(proposer.num_asked - before)
         assert asked[:8] == [num_rows] * 8, "nobody knows yet"
         assert [count for i, count in enumerate(asked[8:], 9) if i % every == 0] == [num_rows] * (192 // every)
@@ -127,7 +126,7 @@ def test_where_steps_run_ahead_nobody_looks_each_time_either() -> None:
     proposer = FakeProposer(_wrong)
     speculation, rows = _speculation(wrong=proposer), [sequence_of([1])]
     for _ in range(40):
-        assert not speculation.awaits(rows, lambda: StepPrice(plain=1.0, token=1.0), max_tokens=8)
+        assert not speculation.would_draft(rows, lambda: StepCost(plain=1.0, token=1.0), max_tokens=8)
         rows[0].tokens.append(_next(rows[0].tokens))
     assert proposer.num_asked == 8 + (40 - 8) // 4
 
@@ -136,8 +135,10 @@ def test_nobody_waits_for_a_row_at_which_nobody_would_look() -> None:
     speculation = _speculation(right=FakeProposer(_right))
     replica = Replica(speculation)
     for _ in range(8):
-        replica.step(StepPrice(plain=1.0, token=1.0))
-    assert [speculation.awaits(replica.rows, lambda: _CHEAP, max_tokens=8) for _ in range(4)] == [False] * 3 + [True]
+        replica.step(StepCost(plain=1.0, token=1.0))
+    assert [speculation.would_draft(replica.rows, lambda: _CHEAP, max_tokens=8) for _ in range(4)] == [False] * 3 + [
+        True
+    ]
     assert replica.step(_CHEAP), "who was waited for is drafted for"
 
 
@@ -147,9 +148,9 @@ def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
     generator, clock = random.Random(seed), FakeClock()
     speculation = Speculation(
         {"sometimes": FakeProposer(lambda tokens, most: _right(tokens, most) if generator.random() < 0.05 else [])},
-        computing={
-            "computes": FakeComputing(
-                _right, clock, AskPrice(0.0, 0.1, 0.0), can_guess=lambda sequence: len(sequence.tokens) % 3 > 0
+        models={
+            "computes": FakeModelProposer(
+                _right, clock, ProposalCost(0.0, 0.1, 0.0), can_guess=lambda sequence: len(sequence.tokens) % 3 > 0
             )
         },
         max_tokens=8,
@@ -160,7 +161,7 @@ def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
     num_drafted = 0
     for step in range(600):
         before = {row: list(row.tokens) for row in replica.rows}
-        for row, draft in replica.step(_CHEAP if step % 24 > 11 else StepPrice(plain=12.0, token=12.0)).items():
+        for row, draft in replica.step(_CHEAP if step % 24 > 11 else StepCost(plain=12.0, token=12.0)).items():
             assert list(draft.tokens) == _right(before[row], len(draft.tokens))
             num_drafted += 1
     assert num_drafted
@@ -170,8 +171,8 @@ def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
 def test_what_has_become_worth_it_is_seen_soon(num_rows: int) -> None:
     replica = Replica(_speculation(right=FakeProposer(_right)), num_rows=num_rows)
     for _ in range(40):
-        replica.step(StepPrice(plain=1.0, token=1.0))
-    drafted = [bool(replica.step(StepPrice(plain=16.0, token=0.1))) for _ in range(20)]
+        replica.step(StepCost(plain=1.0, token=1.0))
+    drafted = [bool(replica.step(StepCost(plain=16.0, token=0.1))) for _ in range(20)]
     assert any(drafted[:8]) and all(drafted[8:])
 
 
@@ -199,8 +200,10 @@ def test_rows_at_which_nobody_looks_wait_for_a_draft_all_the_same() -> None:
     replica = Replica(speculation, num_rows=4)
     for _ in range(29):
         replica.step(_CHEAP)
-    dear, asked = StepPrice(plain=4.0, token=2.0), one_of_four.num_asked
-    assert not speculation.awaits([*replica.rows], lambda: dear, max_tokens=64) and one_of_four.num_asked == asked + 1
+    dear, asked = StepCost(plain=4.0, token=2.0), one_of_four.num_asked
+    assert (
+        not speculation.would_draft([*replica.rows], lambda: dear, max_tokens=64) and one_of_four.num_asked == asked + 1
+    )
     assert not replica.step(dear)
     alone = Replica(speculation)
     alone.rows = replica.rows[3:]
@@ -209,7 +212,7 @@ def test_rows_at_which_nobody_looks_wait_for_a_draft_all_the_same() -> None:
 
 def test_whoever_wants_to_know_how_often_there_is_a_guess_has_every_row_looked_at() -> None:
     silent = FakeProposer(_nothing)
-    replica = Replica(Speculation({"silent": silent}, max_tokens=8, vocab_size=50, may_pass_over=False), num_rows=9)
+    replica = Replica(Speculation({"silent": silent}, max_tokens=8, vocab_size=50, backs_off=False), num_rows=9)
     for _ in range(100):
         replica.step(_CHEAP)
     assert silent.num_asked == 900
@@ -255,31 +258,13 @@ def test_of_several_the_one_that_promises_more() -> None:
     assert not speculation.counts["silent"].drafted
 
 
-def test_several_that_are_good_at_other_places_are_better_together() -> None:
-    """One knows the next token and nothing after it, one all that follow if it is let begin, as half of the times."""
-    generator = random.Random(0)
-
-    def first(tokens: Seq[int], max_tokens: int) -> list[int]:
-        return _right(tokens, 1)
-
-    def half(tokens: Seq[int], max_tokens: int) -> list[int]:
-        right = _right(tokens, max_tokens)
-        return right if generator.random() < 0.5 else [*_wrong(tokens, 1), *right[1:]]
-
-    speculation = _speculation(first=FakeProposer(first), half=FakeProposer(half))
-    replica = Replica(speculation)
-    for _ in range(200):
-        replica.step(_CHEAP)
-    together = speculation.counts["ensemble"]
-    assert together.accepted[0] == together.drafted[0] > 50, "whoever does not agree with the first is not followed"
-    assert together.accepted[3] > 50, "and who does goes on behind it"
-
-
 def test_whether_a_step_is_worth_waiting_for() -> None:
     right, silent = _speculation(right=FakeProposer(_right)), _speculation(silent=FakeProposer(_nothing))
     rows = [sequence_of([1])]
-    assert right.awaits(rows, lambda: _CHEAP, max_tokens=8) and not silent.awaits(rows, lambda: _CHEAP, max_tokens=8)
-    assert not right.awaits(rows, lambda: StepPrice(plain=1.0, token=2.0), max_tokens=8)
+    assert right.would_draft(rows, lambda: _CHEAP, max_tokens=8) and not silent.would_draft(
+        rows, lambda: _CHEAP, max_tokens=8
+    )
+    assert not right.would_draft(rows, lambda: StepCost(plain=1.0, token=2.0), max_tokens=8)
 
 
 def test_rejected_blocks_go_back_and_those_of_others_are_not_taken() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
+from engine.spec_decode.step_cost import factor_of
 from engine.timing import pace
-from engine.timing.draft_cost import factor_of
 from engine.timing.pace import Pace
 
 

@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter
 
 from cluster.launch.router_admin import ask_at, ask_here, seen_by
+from core.index.membership import Member
 from core.process.ports import free_ports
 from core.types.errors import DeployError
 from frontend.admin.admin_api import create_admin_app, open_admin_listener
 from frontend.admin.ui_page import UiPage
 from tests.support.http_server import serve_http
+from tests.support.members import make_member
 
 
-def app(*, deployment: str = "d", router: str = "router-1", decode: int = 1, page: UiPage | None = None) -> Any:
+def app(
+    *,
+    deployment: str = "d",
+    router: str = "router-1",
+    decode: int = 1,
+    page: UiPage | None = None,
+    routers: Mapping[str, str] | None = None,
+    members: Sequence[Member] = (),
+) -> Any:
     return create_admin_app(
         deployment=deployment,
+        model="m",
+        routers=lambda: routers or {},
+        members=lambda: members,
         router=router,
         health=lambda: {"prefill": 2, "decode": decode},
-        metrics=lambda: b"requests_total 1\n",
+        metrics=lambda: b"xpyd_requests_total 1\n",
         explain_route=lambda request_id: {request_id: []} if request_id == "r/1" else {},
         page=page,
     )
@@ -34,12 +50,35 @@ async def test_it_says_what_clients_are_not_told() -> None:
         health = (await http.get("/health")).json()
         assert health == {"deployment": "d", "router": "router-1", "replicas": {"prefill": 2, "decode": 1}}
         metrics = await http.get("/metrics")
-        assert metrics.headers["content-type"].startswith("text/plain") and metrics.text == "requests_total 1\n"
+        assert metrics.headers["content-type"].startswith("text/plain") and metrics.text == "xpyd_requests_total 1\n"
         assert (await http.get("/debug/routes/r1")).status_code == 404
         for known in ("r%2F1", "chatcmpl-r%2F1", "cmpl-r%2F1"):  # of the request, or of its answer
             assert (await http.get(f"/debug/routes/{known}")).status_code == 200
         assert (await http.get("/v1/models")).status_code == 404
     await listener.close(grace_s=5)
+
+
+class Targets(BaseModel):
+    """Group of targets, as Prometheus's HTTP service discovery defines it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    targets: list[Annotated[str, StringConstraints(pattern=r"^[^/ ]+:\d+$")]]
+    labels: dict[Annotated[str, StringConstraints(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")], str]
+
+
+async def test_targets_list_routers_and_workers_for_prometheus() -> None:
+    members = [make_member("decode-0"), make_member("prefill-1")]
+    members[0] = replace(members[0], metrics_address="10.0.0.7:4000")
+    known = {"router-1": "127.0.0.1:9100", "router-2": "10.0.0.2:9100"}
+    async with serve_http(app(members=members, routers=known)) as address, httpx.AsyncClient() as http:
+        answer = await http.get("http://{}:{}/targets".format(*address), headers={"host": "prometheus.example"})
+    assert answer.headers["content-type"] == "application/json"
+    groups = TypeAdapter(list[Targets]).validate_json(answer.content)
+    common = {"deployment": "d", "model": "m"}
+    assert [(group.targets, group.labels) for group in groups] == [
+        (["127.0.0.1:9100", "10.0.0.2:9100"], common | {"role": "router"}),
+        (["10.0.0.7:4000"], common | {"role": "decode", "replica": "decode-0"}),
+    ], "prefill-1 announces no port"
 
 
 @pytest.mark.parametrize(

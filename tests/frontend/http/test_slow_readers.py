@@ -32,7 +32,9 @@ def _service(completions: MakeCompletions) -> tuple[Completions, FakeTokenServic
 def _ended(service: Completions) -> dict[str, float]:
     samples = [sample for family in service.metrics.requests.collect() for sample in family.samples]
     return {
-        sample.labels["outcome"]: sample.value for sample in samples if sample.name == "requests_total" and sample.value
+        sample.labels["outcome"]: sample.value
+        for sample in samples
+        if sample.name == "xpyd_requests_total" and sample.value
     }
 
 

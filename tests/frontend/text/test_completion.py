@@ -46,7 +46,7 @@ def text_of(events: Sequence[Event], choice: int = 0) -> str:
 
 def outcomes(completions: Completions) -> dict[str, float]:
     samples = [s for family in completions.metrics.requests.collect() for s in family.samples]
-    return {s.labels["outcome"]: s.value for s in samples if s.name == "requests_total" and s.value}
+    return {s.labels["outcome"]: s.value for s in samples if s.name == "xpyd_requests_total" and s.value}
 
 
 @pytest.mark.parametrize("fields", [{"n": 4}, {"best_of": 4}, {"n": 2, "best_of": 4}])

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.bench.learned_rates import parse_learned
+from cluster.bench.learned_rates import learned_rates
 from core.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
 from core.trace.trace import TraceRequest, poisson
+from core.types.errors import ClusterError
 from core.types.request import BRANCHES, Role
 from planner.simulator.draft_table import best_of, draft_table
 from planner.simulator.drafts import DraftRates
@@ -20,7 +21,7 @@ from planner.simulator.fleet_setup import FleetSetup
 from planner.simulator.learnt_drafts import by_place, by_yield
 from planner.simulator.profile import Drafts, load_profile
 from planner.simulator.run import simulate
-from router.telemetry.metrics import Metrics
+from tests.router.telemetry.test_view import shown_replicas
 
 _PROFILE = load_profile("h100-llama-3.1-8b")
 _SETUP = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=131_072)
@@ -86,19 +87,19 @@ def test_a_run_repeats_itself() -> None:
 
 
 def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:
-    metrics = Metrics()
     told = Drafted(method="suffix", tokens=[100, 80, 40, 3], accepted=[80, 40, 10, 3])
     beside = Drafted(method=BRANCHES, tokens=[50, 10], accepted=[5, 1])
     decode = Status(
-        replica="decode-0",
         tokens_per_row=1.5,
         link_bytes_per_s=1e9,
         timing=StepTiming(base_s=0.01),
         totals=Totals(generated_tokens=300, drafted=[told, beside]),
     )
-    prefill = Status(replica="prefill-0", timing=StepTiming(base_s=0.01))
-    metrics.watch(lambda: [(Role.PREFILL, prefill), (Role.DECODE, decode)])
-    learned = parse_learned(metrics.render().decode())
+    prefill = Status(timing=StepTiming(base_s=0.01))
+    with pytest.raises(ClusterError, match="run a load"):
+        learned_rates(shown_replicas({"prefill-0": prefill, "decode-1": Status()}))
+    learned = learned_rates(shown_replicas({"prefill-0": prefill, "decode-1": decode}))
+    assert learned.steps[Role.PREFILL].base_s == 0.01 and learned.link_bytes_per_s == 1e9
     found = by_place(learned.drafted, learned.accepted, num_steps=learned.num_row_steps)
     assert found and found.guessed == 0.5  # 100 of 200 steps
     assert found.accepted == pytest.approx([0.8, 0.5 / 0.8, 0.25 / 0.5])

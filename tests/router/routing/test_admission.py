@@ -1,18 +1,24 @@
-"""Who goes next, and who is told at once that there is no room."""
+"""Order of the admission queue, refusals on arrival, and tenants at their share."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.types.errors import CapacityError
+from core.types.request import OFFLINE
 from router.routing.admission import AdmissionQueue
-from router.routing.fair_shares import QueuedRequest
+from router.routing.fair_queue import NO_PLACES, Places, QueuedRequest
 
 _LONG_S = 1e9
+
+
+def _queue(*, max_waiting: int = 1000) -> AdmissionQueue:
+    return AdmissionQueue(max_waiting=max_waiting, hold_s=_LONG_S)
 
 
 def _fill(queue: AdmissionQueue, *requests: QueuedRequest) -> None:
@@ -20,39 +26,52 @@ def _fill(queue: AdmissionQueue, *requests: QueuedRequest) -> None:
         queue.add(request, within_s=_LONG_S, now=0.0)
 
 
+def _pop(queue: AdmissionQueue, *, now: float) -> QueuedRequest | None:
+    """Admit one request."""
+    admitted: list[QueuedRequest] = []
+
+    def take(queued: QueuedRequest) -> bool:
+        if not admitted:
+            admitted.append(queued)
+            return True
+        return False
+
+    queue.run(take, now=now)
+    return admitted[0] if admitted else None
+
+
 def _drain(queue: AdmissionQueue, *, seconds_each: float = 1.0) -> list[QueuedRequest]:
     order, now = [], 0.0
-    while queue.peek():
-        now += seconds_each
-        order.append(queue.pop(now=now))
+    while queued := _pop(queue, now=(now := now + seconds_each)):
+        order.append(queued)
     return order
 
 
-def _busy(*, max_waiting: int = 1000) -> AdmissionQueue:
+def _busy() -> AdmissionQueue:
     """A queue that drains 10 tokens a second, and has one request of a tenant "x" waiting."""
-    queue = AdmissionQueue(max_waiting=max_waiting)
+    queue = _queue()
     _fill(queue, *(QueuedRequest("x", 0, 10.0) for _ in range(11)))
     for second in range(10):
-        queue.pop(now=float(second))
+        _pop(queue, now=float(second + 1))
     return queue
 
 
 def test_one_tenant_goes_by_priority_and_then_by_arrival() -> None:
-    queue = AdmissionQueue(max_waiting=100)
+    queue = _queue()
     queued = [QueuedRequest("", priority, 1.0) for priority in (0, 5, -1, 0)]
     _fill(queue, *queued)
     assert _drain(queue) == [queued[2], queued[0], queued[3], queued[1]]
 
 
 def test_a_flood_does_not_hold_up_another_tenant() -> None:
-    queue = AdmissionQueue(max_waiting=1000)
+    queue = _queue()
     _fill(queue, *(QueuedRequest("flood", -100, 1.0) for _ in range(200)))
     _fill(queue, *(QueuedRequest("light", 0, 1.0) for _ in range(5)))
     assert Counter(queued.tenant for queued in _drain(queue)[:10]) == {"flood": 5, "light": 5}
 
 
 def test_shares_are_of_work_not_of_requests() -> None:
-    queue = AdmissionQueue(max_waiting=1000)
+    queue = _queue()
     _fill(
         queue,
         *(QueuedRequest("large", 0, 90.0) for _ in range(50)),
@@ -62,16 +81,16 @@ def test_shares_are_of_work_not_of_requests() -> None:
 
 
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
-    queue = AdmissionQueue(max_waiting=1000)
+    queue = _queue()
     _fill(queue, *(QueuedRequest("steady", 0, 1.0) for _ in range(60)))
     for second in range(50):
-        queue.pop(now=float(second))
+        _pop(queue, now=float(second))
     _fill(queue, *(QueuedRequest("back", 0, 1.0) for _ in range(10)))
     assert Counter(queued.tenant for queued in _drain(queue)[:10])["steady"] >= 4
 
 
 def test_one_tenant_leaves_half_of_the_queue_to_others() -> None:
-    queue = AdmissionQueue(max_waiting=10)
+    queue = _queue(max_waiting=10)
     _fill(queue, *(QueuedRequest("flood", 0, 1.0) for _ in range(5)))
     with pytest.raises(CapacityError, match="5 requests are waiting already"):
         _fill(queue, QueuedRequest("flood", 0, 1.0))
@@ -96,14 +115,14 @@ def test_a_turn_that_would_come_too_late_is_refused_with_a_hint() -> None:
 
 def test_time_without_a_queue_does_not_count_as_slow() -> None:
     queue = _busy()
-    queue.pop(now=10.0)
+    _pop(queue, now=11.0)
     _fill_at = 10_000.0
     queue.add(QueuedRequest("x", 0, 10.0), within_s=_LONG_S, now=_fill_at)
     assert queue.wait_s(QueuedRequest("x", 0, 10.0)) == pytest.approx(1.0, rel=0.2)
 
 
 def test_who_has_gone_is_not_admitted() -> None:
-    queue = AdmissionQueue(max_waiting=100)
+    queue = _queue()
     queued = [QueuedRequest("", 0, 1.0) for _ in range(3)]
     _fill(queue, *queued)
     queue.remove(queued[0], now=1.0)
@@ -123,7 +142,7 @@ _moves = st.lists(
 
 @given(_moves)
 def test_everyone_goes_once_or_has_gone(moves: list[tuple]) -> None:
-    queue = AdmissionQueue(max_waiting=40)
+    queue = _queue(max_waiting=40)
     waiting: list[QueuedRequest] = []
     for now, (move, *arguments) in enumerate(moves):
         if move == "add":
@@ -134,25 +153,110 @@ def test_everyone_goes_once_or_has_gone(moves: list[tuple]) -> None:
             except CapacityError as error:
                 assert error.retry_after_s > 0
         elif move == "pop" and waiting:
-            head = queue.peek()
-            assert head is queue.pop(now=float(now))
+            head = _pop(queue, now=float(now))
+            assert head
             own = [queued for queued in waiting if queued.tenant == head.tenant]
-            assert not any(queued < head for queued in own)
+            assert not any(queued.key < head.key for queued in own)
             waiting.remove(head)
         elif move == "remove" and waiting:
             queue.remove(waiting.pop(arguments[0] % len(waiting)), now=float(now))
         assert len(queue) == len(waiting)
-        assert (queue.peek() is None) == (not waiting)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20)), min_size=30, max_size=120))
 def test_while_all_wait_no_tenant_is_ahead_of_another_by_more_than_a_request(asked: list[tuple[str, int]]) -> None:
-    queue = AdmissionQueue(max_waiting=10_000)
+    queue = _queue(max_waiting=10_000)
     left: Counter[str] = Counter(tenant for tenant, _ in asked)
     _fill(queue, *(QueuedRequest(tenant, 0, float(cost)) for tenant, cost in asked))
     served = dict.fromkeys(left, 0.0)
     while all(left.values()):
-        queued = queue.pop(now=0.0)
+        queued = _pop(queue, now=0.0)
+        assert queued
         left[queued.tenant] -= 1
         served[queued.tenant] += queued.cost
         assert max(served.values()) - min(served.values()) <= 2 * 20
+
+
+class Site:
+    """Places for streams; requests take them when they are admitted, and give them back when they end."""
+
+    def __init__(self, num_places: int, *, share: float) -> None:
+        self.num_places = num_places
+        self.now = 0.0
+        self.waiting: list[QueuedRequest] = []
+        self.running: list[QueuedRequest] = []
+        self._share = share
+        self.queue = AdmissionQueue(max_waiting=1000, share=lambda: share, free=self.free)
+
+    def free(self) -> Places:
+        taken = sum(queued.places.num_streams for queued in self.running)
+        return Places(self.num_places - taken, 1000)
+
+    def add(self, tenant: str, size: int, priority: int) -> None:
+        queued = QueuedRequest(tenant, priority, float(size), places=Places(size, 0))
+        self.queue.add(queued, within_s=_LONG_S, now=self.now)
+        self.waiting.append(queued)
+
+    def end(self, at: int) -> None:
+        self.queue.release(self.running.pop(at % len(self.running)))
+
+    def run(self) -> None:
+        was_idle = not self.running
+        self.queue.run(self._take, now=self.now)
+        assert len(self.queue) == sum(queued.priority < OFFLINE for queued in self.waiting)
+        assert not (was_idle and self.waiting and not self.running), "all places are free, and requests wait"
+        for tenant in "abc":
+            held = self.queue.held.get(tenant, NO_PLACES).num_streams
+            assert held == sum(queued.places.num_streams for queued in self.running if queued.tenant == tenant)
+
+    def _take(self, queued: QueuedRequest) -> bool:
+        own, more, free = self.queue.held.get(queued.tenant, NO_PLACES), queued.places, self.free()
+        most = self._share * (own.num_streams + free.num_streams)
+        assert not own.num_streams or self._share == 1 or own.num_streams + more.num_streams <= most
+        online = [other for other in self.waiting if other.priority < OFFLINE]
+        if queued.priority >= OFFLINE:
+            assert queued.tenant not in {other.tenant for other in online}
+            assert all(self.queue.is_at_share(other.tenant) for other in online)
+        if more.num_streams > free.num_streams:
+            return False
+        self.waiting.remove(queued)
+        self.running.append(queued)
+        return True
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.sampled_from("abc"), st.integers(1, 4), st.sampled_from([0, 1, OFFLINE])),
+            st.tuples(st.sampled_from(["end", "remove", "pass"]), st.integers(0, 30)),
+        ),
+        max_size=60,
+    ),
+    st.integers(4, 12),
+    st.sampled_from([0.5, 0.75, 1.0]),
+)
+def test_requests_are_admitted_within_shares_and_each_one_in_the_end(
+    moves: list[tuple[Any, ...]], num_places: int, share: float
+) -> None:
+    site = Site(num_places, share=share)
+    for move in moves:
+        match move:
+            case ("add", tenant, size, priority):
+                site.add(tenant, size, priority)
+            case ("end", at) if site.running:
+                site.end(at)
+            case ("remove", at) if site.waiting:
+                site.queue.remove(site.waiting.pop(at % len(site.waiting)), now=site.now)
+            case ("pass", at):
+                site.now += at / 10
+        site.run()
+    for _ in range(10_000):
+        if not (site.running or site.waiting):
+            break
+        if site.running:
+            site.end(0)
+        site.now += 0.5
+        site.run()
+    assert not site.waiting, "requests that never had their turn"
+    assert (len(site.queue), site.queue.num_at_share, site.queue.held) == (0, 0, {})
+    assert site.queue.changes_at() is None and not site.queue.is_held_up

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.tenant_share import NO_PLACES, Places, is_within_share, most_choices
+from router.routing.admission import is_within_share, most_choices
+from router.routing.fair_queue import NO_PLACES, Places
 
 _shares = st.sampled_from([0.25, 0.5, 0.75, 0.9])
 _arrivals = st.lists(
@@ -69,7 +70,6 @@ def test_a_prompt_that_is_larger_than_any_share_can_come_in_beside_little_ones()
     own, free = Places(1, 5), Places(7, 95)
     assert is_within_share(own, Places(1, 70), free, share=0.75)
     assert is_within_share(own, Places(1, 80), free, share=0.75), "it never could"
-    assert not is_within_share(own, Places(1, 80), free, share=0.75, is_on_its_way=True), "one at a time"
     own, free = Places(2, 70), Places(6, 30)
     assert not is_within_share(own, Places(1, 20), free, share=0.75)
 

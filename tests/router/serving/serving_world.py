@@ -15,7 +15,6 @@ from router.generation import Arrived, Generation
 from router.routing.chooser import Chooser
 from router.routing.cost_policy import CostPolicy
 from router.serving.core import RouterCore
-from router.serving.dispatch import Dispatch
 from router.serving.replicas import Replicas
 from router.telemetry.metrics import Metrics
 from tests.router.serving.fake_worker import MAX_CONTEXT, VOCAB_SIZE, FakeWorker, next_token, told_of_prompt
@@ -100,7 +99,7 @@ class World:
         self._loop = asyncio.get_running_loop()
         self.replicas = Replicas(lambda member: self.workers[member.replica])
         self.metrics = Metrics()
-        dispatch = Dispatch(
+        self.core = RouterCore(
             self.replicas,
             Chooser(CostPolicy(prefix_fetches=True), max_local_tokens=2),
             model="model",
@@ -111,7 +110,6 @@ class World:
             metrics=self.metrics,
             tenant_share=lambda: self.tenant_share,
         )
-        self.core = RouterCore(dispatch)
         self._loops = [
             asyncio.create_task(self.core.rebalance_forever()),
             asyncio.create_task(self.core.back_up_forever(every=4)),
@@ -221,10 +219,10 @@ class World:
         self.check()
         assert all(client.is_over for client in self.clients), "a request that never ends"
         assert self.core.num_running == 0
-        assert not self.core.dispatch.held, f"{self.core.dispatch.held} are held for nobody"
+        assert not self.core.admission.held, f"{self.core.admission.held} are held for nobody"
         for replica in self.replicas:
-            booked = replica.pending_tokens, replica.num_requests, replica.promised_blocks, replica.promised_streams
-            assert booked == (0, 0, 0, 0), f"{replica.id}: booked {booked} for nobody"
+            reserved = replica.pending_tokens, replica.num_requests, replica.promised_blocks, replica.promised_streams
+            assert reserved == (0, 0, 0, 0), f"{replica.id}: reserved {reserved} for nobody"
             assert replica.num_subscribed == 0, f"{replica.id}: a stream that nobody needs"
         for worker in self._well():
             assert worker.num_held() == 0, f"{worker.name}: a call that nobody ended"

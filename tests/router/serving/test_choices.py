@@ -24,7 +24,7 @@ def _choices(number: int = 1, *, has_prefill: bool = True) -> tuple[Choices, Req
 
 async def _emitted(state: RequestState) -> dict[int, list[int]]:
     """What has gone to the client since."""
-    taken = await anext(state.outbox) if state.outbox.num_waiting else {}
+    taken = await anext(state.responses) if state.responses.num_waiting else {}
     return {choice: [token.token_id for token in tokens] for choice, tokens in taken.items()}
 
 

@@ -38,14 +38,14 @@ def _ask(world: World, number: int, *, max_tokens: int = 300, priority: int = 0)
 async def _full(world: World, *, share: float = 0.5) -> AsyncIterator[tuple[FakeWorker, FakeWorker]]:
     """Others have all places of the decode replica until the block ends."""
     prefill, decode = await _deployed(world, share=share)
-    booked = (0, _MAX_RUNNING, 0, _MAX_RUNNING)
-    _seen(world, decode).book(*booked)
+    reserved = (0, _MAX_RUNNING, 0, _MAX_RUNNING)
+    _seen(world, decode).reserve(*reserved)
     yield prefill, decode
-    _seen(world, decode).book(*(-amount for amount in booked))
+    _seen(world, decode).reserve(*(-amount for amount in reserved))
 
 
 def _waiting(world: World) -> int:
-    return world.core.dispatch.num_waiting
+    return world.core.admission.num_waiting
 
 
 def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_room() -> None:
@@ -55,7 +55,7 @@ def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_
             await until(lambda: sum(bool(client.received) for client in local_decodes) == _GUESTS)
             assert len(prefill.running()) <= _GUESTS and _seen(world, prefill).promised_streams == _GUESTS
             assert _waiting(world) == 1, "beyond its share it computes prompts only"
-            assert b"\nprefill_answers_total 3.0" in world.metrics.render()
+            assert b"\nxpyd_local_decodes_total 3.0" in world.metrics.render()
 
     scenarios.play(play, 0)
 
@@ -65,7 +65,7 @@ def test_why_is_told_with_what_waiting_would_have_cost() -> None:
         async with _full(world) as (prefill, decode):
             [local_decode] = _ask(world, 1)
             await until(lambda: local_decode.received)
-        [attempt] = world.core.dispatch.decisions.explain(local_decode.request.id)[local_decode.request.id]
+        [attempt] = world.core.decisions.explain(local_decode.request.id)[local_decode.request.id]
         taken, *others = attempt["options"]
         assert (taken["prefill"], taken["decode"], taken["wait_s"]) == (None, prefill.name, 0.0)
         assert {(option["decode"], option["wait_s"] > 0) for option in others} == {(decode.name, True)}
@@ -77,11 +77,11 @@ def test_why_is_told_with_what_waiting_would_have_cost() -> None:
 def test_where_waiting_is_cheaper_it_waits() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
-            _seen(world, prefill).book(0, 20, 0, 0)  # prompts, each of which it would delay
+            _seen(world, prefill).reserve(0, 20, 0, 0)  # prompts, each of which it would delay
             _ask(world, 1)
             await pass_time(0.05)
             assert _waiting(world) == 1 and not prefill.running()
-            _seen(world, prefill).book(0, -20, 0, 0)
+            _seen(world, prefill).reserve(0, -20, 0, 0)
 
     scenarios.play(play, 0)
 
@@ -91,7 +91,7 @@ def test_answers_come_however_long_there_has_been_no_decode_replica() -> None:
         world.local_decode_share = 0.5
         world.add(Role.PREFILL)
         await pass_time(0.1)
-        availability = world.core.dispatch.availability
+        availability = world.core.replicas.availability
         assert availability.look() is None, "somebody answers"
         await pass_time(QUEUE_S + 1)
         [client] = _ask(world, 1)
@@ -117,7 +117,7 @@ def test_answers_come_where_there_is_no_decode_replica() -> None:
         world.local_decode_share = 0.5
         prefill = world.add(Role.PREFILL)
         await pass_time(0.1)
-        assert world.core.dispatch.may_answer()
+        assert world.core.replicas.may_answer()
         clients = _ask(world, 2 * _GUESTS)
         await until(lambda: len(prefill.running()) == _GUESTS)
         await until(lambda: all(client.is_over for client in clients))
@@ -131,13 +131,13 @@ def test_the_model_is_not_away_while_prefill_replicas_answer() -> None:
         world.local_decode_share = 0.5
         prefill = world.add(Role.PREFILL)
         await until(lambda: world.replicas.usable(Role.PREFILL))
-        assert world.core.dispatch.availability.look() is None
+        assert world.core.replicas.availability.look() is None
         await pass_time(2 * QUEUE_S)
         [client] = _ask(world, 1)
         await until(lambda: client.is_over)
         assert client.error is None
         prefill.drain()
-        await until(lambda: world.core.dispatch.availability.look() is not None)
+        await until(lambda: world.core.replicas.availability.look() is not None)
 
     scenarios.play(play, 0)
 

@@ -12,14 +12,12 @@ from core.types.errors import ReplicaLost
 from core.types.handoff import Handoff
 from core.types.request import SampledToken, SequenceRequest
 from router.serving.attempt import Attempt
-from router.serving.attempt_tasks import AttemptTasks
-from router.serving.choices import Choices
+from router.serving.choices import AttemptTasks, Choices
 from router.serving.decode_streams import DecodeStreams
-from router.serving.dispatch import Dispatch
 from router.serving.move import ChoiceMove
-from router.serving.pair import Booking, PromptBooking
 from router.serving.replica import Replica, TokenSink
 from router.serving.request_state import RequestState
+from router.serving.reservations import PromptReservation, Reservation, Reservations
 from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.scenarios import SCENARIOS, Scenario, play
 
@@ -93,13 +91,13 @@ _FAULTS: dict[str, Fault] = {
     "another prefill replica gets the same epoch": (FakeWorker, "prefill", _same_epoch),
     "a choice that has ended is not struck off": (Choices, "finish", lambda self, choice: None),
     "a lost replica is not heard of": (Replica, "subscribe", _lost_without_a_word),
-    "a booking is not given back": (Booking, "end", lambda self: None),
-    "a prompt is expected for ever": (PromptBooking, "end", lambda self, is_computed=False: None),
+    "a reservation is not given back": (Reservation, "end", lambda self: None),
+    "a prompt is expected for ever": (PromptReservation, "end", lambda self, is_computed=False: None),
     "streams stay subscribed": (DecodeStreams, "close", lambda self: None),
     "what a frame brings counts twice": (Replica, "subscribe", _hand_on_twice),
     "what an attempt has done is kept": (AttemptTasks, "close", _keep_them),
     "who has failed is chosen again": (Attempt, "blamed", property(lambda self: set())),
-    "no other prefill replica is asked": (Dispatch, "another_prefill", lambda self, request, pair, avoid: None),
+    "no other prefill replica is asked": (Reservations, "another_prefill", lambda self, request, pair, avoid: None),
 }
 
 

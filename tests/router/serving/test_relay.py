@@ -9,7 +9,7 @@ import pytest
 
 from core.types.request import Role, Sampling, SequenceRequest
 from router.generation import RequestRoute
-from router.serving.dispatch import Dispatch
+from router.serving.reservations import Reservations
 from tests.router.serving.serving_world import World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
@@ -18,10 +18,10 @@ def test_an_answer_is_counted_though_its_client_leaves_with_the_last_token(monke
     """The doors do: they need nothing after the last finish reason. Answers still to come are predicted by these."""
     counted: list[int] = []
 
-    def count(dispatch: Dispatch, num_tokens: Iterable[int]) -> None:
+    def count(reservations: Reservations, num_tokens: Iterable[int]) -> None:
         counted.extend(num_tokens)
 
-    monkeypatch.setattr(Dispatch, "finished", count)
+    monkeypatch.setattr(Reservations, "finished", count)
 
     async def ask() -> int:
         world = World(Random(0))

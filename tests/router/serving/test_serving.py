@@ -2,7 +2,7 @@
 
 However requests are killed, moved, refused, delayed and copied: each choice gets the tokens that the model says,
 once and in order, and one end; a request fails only where nobody could have answered it, or its time is up; and when
-all is over nothing is left of it anywhere, neither leases, streams, bookings nor tasks.
+all is over nothing is left of it anywhere, neither leases, streams, reservations nor tasks.
 """
 
 from __future__ import annotations

@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from core.process.supervisor import Supervisor
 from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.errors import DeployError
-from router.routing.chooser import Chooser
-from router.routing.cost_policy import CostPolicy
-from router.serving.dispatch import Dispatch
 from router.serving.replicas import Replicas
 from router.serving.worker import Worker
-from router.telemetry.metrics import Metrics
 from router.telemetry.traffic import TrafficRecord
 from router.telemetry.traffic_reporter import TrafficReporter
 from tests.router.serving.virtual_time import VirtualTimeLoop
@@ -41,7 +37,7 @@ def test_a_controller_of_another_life_is_told_everything_once() -> None:
 
         for _ in range(3):
             record.arrived([1, 2, 3], salt="", num_choices=1, ttft_s=lambda: 0.0)
-        reporter = TrafficReporter(record, _dispatch(), answered=shown.append)
+        reporter = TrafficReporter(record, _replicas(), num_waiting=lambda: 0, answered=shown.append)
         task = asyncio.create_task(reporter.report_forever(tell))
         await over.wait()
         task.cancel()
@@ -54,17 +50,8 @@ def test_a_controller_of_another_life_is_told_everything_once() -> None:
     assert [decisions[0].text for decisions in shown] == ["1P1D -> 2P1D"] * 5
 
 
-def _dispatch() -> Dispatch:
+def _replicas() -> Replicas:
     def connect(member: object) -> Worker:
         raise AssertionError("there is no replica")
 
-    return Dispatch(
-        Replicas(connect, tasks=Supervisor()),
-        Chooser(CostPolicy(prefix_fetches=True), max_local_tokens=0),
-        model="model",
-        block_size=16,
-        vocab_size=100,
-        queue_s=1.0,
-        max_waiting=1,
-        metrics=Metrics(),
-    )
+    return Replicas(connect, tasks=Supervisor())

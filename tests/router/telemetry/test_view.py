@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,13 @@ def _view(replicas: list[FakeSeenReplica], flows: Flows | None = None) -> Router
         decisions=Decisions(),
         flows=flows or Flows(),
     )
+
+
+def shown_replicas(statuses: Mapping[str, Status]) -> list[dict[str, Any]]:
+    """Return the replicas as a router shows them. statuses: by the name of the replica."""
+    seen = [FakeSeenReplica(id, Role(id.partition("-")[0]), status=status) for id, status in statuses.items()]
+    shown: list[dict[str, Any]] = _view(seen).now()["replicas"]
+    return shown
 
 
 def test_replicas_that_come_and_go_are_told_once() -> None:

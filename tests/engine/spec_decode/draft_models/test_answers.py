@@ -16,9 +16,8 @@ from engine.cpu.library import open_kernels
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.runner.runner import ModelRunner
-from engine.spec_decode.draft_models.draft_model import DraftModel
-from engine.spec_decode.draft_models.own_layers import OwnLayers
-from engine.spec_decode.proposer import Computing
+from engine.spec_decode.draft_models.draft_model import DraftModel, OwnLayers
+from engine.spec_decode.proposer import ModelProposer
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import (
     AMPLE,
@@ -61,7 +60,7 @@ def runner(model_dir: Path, make_runner: MakeRunner) -> ModelRunner:
 def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path, make_runner: MakeRunner) -> Drafts:
     """Of a smaller model; of one that is always right; of layers of its own."""
 
-    def computing(blocks: BlockManager) -> Computing:
+    def models(blocks: BlockManager) -> ModelProposer:
         if request.param == "self":
             return OwnLayers(runner, blocks, before_writing=lambda: None)
         own = first_layers(model_dir, 2) if request.param == "draft" else model_dir
@@ -69,8 +68,8 @@ def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path,
 
     def drafting(blocks: BlockManager) -> Speculation:
         """By a clock of its own: else it depends on the machine's whether anybody is worth asking."""
-        asked, clock = {"m": computing(blocks)}, partial(next, count(step=1e-3))
-        return Speculation({}, computing=asked, max_tokens=6, vocab_size=VOCAB_SIZE, clock=clock)
+        asked, clock = {"m": models(blocks)}, partial(next, count(step=1e-3))
+        return Speculation({}, models=asked, max_tokens=6, vocab_size=VOCAB_SIZE, clock=clock)
 
     return drafting
 
@@ -100,7 +99,7 @@ def test_the_same_model_is_right_at_any_temperature(
     ask = [Asked(prompt, one) for prompt, one in zip(prompts(11, 12, 30), samplings, strict=True)]
     expected = answers(runner, ask)
     draft = DraftModel(make_runner(model_dir), vocab_size=VOCAB_SIZE)
-    speculation = Speculation({}, computing={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE)
+    speculation = Speculation({}, models={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE)
     found = answers(runner, ask, speculation=speculation)
     compare(found, expected)
     counts = speculation.counts["draft"]
@@ -114,7 +113,7 @@ def test_who_leaves_early_changes_nothing_and_keeps_nothing(
 ) -> None:
     expected = answers(runner, asked)
     draft = DraftModel(make_runner(first_layers(model_dir, 2), num_blocks=256), vocab_size=VOCAB_SIZE)
-    speculation = Speculation({}, computing={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE)
+    speculation = Speculation({}, models={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE)
     draft_blocks = draft.tables.blocks
     check_with_leavers(
         runner, asked, expected, speculation, blocks=BlockManager(200), after_step=draft_blocks.check_integrity
@@ -153,11 +152,11 @@ def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
     expected = answers(runner, asked)
 
     def drafts(blocks: BlockManager) -> Speculation:
-        computing = {
+        models = {
             "draft": DraftModel(smaller, vocab_size=VOCAB_SIZE),
             "self": OwnLayers(runner, blocks, before_writing=lambda: None),
         }
-        return Speculation({}, computing=computing, max_tokens=6, vocab_size=VOCAB_SIZE)
+        return Speculation({}, models=models, max_tokens=6, vocab_size=VOCAB_SIZE)
 
     found = answers(runner, asked, speculation=drafts)
     assert found.tokens == expected.tokens and found.num_accepted > 10

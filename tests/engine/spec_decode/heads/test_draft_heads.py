@@ -24,8 +24,8 @@ from engine.cpu.library import open_kernels
 from engine.engine import SchedulerConfig
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
+from engine.spec_decode.draft_models.draft_sampler import DraftSampler
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
-from engine.spec_decode.draft_models.sampled_drafts import DrawnTokens
 from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.speculation import Speculation
@@ -98,7 +98,7 @@ class Checked:
     """Implements Proposer: asked for every row of every step, it looks whether heads say what they are to say."""
 
     def __init__(self, case: Case) -> None:
-        self._case, self._heads = case, HeadProposer(case.runner, DrawnTokens(learns=False))
+        self._case, self._heads = case, HeadProposer(case.runner, DraftSampler(learns=False))
         self.num_checked = 0
         self.num_empty = 0
 
@@ -171,7 +171,7 @@ def _drawn(sequence: Sequence) -> Choice:
     """As the sequence's own tokens are drawn."""
 
     def choose(logits_V: torch.Tensor, place: int) -> int:
-        (drawn,) = DrawnTokens().draw(logits_V[None], [sequence], place)
+        (drawn,) = DraftSampler().draw(logits_V[None], [sequence], place)
         assert drawn
         return drawn[0]
 

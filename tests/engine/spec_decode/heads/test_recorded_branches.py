@@ -20,8 +20,8 @@ from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
+from engine.spec_decode.draft_models.draft_sampler import DraftSampler
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
-from engine.spec_decode.draft_models.sampled_drafts import DrawnTokens
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import AMPLE, AnswerText, Asked, Branching, answers, num_in_branches
 from tests.engine.counted_replays import FakeReplays
@@ -77,7 +77,7 @@ class _Overheard:
     heads keep waits while blocks are copied for branches."""
 
     def __init__(self, runner: ModelRunner, tree: Branching) -> None:
-        self._heads = HeadProposer(runner, DrawnTokens(learns=False))
+        self._heads = HeadProposer(runner, DraftSampler(learns=False))
         self._tree = tree
         self._num_looks = 0
         self.said: dict[tuple[str, int, int], list[int]] = {}  # by request, choice and number of tokens

@@ -1,0 +1,258 @@
+"""`cluster plan`: the cheapest topology that keeps an SLO, with its roles apart or together; or how much context fits,
+or what drafts would give."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
+from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
+from core.trace.trace import read_trace
+from core.types.errors import SpecError
+
+if TYPE_CHECKING:
+    from core.spec.schema import Spec
+    from planner.simulator.candidate import Candidate
+    from planner.simulator.plan import CapacityPlan
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_4_BITS = 4.5 / 8  # bytes of a weight in 4 bits, with a scale of 16 bits for every 32
+_CONTEXTS = (2048, 8192, 32_768, 131_072)
+
+
+def plan(
+    trace: Annotated[Path | None, typer.Option(help="Requests to plan for.")] = None,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Until a request's first token.")] = 2000.0,
+    slo_itl_ms: Annotated[float, typer.Option(help="Mean time between a request's tokens.")] = 25.0,
+    good: Annotated[float, typer.Option(min=0, max=1, help="The share of requests that must keep both.")] = 0.95,
+    max_replicas: Annotated[int, typer.Option(min=2, help="Give up beyond so many.")] = 16,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Of the trace, only the first so many.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens; default: the spec's.")] = None,
+    host_tokens: HostTokens = 0,
+    speedup: Speedup = 1.0,
+    profile: ProfileName = None,
+    drafts: DraftsOption = None,
+    draft_pass_ms: DraftPass = 0.0,
+    spec: Annotated[str, typer.Option(help="A spec to start from: model, KV, resources, limits.")] = "1P1D",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as a spec.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the frontier: a .png or .svg; needs matplotlib.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Only the KV memory of --spec; no trace.")] = False,
+    speculation: Annotated[
+        bool, typer.Option("--speculation", help="Only what --drafts would give at --context; no trace.")
+    ] = False,
+    context: Annotated[int, typer.Option(min=0, help="Of --speculation: tokens that each answer has.")] = 2048,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Find the cheapest topology that keeps an SLO on a trace: xPyD, or 0PyD, where decode replicas compute their
+    prompts themselves. Exit code 1 when none within --max-replicas does."""
+    if memory:
+        report = _memory(spec)
+        print(json.dumps(report, indent=1) if as_json else _memory_table(report))
+        return
+    if speculation:
+        simulator = Simulator(profile, drafts, draft_pass_ms)
+        lines = draft_lines(simulator.profile, context=context)
+        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{simulator.said}")
+        return
+    if trace is None:
+        raise SpecError("name a --trace to plan for, or --memory, or --speculation")
+    from core.spec.loader import load_spec
+    from planner.simulator.fleet_setup import FleetSetup
+    from planner.simulator.plan import make_plan
+
+    simulator = Simulator(profile, drafts, draft_pass_ms)
+    overrides = [f"kv.block_size={block_size}"] if block_size is not None else []
+    given = load_spec(spec, overrides=overrides)
+    if simulator.profile.kv.pool_tokens < given.kv.block_size:
+        raise SpecError(f"--block-size {given.kv.block_size}: a replica has {simulator.profile.kv.pool_tokens} tokens")
+    setup = FleetSetup(
+        **pools_of(given),
+        policy="cost",
+        block_size=given.kv.block_size,
+        kv_tokens=simulator.profile.kv.pool_tokens,
+        host_tokens=host_tokens,
+        prefix_fetches=True,
+    )
+    found = make_plan(
+        setup,
+        simulator.profile,
+        read_trace(trace, speedup=speedup, max_requests=max_requests),
+        slo_ttft_s=slo_ttft_ms / 1e3,
+        slo_itl_s=slo_itl_ms / 1e3,
+        good_share=good,
+        max_replicas=max_replicas,
+        tried=lambda c: print(f"{_name(c)}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),
+    )
+    if plot:
+        from planner.simulator.plot import plot as draw
+
+        draw(found, plot, good_share=good)
+    if output and found.best:
+        output.write_text(_as_spec(spec, overrides, given, found.best, threads=simulator.profile.threads))
+    print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.said))
+    raise typer.Exit(0 if found.best else 1)
+
+
+def _as_spec(source: str, overrides: list[str], given: Spec, best: Candidate, *, threads: int) -> str:
+    """`source` with the plan's pools, as YAML that `cluster deploy` takes. threads: of the profile's replica."""
+    import yaml
+
+    from core.spec.loader import load_spec
+
+    sizes = [*overrides, f"prefill.replicas={best.num_prefill}", f"decode.replicas={best.num_decode}"]
+    if best.decode_batch_tokens != given.decode.max_batch_tokens:
+        sizes.append(f"decode.max_batch_tokens={best.decode_batch_tokens}")
+    for role, wanted in (("prefill", best.prefill_threads), ("decode", best.decode_threads)):
+        if wanted != threads:
+            sizes.append(f"{role}.resources.cpus={wanted}")
+    spec = load_spec(source, overrides=sizes)
+    return yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+
+
+def _as_tree(found: CapacityPlan) -> dict[str, Any]:
+    def tree(candidate: Candidate) -> dict[str, Any]:
+        return {"topology": candidate.topology} | asdict(candidate)
+
+    return {
+        "best": tree(found.best) if found.best else None,
+        "same_resources": {
+            "apart": tree(found.apart),
+            "colocated": tree(found.colocated),
+            "better": _better(found)[0].topology,
+        },
+        "frontier": [tree(candidate) for candidate in found.frontier],
+        "tried": [tree(candidate) for candidate in found.tried],
+    }
+
+
+def _table(found: CapacityPlan, *, times: str) -> str:
+    from cluster.cli.console import columns
+
+    titles = ["", "TOPOLOGY", "THREADS", "CHUNK", "USD/H", "WITHIN SLO", "GOODPUT/s"]
+    rows = [[*titles, "TTFT P50 ms", "P99", "ITL P50 ms", "P99", "REUSED"]]
+    shown = [*found.frontier, *(c for c in (found.apart, found.colocated) if c not in found.frontier)]
+    for c in shown:
+        mark = "*" if c == found.best else ""
+        threads = str(c.decode_threads) if c.is_colocated else f"{c.prefill_threads}+{c.decode_threads}"
+        shape = [c.topology, threads, str(c.decode_batch_tokens) if c.is_colocated else "-", f"{c.usd_per_hour:.2f}"]
+        times_ms = [f"{c.ttft_p50_ms:,.0f}", f"{c.ttft_p99_ms:,.0f}", f"{c.itl_p50_ms:,.1f}", f"{c.itl_p99_ms:,.1f}"]
+        rows.append([mark, *shape, f"{c.good_share:.1%}", f"{c.goodput_rps:.2f}", *times_ms, f"{c.reuse_share:.1%}"])
+    best = f"{_name(found.best)} is the cheapest" if found.best else "nothing tried is enough"
+    return f"{columns(rows)}\n{_comparison(found)}\n{best}; {times}"
+
+
+def _comparison(found: CapacityPlan) -> str:
+    """One sentence."""
+    better, other = _better(found)
+    how = "keeps its prompts apart" if other.is_colocated else "does both on each replica"
+
+    def said(c: Candidate) -> str:
+        return f"{c.good_share:.1%}, {c.goodput_rps:.2f}/s, P99 {c.ttft_p99_ms:,.0f} and {c.itl_p99_ms:,.1f} ms"
+
+    return (
+        f"of the same resources {_name(better)}, which {how}, serves this SLO better than {_name(other)}: "
+        f"{said(better)} against {said(other)}"
+    )
+
+
+def _better(found: CapacityPlan) -> tuple[Candidate, Candidate]:
+    """And the other one."""
+    pair = sorted((found.apart, found.colocated), key=lambda c: c.merit, reverse=True)
+    return pair[0], pair[1]
+
+
+def _name(c: Candidate) -> str:
+    """With what tells it from others of its topology."""
+    if c.is_colocated:
+        return f"{c.topology} (threads {c.decode_threads}, chunks {c.decode_batch_tokens})"
+    return f"{c.topology} (threads {c.prefill_threads} + {c.decode_threads})"
+
+
+def _memory(source: str) -> dict[str, Any]:
+    from cluster.launch.preflight import check_ranks
+    from core.model import config as model_config
+    from core.model import source as model_source
+    from core.model.draft_heads import load_heads
+    from core.model.draft_source import heads_source
+    from core.model.kv_memory import KVArithmetic
+    from core.spec.loader import load_spec
+    from core.types.request import Role
+    from core.types.role_switch import largest_step
+
+    spec = load_spec(source)
+    config = model_config.load(model_source.resolve(spec.model.source))
+    check_ranks(spec, config)
+    drafts = heads_source(spec)
+    heads = load_heads(drafts.heads, drafts.directory, config) if drafts and drafts.heads else None
+    pools = {}
+    for role in Role:
+        pool = spec.pool(role)
+        if pool.kv_memory_gib is None and pool.resources.gpus:
+            raise SpecError(f"{role}.kv_memory_gib: say how much; what a GPU has free is known only on that GPU")
+        own = spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype
+        by_dtype = {
+            dtype: KVArithmetic(
+                config=config,
+                dtype=dtype,
+                block_size=spec.kv.block_size,
+                tensor_parallel=pool.tensor_parallel,
+                memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
+                heads=heads,
+                activations=spec.model.dtype,
+                max_running=largest_step(spec, role)[1],
+            )
+            for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8"))
+        }
+        kv = by_dtype[own]
+        limit = min(config.max_context, spec.model.max_context or config.max_context)
+        contexts = [*(context for context in _CONTEXTS if context < limit), limit]
+        pools[role.value] = {
+            "bytes_per_token": kv.bytes_per_token,
+            "blocks_per_replica": kv.num_blocks,
+            "tokens_per_replica": kv.num_blocks * spec.kv.block_size,
+            "tokens_by_pool_dtype": {name: one.num_blocks * spec.kv.block_size for name, one in by_dtype.items()},
+            "max_batch": {str(context): kv.max_batch(context) for context in contexts},
+        }
+    count = config.num_parameters
+    weights = {spec.model.dtype: count * _ITEM_BYTES[spec.model.dtype], "int8": count, "4 bits": round(count * _4_BITS)}
+    return {
+        "model": spec.model.name,
+        "block_size": spec.kv.block_size,
+        "parameters": count,
+        "weight_bytes": weights,
+        "heads_bytes": _stored_bytes(heads.directory) if heads and heads.kind != "mtp" else 0,  # else the model's own
+        "pools": pools,
+    }
+
+
+def _stored_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def _memory_table(report: dict[str, Any]) -> str:
+    from cluster.cli.console import columns
+
+    sizes = ", ".join(f"{size / 2**30:.2f} GiB in {name}" for name, size in report["weight_bytes"].items())
+    lines = [
+        f"{report['model']}, blocks of {report['block_size']} tokens",
+        f"weights: {report['parameters'] / 1e6:,.0f} million, about {sizes}; each rank has its share",
+    ]
+    if report["heads_bytes"]:
+        lines.append(f"heads that draft: {report['heads_bytes'] / 2**20:,.0f} MiB as they are stored, on each replica")
+    for role, pool in report["pools"].items():
+        lines.append(
+            f"{role}: {pool['bytes_per_token']:,} bytes per token, {pool['blocks_per_replica']:,} blocks"
+            f" = {pool['tokens_per_replica']:,} tokens per replica"
+        )
+        by_dtype = ", ".join(f"{tokens:,} in {name}" for name, tokens in pool["tokens_by_pool_dtype"].items())
+        lines.append(f"  by kv.pool_dtype: {by_dtype}")
+        rows = [["  CONTEXT", "SEQUENCES AT A TIME"]]
+        rows += [[f"  {int(context):,}", f"{batch:,}"] for context, batch in pool["max_batch"].items()]
+        lines.append(columns(rows))
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""`cluster profile`: measure this machine for the simulator."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import platform
+import secrets
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli.connection import find_state, join_controller
+from cluster.cli.deploy import Name
+from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from cluster.cli.planning import model_options as options
+from core.types.errors import ClusterError, SpecError
+
+if TYPE_CHECKING:
+    from core.types.step_timing import StepTiming
+    from core.wire.client_access import EndpointAccess
+
+_PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
+_LATENCY_S = 0.003  # of a link, where it is not measured
+_SHORT, _NUM_SHORT = 64, 9  # tokens; prompts that tell what a request takes beside its steps
+_COPY_BYTES, _NUM_COPIES = 1 << 20, 512
+
+
+def profile(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file to write.")],
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.ModelDType = options.DEFAULT_DTYPE,
+    weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
+    pool_dtype: options.PoolDType = "auto",
+    wire_dtype: options.WireDType = "fp8_e4m3",
+    kv_memory_gib: Annotated[float, typer.Option(min=0.001, help="Of one replica, as in a spec.")] = 1.0,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads of one replica.")] = 1,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="How many may step at the same time; default: two per processor.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement of a step.")] = 1.0,
+    live: Annotated[
+        bool, typer.Option("--live", help="Instead: what a deployment has learnt under its last load.")
+    ] = False,
+    name: Name = None,
+    endpoint: Annotated[str | None, typer.Option(help="http://HOST:PORT of a router, for --live.")] = None,
+    admin: Annotated[str | None, typer.Option(help="And HOST:PORT at which it answers operators.")] = None,
+    usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="What one replica costs, for `cluster plan`.")] = 1.0,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Measure how long a model's steps take on this machine, and what its links carry, for `cluster simulate`.
+
+    Starts processes that each hold the model and do what replicas do: prompts and decoding of several sizes, alone
+    and side by side, and KV from one to another. Takes a minute or two; nothing else should run meanwhile.
+    """
+    from core.model.source import resolve
+    from planner.simulator.profile import Profile
+
+    model_dir = resolve(model)
+    of = {"dtype": dtype, "weights": weights, "pool_dtype": pool_dtype, "threads": threads}
+    if live:
+        steps = _learned(*_router(name, endpoint, admin, api_key))
+    else:
+        count = replicas or 2 * (os.cpu_count() or 1)
+        steps = _measured(model_dir, of, wire_dtype=wire_dtype, num_replicas=count, seconds=seconds)
+    kv = _kv(model_dir, dtype=dtype, pool_dtype=pool_dtype, wire_dtype=wire_dtype, kv_memory_gib=kv_memory_gib)
+    words = ", ".join(f"{key} {value}" for key, value in of.items())
+    machine = f"{os.cpu_count()} processors, {platform.processor() or platform.machine()}"
+    derivation = [
+        f"On {datetime.date.today()}, {machine}; {model}, wire {wire_dtype}, {words}.",
+        *steps.pop("derivation"),
+        "host_bytes_per_s: copies of 1 MiB within memory. usd_per_hour: as asked for.",
+    ]
+    tree = {"name": output.stem, "origin": "measured", "derivation": derivation, **steps, "kv": kv}
+    tree |= {"host_bytes_per_s": _copied_bytes_per_s(), "usd_per_hour": usd_per_hour}
+    output.write_text(Profile.model_validate(tree).model_dump_json(indent=1) + "\n")
+    print(_table(tree))
+
+
+def _measured(
+    model_dir: Path, of: dict[str, Any], *, wire_dtype: str, num_replicas: int, seconds: float
+) -> dict[str, Any]:
+    from engine.tools.step_profile import profile_steps
+
+    _say(f"steps of {model_dir.name}, alone and by up to {num_replicas} replicas at a time")
+    measured = profile_steps(model_dir, **of, num_replicas=num_replicas, seconds=seconds)
+    wider = []
+    for width in _widths(of["threads"]):
+        _say(f"the same by one replica of {width * of['threads']} threads")
+        wide = profile_steps(model_dir, **of | {"threads": width * of["threads"]}, num_replicas=1, seconds=seconds)
+        wider.append({"width": width} | _steps(wide["prefill"], wide["decode"]))
+    _say("KV from process to process")
+    return {
+        "derivation": [
+            "steps: least squares over prompts of several lengths; decode_steps: over several batches and contexts.",
+            "slowdown: mean over prompts and decoding of the time beside others, over the time alone.",
+            "wider: the same as steps and decode_steps, of one replica with so many times the threads, alone.",
+            "link: transfers of two prompts with nothing to hide behind, packing and checking included.",
+        ],
+        **_steps(measured["prefill"], measured["decode"]),
+        "threads": of["threads"],
+        "wider": wider,
+        "slowdown": measured["slowdown"],
+        "link": _link(model_dir, dtype=of["dtype"], wire_dtype=wire_dtype, threads=of["threads"]),
+    }
+
+
+def _widths(threads: int) -> list[int]:
+    """Twice the threads, and so on, as long as this machine has the processors."""
+    most = (os.cpu_count() or 1) // threads
+    return [1 << n for n in range(1, most.bit_length())]
+
+
+def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
+    return {"steps": asdict(prefill) | {"context_s": decode.context_s}, "decode_steps": asdict(decode)}
+
+
+def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    from cluster.bench.learned_rates import learned_rates
+    from core.types.request import Role
+    from planner.simulator.learnt_drafts import by_place
+
+    learned = learned_rates(replicas)
+    drafts = by_place(learned.drafted, learned.accepted, num_steps=learned.num_row_steps)
+    prefill, decode = learned.steps[Role.PREFILL], learned.steps[Role.DECODE]
+    request_s = max(0.0, asyncio.run(_first_token_s(http, access)) - prefill.prefill_s(_SHORT, after=0, chunk=_SHORT))
+    return {
+        "derivation": [
+            "steps, decode_steps: what the replicas of each pool have learnt of their own steps under their last load,",
+            "whatever else kept the machine busy then included: so there is no slowdown beside others.",
+            "drafts: by place, what the decode replicas have drafted since they started, and what of it was right.",
+            "link: the bytes that links carried while they were at work; its latency is assumed.",
+            f"request_s: the median of {_NUM_SHORT} prompts of {_SHORT} tokens, one by one, less their step.",
+        ],
+        "request_s": request_s,
+        **_steps(prefill, decode),
+        "slowdown": [],
+        "drafts": drafts and drafts.model_dump(),
+        "link": {"latency_s": _LATENCY_S, "bytes_per_s": learned.link_bytes_per_s},
+    }
+
+
+def _router(
+    name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
+) -> tuple[str, EndpointAccess, list[dict[str, Any]]]:
+    """Return the HTTP endpoint of a router, the access to it, and the replicas as that router shows them."""
+    from cluster.launch.router_admin import ask_at, ask_routers
+
+    if (endpoint is None) != (admin is None):
+        raise SpecError("--endpoint and --admin: name both, of the same router")
+    if endpoint and admin:
+        http, access, answers = endpoint, access_to(None, api_key), ask_at(admin, "/debug/view")
+    else:
+        state = find_state(name)
+        if state.joined_ray is None:
+            join_controller(state)
+        http, access, answers = state.http, access_to(state, api_key), ask_routers(state, "/debug/view")
+    if not answers:
+        raise ClusterError("no router answers; see `cluster status`")
+    return http, access, answers[0].json().get("replicas", [])
+
+
+async def _first_token_s(http: str, access: EndpointAccess) -> float:
+    """Of short prompts, one after the other, while nothing else is asked for."""
+    from cluster.bench.endpoints import open_endpoint
+    from cluster.bench.replay import replay
+    from core.trace.trace import TraceRequest
+
+    seed = secrets.randbits(32)  # nothing of these prompts is cached
+    async with open_endpoint(http, access) as target:
+        answers = []
+        for number in range(_NUM_SHORT):
+            request = TraceRequest(number=number, arrival_s=0.0, num_tokens=_SHORT, num_output=2, ids=None)
+            answers += await replay([request], target, seed=seed, timeout_s=60.0)
+    return statistics.median(answer.ttft_s for answer in answers)
+
+
+def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:
+    from core.model import config as model_config
+    from core.model.kv_memory import KVArithmetic
+
+    config = model_config.load(model_dir)
+
+    def of(kind: str) -> KVArithmetic:
+        return KVArithmetic(
+            config=config, dtype=kind, block_size=1, tensor_parallel=1, memory_bytes=kv_memory_gib * 2**30
+        )
+
+    pool = of(dtype if pool_dtype == "auto" else pool_dtype)
+    wire = pool if wire_dtype == "raw" or pool_dtype != "auto" else of(wire_dtype)
+    return {
+        "bytes_per_token": pool.bytes_per_token,
+        "wire_bytes_per_token": wire.bytes_per_token,
+        "num_layers": config.num_layers,
+        "pool_tokens": pool.num_blocks,
+    }
+
+
+def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict[str, float]:
+    """seconds = latency + bytes / rate, through two points."""
+    from kvtransfer.profile.shipped_prompts import ship_prompts
+
+    small, large = ship_prompts(
+        model_dir,
+        _PROMPTS,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        host_link=options.DEFAULT_HOST_LINK,
+        threads=threads,
+    )
+    seconds = (large["transfer_ms"] - small["transfer_ms"]) / 1e3
+    num_bytes = large["wire_bytes"] - small["wire_bytes"]
+    per_byte_s = max(seconds, 1e-6) / num_bytes
+    latency_s = max(0.0, small["transfer_ms"] / 1e3 - small["wire_bytes"] * per_byte_s)
+    return {"latency_s": latency_s, "bytes_per_s": 1 / per_byte_s}
+
+
+def _copied_bytes_per_s() -> float:
+    from kvtransfer.profile.shipped_prompts import copy_in_memory
+
+    return _COPY_BYTES * _NUM_COPIES / copy_in_memory(num_bytes=_COPY_BYTES, count=_NUM_COPIES)
+
+
+def _table(tree: dict[str, Any]) -> str:
+    from cluster.cli.console import columns
+
+    rows = [["", "STEP ms", "TOKEN us", "PAIR ns", "CONTEXT ns"]]
+    kinds = [(tree["steps"], "prompts"), (tree["decode_steps"], "decoding")]
+    for wide in tree.get("wider", []):
+        threads = f"{wide['width'] * tree['threads']} threads"
+        kinds += [(wide["steps"], f"prompts, {threads}"), (wide["decode_steps"], f"decoding, {threads}")]
+    for of, title in kinds:
+        rates = (of["base_s"] * 1e3, of["token_s"] * 1e6, of["pair_s"] * 1e9, of["context_s"] * 1e9)
+        rows.append([title, *(f"{rate:.4g}" for rate in rates)])
+    slowdown = ", ".join(f"{k} at a time {factor:.2f}" for k, factor in enumerate(tree["slowdown"], start=1)) or "none"
+    link = tree["link"]
+    return "\n".join(
+        [
+            columns(rows),
+            f"slowdown: {slowdown}",
+            f"link: {link['latency_s'] * 1e3:.2f} ms + bytes / {link['bytes_per_s'] / 1e6:,.0f} MB/s",
+        ]
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

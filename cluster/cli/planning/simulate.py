@@ -1,0 +1,184 @@
+"""`cluster simulate`: what a topology and a policy would make of a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli.planning.draft_options import DraftPass, DraftsOption, with_drafts
+from core.trace.trace import TraceRequest, read_trace
+from core.types.errors import SpecError
+
+if TYPE_CHECKING:
+    from core.spec.schema import Spec
+    from planner.simulator.fleet_setup import FleetSetup
+
+TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
+ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file, or the name of a shipped profile.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens.")]
+HostTokens = Annotated[int, typer.Option(min=0, help="Of host memory behind each replica.")]
+Speedup = Annotated[float, typer.Option(help="Requests arrive so many times as fast as in the trace.")]
+Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="All lengths times this, such as 1/16.")]
+SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="Limit for a request to count as goodput.")]
+SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="The same, for its mean time between tokens.")]
+PolicyName = Annotated[str, typer.Option(help="cost, prefix, least_loaded, round_robin or a MODULE:NAME of your own.")]
+EvictionName = Annotated[str, typer.Option(help="reuse_value, lru or a MODULE:NAME of your own.")]
+
+_REUSE = "reuse_value"  # "reuse" is its older name here
+
+
+class TraceFormat(StrEnum):
+    MOONCAKE = "mooncake"
+    AZURE = "azure"
+
+
+def simulate(
+    trace: TraceFile,
+    format: Annotated[TraceFormat | None, typer.Option(help="Default: by the file's name.")] = None,
+    topology: Annotated[str | None, typer.Option(help="Such as 8P8D, or a spec file.")] = None,
+    colocated: Annotated[
+        int | None, typer.Option(min=1, help="Instead: so many replicas, each of which does both.")
+    ] = None,
+    policy: PolicyName = "cost",
+    kv_tokens_per_replica: Annotated[int | None, typer.Option(min=1, help="Default: the profile's.")] = None,
+    block_size: BlockSize = 64,
+    host_tokens: HostTokens = 0,
+    fetch: Annotated[bool, typer.Option(help="Policy cost: replicas may fetch blocks from each other.")] = True,
+    eviction: EvictionName = _REUSE,
+    speedup: Speedup = 1.0,
+    scale_tokens: Scale = "1",
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    profile: ProfileName = None,
+    drafts: DraftsOption = None,
+    draft_pass_ms: DraftPass = 0.0,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Replay a trace against simulated replicas: reuse, latencies, goodput, transfers, load.
+
+    The policy, the schedulers, the block manager and the eviction are the ones that serve; only time is simulated.
+    """
+    from planner.simulator.fleet_setup import FleetSetup
+
+    simulator = Simulator(profile, drafts, draft_pass_ms)
+    kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
+    if kv_tokens < block_size:
+        raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: less than a block, which has {block_size}")
+    setup = FleetSetup(
+        **_pools(topology, colocated),
+        policy=policy,
+        block_size=block_size,
+        kv_tokens=kv_tokens,
+        host_tokens=host_tokens,
+        prefix_fetches=fetch and policy == "cost",
+        eviction=_REUSE if eviction == "reuse" else eviction,
+    )
+    requests = read_trace(
+        trace, format=format and format.value, speedup=speedup, scale=scale_tokens, max_requests=max_requests
+    )
+    report = simulator.run(setup, requests, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
+    print(json.dumps(report, indent=1) if as_json else _table(report))
+
+
+class Simulator:
+    """A profile, and simulations with it."""
+
+    def __init__(self, profile: str | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> None:
+        """Raises SpecError when there is no such profile."""
+        from planner.simulator.profile import DEFAULT, load_profile
+
+        self.profile = with_drafts(load_profile(profile or DEFAULT), drafts, draft_pass_ms)
+
+    @property
+    def said(self) -> str:
+        """Whose times these are, and where they were not measured, what measures them."""
+        said = f"times are those of {self.profile.name} ({self.profile.origin})"
+        if self.profile.origin == "measured":
+            return said
+        return f"{said}: `cluster profile -o FILE.json` measures this machine, for --profile FILE.json"
+
+    def run(
+        self,
+        setup: FleetSetup,
+        requests: Sequence[TraceRequest],
+        *,
+        slo_ttft_ms: float | None,
+        slo_itl_ms: float | None,
+    ) -> dict[str, Any]:
+        from planner.simulator.run import simulate
+
+        report = simulate(
+            setup,
+            self.profile,
+            requests,
+            slo_ttft_s=slo_ttft_ms / 1e3 if slo_ttft_ms is not None else None,
+            slo_itl_s=slo_itl_ms / 1e3 if slo_itl_ms is not None else None,
+        )
+        return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
+
+
+def _pools(topology: str | None, colocated: int | None) -> dict[str, Any]:
+    """Those of `pools_of`, for what is deployed."""
+    from core.spec.loader import load_spec
+
+    if (topology is None) == (colocated is None):
+        raise SpecError("name either --topology, such as 8P8D, or --colocated N")
+    if colocated is not None:
+        return {"num_prefill": 0, "num_decode": colocated}
+    assert topology is not None
+    spec = load_spec(topology)
+    if not spec.decode.replicas:
+        raise SpecError(f"{topology}: a topology needs a decode replica")
+    return pools_of(spec)
+
+
+def pools_of(spec: Spec) -> dict[str, Any]:
+    """The fields of FleetSetup that a spec says."""
+    return {
+        "num_prefill": spec.prefill.replicas,
+        "num_decode": spec.decode.replicas,
+        "prefill_batch_tokens": spec.prefill.max_batch_tokens,
+        "decode_batch_tokens": spec.decode.max_batch_tokens,
+        "max_running": spec.decode.max_running,
+        "max_local_tokens": spec.router.max_local_prefill,
+    }
+
+
+def _table(report: dict[str, Any]) -> str:
+    from cluster.cli.console import columns
+
+    rows = [["", "MEAN", "P50", "P90", "P99"]]
+    for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms")):
+        rows.append([title, *(f"{report[key][q]:,.1f}" for q in ("mean", "p50", "p90", "p99"))])
+    load = ", ".join(
+        f"{pool} {share:.0%} busy (busiest {report['imbalance'][pool]:.2f} x mean)"
+        for pool, share in report["utilisation"].items()
+    )
+    return "\n".join(
+        [
+            f"{report['completed']:,} requests in {report['duration_s']:,.0f} s"
+            f" on {report['profile']} ({report['profile_origin']})",
+            f"reused {report['reuse_share']:.2%} of {report['prompt_tokens']:,} prompt tokens",
+            columns(rows),
+            f"goodput {report['goodput_rps']:.2f} requests/s, {report['good_share']:.1%} of all",
+            f"shipped {report['transfer_bytes'] / 1e9:,.1f} GB, pulled {report['pull_bytes'] / 1e9:,.1f} GB",
+            load,
+            *([_drafts_line(report["drafts"])] if "drafts" in report else []),
+            f"decision p50 {report['decision_us']['p50']:.0f} us, p95 {report['decision_us']['p95']:.0f} us"
+            f" · {report['wall_s']:.1f} s",
+        ]
+    )
+
+
+def _drafts_line(drafts: dict[str, float]) -> str:
+    share = f" ({drafts['accepted'] / drafts['drafted']:.0%})" if drafts["drafted"] else ""
+    return (
+        f"drafted {drafts['drafted']:,} tokens, {drafts['accepted']:,} of them right{share};"
+        f" {drafts['tokens_per_row']:.2f} tokens a step and answer"
+    )

@@ -1,0 +1,144 @@
+"""Costs of steps and of proposals in seconds, learned from measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.timing.least_squares import non_negative
+
+_BUCKET = 16  # tokens; matrix products take rows in tiles of this size
+_NUM_BUCKETS = 8  # larger steps count as the last bucket
+_NEW = 0.05  # weight of the newest step
+_PRIOR = 4.0  # steps; weight of the mean of all buckets in each bucket
+_KEEP = 1 - 1 / 512  # weight of a bucket's past at each other step, so that an expensive bucket is tried again
+SAMPLE_EVERY = 4  # steps without drafts; one of them stands for all, because the comparison itself takes time
+
+_KEEP_PROPOSAL = 0.97  # weight of the past at each new proposal
+_MAX_SURPRISE = 2.0  # times the expected seconds; the rest is noise of the machine
+_FIRST_SOLVES, _SOLVE_EVERY = 16, 4  # proposals
+_FORK = 1.0  # tokens; copying a block and adding a row
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost of the next step, in seconds or in any unit proportional to them."""
+
+    plain: float  # without drafts
+    token: float  # each draft token
+    num_tokens: int = 0  # of the step without drafts
+    factors: Seq[float] = (1.0,)  # applied to steps with drafts; see LearnedDraftCost.factors
+    context: float = 0.0  # each position that an additional row reads
+
+    def step(self, num_draft_tokens: int, extra: float = 0.0) -> float:
+        """Return the cost of the step with these draft tokens. extra: further work, counted in tokens."""
+        if not num_draft_tokens:
+            return self.plain
+        return (self.plain + self.token * (num_draft_tokens + extra)) * self.factor(num_draft_tokens)
+
+    def factor(self, num_draft_tokens: int) -> float:
+        return factor_of(self.factors, self.num_tokens + num_draft_tokens)
+
+    def break_even(self, num_rows: int) -> float:
+        """Return the chance above which one more draft token pays, where each row gets one token anyway."""
+        return self.token * num_rows / self.plain
+
+    def fork(self, num_context: int) -> float:
+        """Return the cost of one more row with this context, counted in draft tokens."""
+        return _FORK + self.context * num_context / self.token if self.token else 0.0
+
+
+FREE = StepCost(plain=1.0, token=0.0)  # used until step times are known; drafts everything that may be accepted
+
+
+class LearnedDraftCost:
+    """Ratio of measured to expected step time, with and without drafts. Owned by the step thread."""
+
+    def __init__(self) -> None:
+        self._plain = 1.0
+        self._drafting = 1.0
+        self._steps = [0.0] * _NUM_BUCKETS  # steps with drafts, by bucket
+        self._ratios = [0.0] * _NUM_BUCKETS  # their ratios, summed
+
+    def saw(self, num_tokens: int, ratio: float, *, has_drafts: bool) -> None:
+        """Count one step: ratio is its measured time over the expected time."""
+        ratio = min(2.0, max(0.5, ratio))
+        bucket = _bucket(num_tokens, _NUM_BUCKETS) if has_drafts else -1
+        others = _KEEP if has_drafts else _KEEP**SAMPLE_EVERY
+        for i in range(_NUM_BUCKETS):
+            keep = 1 - _NEW if i == bucket else others
+            self._steps[i] *= keep
+            self._ratios[i] *= keep
+        if has_drafts:
+            self._drafting += _NEW * (ratio - self._drafting)
+            self._steps[bucket] += 1
+            self._ratios[bucket] += ratio
+        else:
+            self._plain += _NEW * (ratio - self._plain)
+
+    def factors(self) -> tuple[float, ...]:
+        """Return, by bucket of step tokens, the time with drafts over the time of an equal step without.
+
+        The mean over all steps is never below 1: planning and verification take time, and noise must not make drafts
+        look free.
+        """
+        each = zip(self._steps, self._ratios, strict=True)
+        known = ((_PRIOR * self._drafting + ratios) / (_PRIOR + steps) for steps, ratios in each)
+        scale = max(self._plain, self._drafting) / self._drafting / self._plain
+        return tuple(ratio * scale for ratio in known)
+
+
+def factor_of(factors: Seq[float], num_tokens: int) -> float:
+    return factors[_bucket(num_tokens, len(factors))]
+
+
+def _bucket(num_tokens: int, num_buckets: int) -> int:
+    return min(num_buckets, -(-num_tokens // _BUCKET)) - 1
+
+
+class ProposalCost(NamedTuple):
+    """Seconds that one call of a model proposer takes."""
+
+    call_s: float
+    depth_s: float  # each place of the longest draft; places follow each other
+    token_s: float  # each computed token of all rows, missing ones included
+
+    def seconds(self, depth: int, num_tokens: float) -> float:
+        return self.call_s + self.depth_s * depth + self.token_s * num_tokens
+
+
+class LearnedProposalCost:
+    """Least squares with forgetting of seconds ~ call + depth · D + token · T.
+
+    Errors count relative to the expected seconds, so that one long prompt does not drown the short calls. The sums
+    are plain Python: called between two steps, when numpy's code is not in the caches.
+    """
+
+    def __init__(self) -> None:
+        self.cost: ProposalCost | None = None  # None before the first call
+        self._num_seen = 0
+        size = len(ProposalCost._fields)
+        self._sums = [[0.0] * size for _ in range(size)]
+        self._targets = [0.0] * size
+
+    def saw(self, depth: int, num_tokens: int, seconds: float) -> None:
+        """Count one call. depth: 0 if it only caught up."""
+        expected = seconds
+        if self.cost:
+            expected = self.cost.seconds(depth, num_tokens) or seconds
+            if self._num_seen > 8:
+                seconds = min(seconds, _MAX_SURPRISE * expected)
+            expected = max(expected, seconds / _MAX_SURPRISE)
+        if expected <= 0:
+            return
+        features = 1.0 / expected, depth / expected, num_tokens / expected
+        for i, one in enumerate(features):
+            kept = zip(self._sums[i], features, strict=True)
+            self._sums[i] = [_KEEP_PROPOSAL * total + one * other for total, other in kept]
+            self._targets[i] = _KEEP_PROPOSAL * self._targets[i] + one * seconds / expected
+        self._num_seen += 1
+        if self._num_seen <= _FIRST_SOLVES or self._num_seen % _SOLVE_EVERY == 0:
+            self.cost = ProposalCost(*non_negative(np.array(self._sums), np.array(self._targets)))

@@ -1,0 +1,409 @@
+"""Reservations of replicas: the choice of a pair, and what a request counts on there before a report shows it.
+
+`router.routing.chooser`, which is pure, decides. This module gathers its inputs and reserves its decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+
+from core.index.prefix_index import Depths, PrefixIndex
+from core.types.errors import (
+    CapacityError,
+    ClusterError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    LayoutMismatch,
+    ReplicaLost,
+    RequestError,
+    TransferError,
+)
+from core.types.handoff import PrefixSource
+from core.types.prefix_hash import block_hashes, root_hash
+from core.types.request import OFFLINE, Role, SequenceRequest
+from core.types.revisions import Revision
+from router.routing.admission import most_choices
+from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room, with_room_for_local_decode
+from router.routing.decisions import Decisions
+from router.routing.fair_queue import NO_PLACES, Places
+from router.routing.replica_load import ReplicaLoad
+from router.routing.revisions import Revisions
+from router.serving.move import DecodeStream
+from router.serving.replica import Replica
+from router.serving.replicas import Replicas
+from router.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_ANY_LENGTH = 1 << 31  # tokens
+_REPORTED_S = 1.0  # until the replica itself has published a computed prompt's blocks
+
+
+class Reservation:
+    """Counts at `replica` from its creation until `end`, which is idempotent."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        prompt_tokens: int = 0,
+        num_requests: int = 0,
+        num_blocks: int = 0,
+        num_streams: int = 0,
+    ) -> None:
+        """prompt_tokens: to be computed there. num_requests: under way there. num_blocks: with the predicted answer."""
+        self.num_blocks = num_blocks
+        self._amounts = (prompt_tokens, num_requests, num_blocks, num_streams)
+        self._replica: Replica | None = replica
+        replica.reserve(*self._amounts)
+
+    def end(self) -> None:
+        if self._replica:
+            self._replica.reserve(*(-amount for amount in self._amounts))
+        self._replica = None
+
+
+class PromptReservation:
+    """A prompt that `replica` is to compute: its part of the queue there, and blocks that other requests may expect."""
+
+    def __init__(self, replica: Replica, index: PrefixIndex, hashes: Sequence[bytes], *, num_tokens: int) -> None:
+        """hashes: of the prompt's full blocks. num_tokens: that the replica must compute of it."""
+        self._settle = partial(index.settle, replica.id, hashes)
+        self._queued = Reservation(replica, prompt_tokens=num_tokens)
+        self._is_over = False
+        index.expect(replica.id, hashes)
+
+    def end(self, *, is_computed: bool = False) -> None:
+        """End it when the prompt is computed or given up. Idempotent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._queued.end()
+        if is_computed:
+            asyncio.get_running_loop().call_later(_REPORTED_S, self._settle)
+        else:
+            self._settle()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Replicas for one attempt. Without a prefill replica the decode replica computes the prompt; without a decode
+    replica only the first tokens are wanted."""
+
+    prefill: Replica | None
+    decode: Replica | None
+    prompt: PromptReservation  # where the prompt is computed, until it is
+    answer: Reservation | None  # blocks and streams of the decode replica, while the pair is used
+    prefix_source: PrefixSource | None  # peer from which the prompt's replica may fetch what it lacks of the prefix
+    revision: int | None = None  # of both; None: there is only one
+
+    def end(self) -> None:
+        """End both reservations."""
+        self.prompt.end()
+        if self.answer:
+            self.answer.end()
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A request as it is weighed, again and again while it waits."""
+
+    request: SequenceRequest
+    need: Need
+    hashes: list[bytes]
+
+    @property
+    def is_offline(self) -> bool:
+        return self.request.priority >= OFFLINE
+
+
+class Reservations:
+    """Chooses and reserves replicas for the requests of one router. Lives on the event loop."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        chooser: Chooser,
+        *,
+        model: str,
+        block_size: int,
+        queue_s: float,
+        metrics: Metrics,
+        revisions: Revisions,
+        decisions: Decisions,
+    ) -> None:
+        """model: fingerprint, as in the prefix hashes. queue_s: how long an admitted request waits for a replica to
+        come where there is none."""
+        self.replicas = replicas
+        self.on_change: Callable[[], None] = lambda: None  # called when room may have come free
+        self._chooser = chooser
+        self._model = model
+        self._block_size = block_size
+        self._queue_s = queue_s
+        self._metrics = metrics
+        self._revisions = revisions
+        self._decisions = decisions
+        self._answers = AnswerLength()
+        replicas.on_change = lambda: self.on_change()
+
+    def with_room(self, demand: Demand, *, num_waiting: int, may_displace: bool) -> Pair | None:
+        """Reserve the cheapest pair with room for a new request; None where there is none.
+
+        num_waiting: requests that wait for room. may_displace: a decode replica without free blocks will do.
+        """
+        self.replicas.availability.check()
+        self.check_fit(demand.request, share=1.0)  # the first replica may have come only now
+        decodes = self._loads(Role.DECODE, demand)
+        some: Sequence[ReplicaLoad] = with_room(decodes, demand.need)
+        if not some and may_displace:
+            some = [load for load in decodes if demand.need.num_streams <= load.free_streams]
+        usable = [load.replica for load in decodes] or [replica.id for replica in self.replicas.answerers()]
+        for revision in self._revisions.first_to_last(demand.request, usable=usable):
+            if pair := self._choose(demand, some, revision, prefill_needs_room=True):
+                return pair
+            if pair := self._choose_local_decode(
+                demand, decodes, revision, num_waiting=num_waiting, prefill_needs_room=True
+            ):
+                return pair
+        return None
+
+    async def next_pair(
+        self, request: SequenceRequest, *, avoid: Set[str], num_waiting: int, served_by: int | None = None
+    ) -> Pair:
+        """Reserve the cheapest pair for a request that was admitted before, with or without room. Waits while no
+        replica answers.
+
+        Replicas in `avoid` are the last resort. served_by: the revision of an earlier pair. Raises ModelUnavailable,
+        RequestError and DeadlineExceeded.
+        """
+        demand = self.demand(request)
+        wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
+        now = asyncio.get_running_loop().time
+        give_up_at = now() + wait_s
+        while True:
+            self.replicas.availability.check()
+            self.check_fit(request, share=1.0)
+            decodes = self._loads(Role.DECODE, demand)
+            # A prompt may wait behind others where the beginning of it is.
+            for revision in self._revisions.after(served_by, untried={load.replica for load in decodes} - avoid):
+                if pair := self._choose(demand, with_room(decodes, demand.need), revision, avoid=avoid):
+                    return pair
+                if pair := self._choose_local_decode(demand, decodes, revision, avoid=avoid, num_waiting=num_waiting):
+                    return pair
+                if pair := self._choose(demand, decodes, revision, avoid=avoid):
+                    return pair
+            try:
+                await self.replicas.changed(timeout_s=give_up_at - now())
+            except TimeoutError:
+                if wait_s == request.deadline_s:
+                    raise DeadlineExceeded(f"request {request.id}: no decode replica came in its time") from None
+                raise self.replicas.availability.error() from None
+
+    def another_prefill(self, request: SequenceRequest, pair: Pair, *, avoid: Set[str]) -> Pair | None:
+        """Return the pair with another prefill replica, for a request whose decode replica waits for its prompt."""
+        if pair.decode is None:
+            return None
+        demand, decode = self.demand(request), pair.decode
+        prefills = [load for load in self._loads(Role.PREFILL, demand) if self._revisions.meet(load.replica, decode.id)]
+        decision = self._chooser.choose_prefill(demand.need, prefills, decode.load(), self._depths(demand), avoid=avoid)
+        return self._pair(demand, decision, decode, pair.answer, pair.revision) if decision else None
+
+    def another_decode(self, request: SequenceRequest, source: str) -> DecodeStream | None:
+        """Choose a decode replica, with room if any has, for a choice on `source`, which drains; and a stream there."""
+        demand = self.demand(request)
+        depths = self._depths(demand)
+        decodes = [load for load in self._loads(Role.DECODE, demand) if self._revisions.may_move(source, load.replica)]
+        for some in (with_room(decodes, demand.need), decodes):
+            decision = self._chooser.choose(demand.need, [], some, depths)
+            if decision and (replica := self._replica(decision.decode)):
+                return DecodeStream(replica, self.replicas.new_streams(1))
+        return None
+
+    def release(self, pair: Pair) -> None:
+        """End the reservations of a pair."""
+        pair.end()
+        self.on_change()
+
+    def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
+        """Return whether another try may help. Where every decode replica is full, the client gets the error at
+        once."""
+        if isinstance(error, CapacityError):
+            return any(replica.id not in avoid for replica in self.replicas.answerers())
+        return may_retry(error)
+
+    def finished(self, num_tokens: Iterable[int]) -> None:
+        """Learn from answers of these lengths, which have ended."""
+        for number in num_tokens:
+            self._answers.add(number)
+
+    def demand(self, request: SequenceRequest) -> Demand:
+        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
+        hashes = block_hashes(root, request.token_ids, block_size=self._block_size)
+        return Demand(request, self._need(request), hashes)
+
+    def cost(self, request: SequenceRequest) -> float:
+        """Predict the work of a request, in tokens."""
+        return float(len(request.token_ids) + self._predicted_tokens(request) * len(request.choices))
+
+    def num_blocks(self, request: SequenceRequest) -> int:
+        """Predict the blocks that a request needs on a decode replica."""
+        return self._need(request).num_blocks
+
+    def free_places(self) -> Places:
+        """Sum the free places of decode replicas, and of prefill replicas for guests."""
+        free = NO_PLACES
+        for replica in self.replicas.usable(Role.DECODE):
+            load = replica.load()
+            free = free.plus(Places(load.free_streams, load.free_blocks))
+        for replica in self.replicas.usable(Role.PREFILL):
+            load = replica.load()
+            free = free.plus(Places(load.free_local_decodes, load.free_local_decode_blocks))
+        return free
+
+    def num_decode_blocks(self) -> int:
+        return sum(replica.member.num_blocks for replica in self.replicas.usable(Role.DECODE))
+
+    def check_fit(self, request: SequenceRequest, *, share: float) -> None:
+        """Raises RequestError where there are decode replicas, and none could ever hold the request. share: of them,
+        that one tenant may have."""
+        members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
+        if not members:
+            return
+        if len(request.token_ids) >= (limit := max(member.max_tokens for member in members)):
+            raise ContextLengthExceeded(
+                f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
+            )
+        places = [member.max_running for member in members]
+        if len(request.choices) > (most := min(max(places), most_choices(sum(places), share=share))):
+            of_whom = "" if most == max(places) else " of one tenant"
+            raise RequestError(
+                f"n: a replica runs at most {most} choices{of_whom} at once, not {len(request.choices)}", param="n"
+            )
+
+    def _choose(
+        self,
+        demand: Demand,
+        decodes: Sequence[ReplicaLoad],
+        revision: Revision | None,
+        *,
+        avoid: Set[str] = frozenset(),
+        prefill_needs_room: bool = False,
+    ) -> Pair | None:
+        """Reserve the cheapest pair, both of `revision`; None: all replicas are of one."""
+        if not (decodes := _of_revision(revision, decodes)):
+            return None
+        prefills = _of_revision(revision, self._loads(Role.PREFILL, demand))
+        depths = self._depths(demand)
+        decision = self._chooser.choose(
+            demand.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
+        )
+        return self._reserve(demand, decision, revision) if decision else None
+
+    def _choose_local_decode(
+        self,
+        demand: Demand,
+        decodes: Sequence[ReplicaLoad],
+        revision: Revision | None,
+        *,
+        num_waiting: int,
+        avoid: Set[str] = frozenset(),
+        prefill_needs_room: bool = False,
+    ) -> Pair | None:
+        """Reserve a prefill replica that answers alone, if none of these decode replicas has room and waiting for it
+        costs more. An offline request takes such a place only where there is no decode replica."""
+        decodes = _of_revision(revision, decodes)
+        if (decodes and demand.is_offline) or with_room(decodes, demand.need):
+            return None
+        prefills = _of_revision(revision, self._loads(Role.PREFILL, demand))
+        hosts = [
+            load
+            for load in with_room_for_local_decode(prefills, demand.need)
+            if load.replica not in avoid and (load.has_room_to_prefill or not prefill_needs_room)
+        ]
+        if not hosts:
+            return None
+        decision = self._chooser.choose_local_decode(
+            demand.need,
+            hosts,
+            prefills,
+            decodes,
+            self._depths(demand),
+            num_waiting=num_waiting,
+            answer_tokens=self._answers.predict(_ANY_LENGTH),
+        )
+        if decision is None:
+            return None
+        self._metrics.local_decodes.inc()
+        return self._reserve(demand, decision, revision)
+
+    def _reserve(self, demand: Demand, decision: Decision, revision: Revision | None) -> Pair:
+        self._decisions.add(demand.request.id, decision.options, decision.candidates)
+        logger.debug("route request=%s %s", demand.request.id, decision.options[0])
+        decode = self._replica(decision.decode)
+        if (decision.decode and not decode) or (decision.prefill and not self._replica(decision.prefill)):
+            raise ClusterError(f"the routing policy named {decision.options[0]}: no such replica")
+        need = demand.need
+        answer = Reservation(decode, num_blocks=need.num_blocks, num_streams=need.num_streams) if decode else None
+        return self._pair(demand, decision, decode, answer, revision.number if revision else None)
+
+    def _pair(
+        self,
+        demand: Demand,
+        decision: Decision,
+        decode: Replica | None,
+        answer: Reservation | None,
+        revision: int | None,
+    ) -> Pair:
+        """Reserve the prompt, too, where it is to be computed."""
+        prefill = self._replica(decision.prefill)
+        computes = prefill or decode
+        assert computes
+        prompt = PromptReservation(computes, self.replicas.index, demand.hashes, num_tokens=decision.prompt_tokens)
+        return Pair(
+            prefill=prefill,
+            decode=decode,
+            prompt=prompt,
+            answer=answer,
+            prefix_source=decision.prefix_source,
+            revision=revision,
+        )
+
+    def _need(self, request: SequenceRequest) -> Need:
+        num_tokens, num_streams = len(request.token_ids), len(request.choices)
+        prompt_blocks = num_tokens // self._block_size
+        # Choices share the full blocks of the prompt.
+        per_choice = -(-(num_tokens + self._predicted_tokens(request)) // self._block_size) - prompt_blocks
+        return Need(
+            num_tokens=num_tokens,
+            num_streams=num_streams,
+            num_blocks=prompt_blocks + per_choice * num_streams,
+            max_new_tokens=request.sampling.max_tokens - request.num_generated,
+        )
+
+    def _predicted_tokens(self, request: SequenceRequest) -> int:
+        return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))
+
+    def _loads(self, role: Role, demand: Demand) -> list[ReplicaLoad]:
+        """Return the usable replicas that know everything the request asks for."""
+        usable = self.replicas.usable(role)
+        return [replica.load() for replica in usable if replica.member.understands(demand.request)]
+
+    def _depths(self, demand: Demand) -> Mapping[str, Depths]:
+        """Return how much of the prompt each replica holds; nothing where all of it must be computed again."""
+        return {} if demand.request.num_prompt_logprobs is not None else self.replicas.index.depths(demand.hashes)
+
+    def _replica(self, name: str | None) -> Replica | None:
+        return self.replicas.get(name) if name else None
+
+
+def may_retry(error: ClusterError) -> bool:
+    """Return whether another replica may succeed where this error came from one."""
+    return isinstance(error, ReplicaLost | CapacityError | TransferError) and not isinstance(error, LayoutMismatch)
+
+
+def _of_revision(revision: Revision | None, loads: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
+    return [load for load in loads if load.replica in revision.replicas] if revision else loads

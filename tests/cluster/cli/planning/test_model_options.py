@@ -1,0 +1,31 @@
+"""The options of commands that run a model without a deployment are those of the spec."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from cluster.cli.planning import model_options
+from core.spec.schema import KVSpec, ModelSpec
+
+
+@pytest.mark.parametrize(
+    ("option", "section", "field"),
+    [
+        (model_options.ModelDType, ModelSpec, "dtype"),
+        (model_options.ModelWeights, ModelSpec, "weights"),
+        (model_options.PoolDType, KVSpec, "pool_dtype"),
+        (model_options.WireDType, KVSpec, "wire_dtype"),
+    ],
+)
+def test_an_option_takes_what_the_spec_takes(option: Any, section: Any, field: str) -> None:
+    literal, *_ = get_args(option)
+    assert set(get_args(literal)) == set(get_args(get_type_hints(section)[field]))
+
+
+def test_the_defaults_are_the_specs() -> None:
+    spec = ModelSpec()
+    defaults = (model_options.DEFAULT_MODEL, model_options.DEFAULT_DTYPE, model_options.DEFAULT_WEIGHTS)
+    assert defaults == (spec.source, spec.dtype, spec.weights)
+    assert KVSpec().host_link == model_options.DEFAULT_HOST_LINK

@@ -1,0 +1,155 @@
+"""What is drafted from logits, and what may be there instead: as sums and searches in fp64 say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from core.types.request import Sampling
+from engine.sampling.params import SamplingRow
+from engine.sampling.sampler import sample, uniform
+from engine.spec_decode.draft_models import draft_sampler
+from engine.spec_decode.draft_models.draft_sampler import DRAWN, GREEDY, LIKELIEST, Draws, draw_drafts
+
+# R rows, V vocabulary
+
+_SIZES = [2, 15, 16, 17, 33, 64, 65, 4928, 49_152]
+_NEAR = 1e-5  # of a distribution: where fp32 may take its neighbour
+_NEARBY = 0.05
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(draft_sampler, "open_copies", lambda _: None)
+    return str(request.param)
+
+
+def _row(temperature: float, seed: int = 0, **filters: float) -> SamplingRow:
+    sampling = Sampling(temperature=temperature, seed=seed, max_tokens=9, **filters)  # type: ignore[arg-type]
+    return SamplingRow(sampling=sampling, seed=seed, tokens=[1, 2, 3], num_prompt_tokens=3)
+
+
+def _greedy(logits_RV: Tensor) -> Draws:
+    rows = [_row(0.0)] * len(logits_RV)
+    return draw_drafts(logits_RV, rows, [GREEDY] * len(rows))
+
+
+def _shares(logits_V: Tensor, temperature: float) -> NDArray[np.float64]:
+    return np.asarray((logits_V.double() / temperature).softmax(-1).numpy())
+
+
+def _check_drawn(logits_V: Tensor, row: SamplingRow, kind: int, tokens: Seq[int], shares: Seq[float]) -> None:
+    likeliest, drawn, drafted, instead = tokens
+    temperature, number = row.sampling.temperature, uniform(row.seed, row.position)
+    shares_V = _shares(logits_V, temperature)
+    ends_V = shares_V.cumsum()
+    assert shares_V[likeliest] >= shares_V.max() * (1 - _NEAR)
+    assert ends_V[drawn] - shares_V[drawn] - _NEAR <= number <= ends_V[drawn] + _NEAR and shares_V[drawn] > 0
+    assert drafted == (likeliest if kind == LIKELIEST else drawn) != instead
+    assert shares[0] == pytest.approx(shares_V[drafted], abs=_NEAR, rel=1e-3)
+    if drafted != drawn:
+        assert instead == drawn and shares[1] == pytest.approx(shares_V[drawn], abs=_NEAR, rel=1e-3)
+        return
+    inside_V = np.minimum(ends_V, number + _NEARBY) - np.maximum(ends_V - shares_V, number - _NEARBY)
+    inside_V[drafted] = -1.0
+    assert max(0.0, inside_V[instead]) >= inside_V.max() - 2 * _NEAR
+    assert shares[1] == pytest.approx(max(0.0, inside_V[instead]) / (2 * _NEARBY), abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 5.0])
+@pytest.mark.parametrize("size", _SIZES)
+def test_who_draws_gets_what_the_number_says_and_what_lies_beside_it(size: int, temperature: float, way: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits_RV = 3 * torch.randn(24, size, generator=generator)
+    logits_RV[1, 1:] -= 50
+    logits_RV[2, : size // 2] = -math.inf
+    rows, kinds = [_row(temperature, seed) for seed in range(24)], [DRAWN, LIKELIEST] * 12
+    found = draw_drafts(logits_RV.clone(), rows, kinds)
+    for each in zip(logits_RV, rows, kinds, found.tokens_R4.tolist(), found.shares_R2.tolist(), strict=True):
+        _check_drawn(*each)
+
+
+@given(
+    values=st.lists(st.sampled_from([-math.inf, -90.0, -2.0, 0.0, 1.5, 40.0]), min_size=2, max_size=150),
+    seed=st.integers(0, 9999),
+    temperature=st.sampled_from([1e-30, 0.3, 1.0, 50.0]),
+    kind=st.sampled_from([DRAWN, LIKELIEST]),
+)
+def test_whatever_the_distribution(values: list[float], seed: int, temperature: float, kind: int) -> None:
+    assume(max(values) > -math.inf)
+    row, logits_V = _row(temperature, seed), torch.tensor(values)
+    found = draw_drafts(logits_V[None].clone(), [row], [kind])
+    _check_drawn(logits_V, row, kind, found.tokens_R4[0].tolist(), found.shares_R2[0].tolist())
+
+
+def test_filters_say_what_is_drawn_as_they_do_for_the_sequence_itself(way: str) -> None:
+    logits_RV = torch.randn(60, 500, generator=torch.Generator().manual_seed(3))
+    filters: list[dict[str, float]] = [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {}]
+    rows = [_row(1.0, seed, **filters[seed % 4]) for seed in range(60)]
+    found = draw_drafts(logits_RV.clone(), rows, [DRAWN] * 60)
+    drawn = [one[0] for one in sample(logits_RV.clone(), rows).wait() if one]
+    assert found.tokens_R4[:, 1].tolist() == found.tokens_R4[:, 2].tolist() == drawn
+    assert (found.tokens_R4[:, 3] != found.tokens_R4[:, 2]).all()
+
+
+def test_beside_who_draws_others_do_not(way: str) -> None:
+    logits_RV = torch.randn(6, 300, generator=torch.Generator().manual_seed(2))
+    logits_RV[4, 7] = math.nan
+    rows = [_row(float(i % 2), i) for i in range(6)]
+    found = draw_drafts(logits_RV.clone(), rows, [GREEDY, LIKELIEST, GREEDY, DRAWN, GREEDY, DRAWN])
+    alone = _greedy(logits_RV[::2].clone())
+    assert torch.equal(found.tokens_R4[[0, 2]][:, [0, 1, 2, 3]], alone.tokens_R4[:2])
+    torch.testing.assert_close(found.shares_R2[[0, 2]], alone.shares_R2[:2])
+    assert (found.tokens_R4[:, 1] >= 0).tolist() == [True, True, True, True, False, True]
+    for i, kind in ((1, LIKELIEST), (3, DRAWN), (5, DRAWN)):
+        _check_drawn(logits_RV[i], rows[i], kind, found.tokens_R4[i].tolist(), found.shares_R2[i].tolist())
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_of_who_draws_nothing_the_two_likeliest(size: int, way: str) -> None:
+    logits_RV = 3 * torch.randn(9, size, generator=torch.Generator().manual_seed(size))
+    logits_RV[1, : size // 2] = -math.inf
+    logits_RV[2] *= 100
+    before_RV = logits_RV.clone()
+    found = _greedy(logits_RV)
+    assert torch.equal(logits_RV, before_RV)
+    shares_RV = logits_RV.double().softmax(-1)
+    first_R1 = shares_RV.argmax(-1, keepdim=True)
+    second_R1 = logits_RV.scatter(-1, first_R1, -math.inf).argmax(-1, keepdim=True)
+    assert torch.equal(found.tokens_R4, torch.cat((first_R1, first_R1, first_R1, second_R1), -1))
+    wanted_R2 = shares_RV.gather(-1, torch.cat((first_R1, second_R1), -1)).float()
+    torch.testing.assert_close(found.shares_R2, wanted_R2, atol=1e-5, rtol=1e-4)
+
+
+@given(st.lists(st.sampled_from([-math.inf, -2.0, 0.0, 1.5]), min_size=2, max_size=70))
+def test_of_equal_ones_the_first_two(values: list[float]) -> None:
+    found = _greedy(torch.tensor([values]))
+    (ids,), (shares,) = found.tokens_R4.tolist(), found.shares_R2
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    if max(values) > -math.inf:
+        assert ids[:3] == [order[0]] * 3 and values[ids[3]] == values[order[1]] and ids[3] != ids[0]
+        assert shares.isfinite().all() and shares[0] >= shares[1]
+    else:
+        assert ids[1] < 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 16, 39])
+def test_what_is_no_number_says_so_in_its_own_row(value: float, place: int, temperature: float, way: str) -> None:
+    logits_RV = torch.randn(4, 40, generator=torch.Generator().manual_seed(1))
+    logits_RV[1, place] = value
+    logits_RV[3] = -math.inf
+    kind = DRAWN if temperature else GREEDY
+    found = draw_drafts(logits_RV, [_row(temperature, i) for i in range(4)], [kind] * 4)
+    assert (found.tokens_R4[:, 1] >= 0).tolist() == [True, False, True, False]
+    assert ((found.tokens_R4[:, [0, 2, 3]] >= 0) & (found.tokens_R4[:, [0, 2, 3]] < 40)).all()

@@ -1,0 +1,333 @@
+"""Waiting for room: every place that is taken is used or given back, and nobody is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from core.types.errors import CapacityError, RequestError
+from core.types.request import OFFLINE
+from router.routing.admission import AdmissionQueue
+from router.routing.fair_queue import QueuedRequest
+from router.serving.admission import AdmissionWaits
+from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
+
+
+class Room:
+    """Places for requests, as a dispatch would hand them out."""
+
+    def __init__(self, places: int) -> None:
+        self.free = places
+
+    def choose(self) -> str | None:
+        if not self.free:
+            return None
+        self.free -= 1
+        return "place"
+
+    def give_back(self, place: str) -> None:
+        self.free += 1
+
+
+def _waits(*, max_waiting: int, queue_s: float) -> AdmissionWaits[str]:
+    return AdmissionWaits(AdmissionQueue(max_waiting=max_waiting), queue_s=queue_s)
+
+
+async def _enter(waits: AdmissionWaits[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
+    return await waits.enter(QueuedRequest(tenant, 0, 1.0), room.choose, within_s=within_s, give_back=room.give_back)
+
+
+async def test_with_room_nobody_waits() -> None:
+    waits, room = _waits(max_waiting=1, queue_s=1), Room(2)
+    assert [await _enter(waits, room) for _ in range(2)] == ["place"] * 2
+    assert (len(waits.queue), room.free) == (0, 0)
+
+
+async def test_each_place_that_becomes_free_lets_one_pass() -> None:
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    waiting = [asyncio.create_task(_enter(waits, room)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert len(waits.queue) == 3
+    for left in (2, 1, 0):
+        room.free += 1
+        waits.wake()
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(waits.queue), room.free) == (left, 0)
+    assert await asyncio.gather(*waiting) == ["place"] * 3
+
+
+async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    first = asyncio.create_task(_enter(waits, room))
+    await asyncio.sleep(0)
+    room.free += 1
+    second = asyncio.create_task(_enter(waits, room))
+    await asyncio.sleep(0)
+    waits.wake()
+    assert await first == "place"
+    assert not second.done()
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert len(waits.queue) == 0
+
+
+async def test_who_goes_away_in_the_moment_of_its_turn_gives_its_place_back() -> None:
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    task = asyncio.create_task(_enter(waits, room))
+    await asyncio.sleep(0)
+    room.free += 1
+    waits.wake()
+    assert room.free == 0, "it has its place, and does not know it yet"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled() and room.free == 1
+
+
+async def test_a_place_given_back_by_one_that_went_away_goes_to_the_next() -> None:
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    tasks = [asyncio.create_task(_enter(waits, room)) for _ in range(2)]
+    await asyncio.sleep(0)
+    room.free += 1
+    waits.wake()
+    tasks[0].cancel()
+    assert await tasks[1] == "place"
+
+
+async def test_a_wait_that_lasts_too_long_ends_in_a_refusal() -> None:
+    waits, room = _waits(max_waiting=100, queue_s=0.05), Room(0)
+    with pytest.raises(CapacityError, match=r"within 0\.05 s") as rejected:
+        await _enter(waits, room)
+    assert rejected.value.retry_after_s > 0 and len(waits.queue) == 0
+
+
+async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds_up_nobody() -> None:
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+    is_wrong = False
+
+    def choose() -> str | None:
+        if is_wrong:
+            raise RequestError("too long")
+        return None
+
+    wrong = asyncio.create_task(waits.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
+    await asyncio.sleep(0)
+    right = asyncio.create_task(_enter(waits, room))
+    await asyncio.sleep(0)
+    is_wrong = True
+    room.free += 1
+    waits.wake()
+    with pytest.raises(RequestError, match="too long"):
+        await wrong
+    assert await right == "place"
+
+
+async def test_an_error_that_nobody_foresaw_ends_its_own_request_only() -> None:
+    """Who wakes the waits is a replica's reader of frames, which must live."""
+    waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
+
+    def choose() -> str | None:
+        return 1 / 0 if room.free else None  # type: ignore[return-value]
+
+    bad = asyncio.create_task(waits.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
+    await asyncio.sleep(0)
+    good = asyncio.create_task(_enter(waits, room))
+    await asyncio.sleep(0)
+    room.free = 1
+    waits.wake()
+    assert await good == "place"
+    with pytest.raises(ZeroDivisionError):
+        await bad
+
+
+class Places:
+    """Room for so many streams at a time; a request may need several."""
+
+    def __init__(self, number: int, *, hold_s: float = 2.0, queue_s: float = 60.0) -> None:
+        self.free = number
+        self.queue = AdmissionQueue(max_waiting=1000, hold_s=hold_s)
+        self.waits: AdmissionWaits[int] = AdmissionWaits(self.queue, queue_s=queue_s)
+        self.entered: list[tuple[str, float]] = []  # and when
+
+    async def ask(self, name: str, size: int, *, for_s: float = 0.0, tenant: str = "") -> None:
+        def choose() -> int | None:
+            if size > self.free:
+                return None
+            self.free -= size
+            return size
+
+        await self.waits.enter(
+            QueuedRequest(tenant, 0, float(size)), choose, within_s=None, give_back=lambda size: self._leave(size)
+        )
+        self.entered.append((name, asyncio.get_running_loop().time()))
+        await pass_time(for_s)
+        self._leave(size)
+
+    def _leave(self, size: int) -> None:
+        self.free += size
+        self.waits.wake()
+
+
+def _play(scenario: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(scenario)
+
+
+def test_a_request_that_needs_more_room_than_there_is_holds_others_up_for_a_bounded_time() -> None:
+    async def scenario() -> None:
+        places = Places(4, hold_s=2.0, queue_s=20.0)
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(places.ask(f"runs-{number}", 1, for_s=100 if number else 1))
+            large = group.create_task(_rejected(places.ask("large", 4)))
+            await pass_time(0)
+            small = [group.create_task(places.ask(f"small-{number}", 1, for_s=0.5)) for number in range(6)]
+            await asyncio.wait(small)
+            came = [at for name, at in places.entered if name.startswith("small")]
+            pauses = [after - before for before, after in zip([1.0, *came], came, strict=False)]
+            assert max(pauses) <= 2.0 + 0.5  # there is room from 1.0 on; the one before took 0.5
+            assert not large.done() and asyncio.get_running_loop().time() < 10
+            await large
+
+    _play(scenario())
+
+
+async def _rejected(asking: Coroutine[Any, Any, None]) -> None:
+    with pytest.raises(CapacityError):
+        await asking
+
+
+def test_what_needs_much_room_gets_it_though_small_ones_keep_coming() -> None:
+    """Otherwise whoever needs little could keep it out."""
+
+    async def scenario() -> None:
+        places = Places(8, hold_s=2.0)
+        async with asyncio.TaskGroup() as group:
+
+            async def small_ones() -> None:
+                for number in range(400):
+                    group.create_task(places.ask(f"small-{number}", 1, for_s=1.0, tenant="small"))
+                    await pass_time(0.05)
+
+            coming = group.create_task(small_ones())
+            await pass_time(5)
+            await asyncio.wait_for(places.ask("large", 8, for_s=1.0, tenant="large"), 20)
+            assert not coming.done()
+
+    _play(scenario())
+
+
+def test_who_goes_away_again_and_again_holds_others_up_no_longer() -> None:
+    async def scenario() -> None:
+        places = Places(2, hold_s=2.0)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(places.ask("runs", 1, for_s=30))
+            await pass_time(0)
+
+            async def come_and_go() -> None:
+                while True:
+                    large = asyncio.create_task(places.ask("large", 2))
+                    await pass_time(1.5)
+                    large.cancel()
+                    await asyncio.gather(large, return_exceptions=True)
+
+            harassing = asyncio.create_task(come_and_go())
+            await pass_time(0.1)
+            await asyncio.wait_for(places.ask("small", 1), 10)
+            assert asyncio.get_running_loop().time() < 5
+            harassing.cancel()
+
+    _play(scenario())
+
+
+def test_everyone_behind_is_looked_at_however_many_find_no_room() -> None:
+    async def scenario() -> None:
+        places = Places(2, hold_s=1.0)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(places.ask("runs", 1, for_s=50))
+            await pass_time(0)
+            large = [asyncio.create_task(places.ask(f"large-{number}", 2)) for number in range(30)]
+            await pass_time(0)
+            small = group.create_task(places.ask("small", 1))
+            while not small.done():
+                await pass_time(0.05)
+                places.waits.wake()
+                assert asyncio.get_running_loop().time() < 10
+            for task in large:
+                task.cancel()
+            await asyncio.gather(*large, return_exceptions=True)
+            assert (len(places.queue), places.free) == (0, 1)
+
+    _play(scenario())
+
+
+async def _enter_offline(
+    waits: AdmissionWaits[str], room: Room, *, within_s: float | None = None, tenant: str = ""
+) -> str:
+    queued = QueuedRequest(tenant, OFFLINE, 1.0)
+    return await waits.enter(queued, room.choose, within_s=within_s, give_back=room.give_back)
+
+
+async def test_who_enters_last_goes_when_nobody_else_waits() -> None:
+    waits, room = _waits(max_waiting=100, queue_s=100), Room(1)
+    assert await _enter_offline(waits, room) == "place", "with room nobody waits"
+    last = [asyncio.create_task(_enter_offline(waits, room)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert len(waits.queue) == 0, "they do not count among those who wait"
+    others = [asyncio.create_task(_enter(waits, room)) for _ in range(2)]  # who come after them
+    await asyncio.sleep(0)
+    for someone in (*others, *last):
+        room.free += 1
+        waits.wake()
+        await asyncio.wait((*others, *last), return_when=asyncio.FIRST_COMPLETED)
+        assert await someone == "place" and room.free == 0
+        others = [one for one in others if not one.done()]
+        last = [one for one in last if not one.done()]
+
+
+async def test_who_enters_last_holds_up_nobody() -> None:
+    waits, room, small = _waits(max_waiting=100, queue_s=100), Room(0), Room(1)
+    last = asyncio.create_task(_enter_offline(waits, room))
+    await asyncio.sleep(0)
+    assert await _enter(waits, small) == "place", "at once: it needs what there is"
+    last.cancel()
+    await asyncio.gather(last, return_exceptions=True)
+
+
+async def test_who_enters_last_gives_up_and_gives_back_like_others() -> None:
+    waits, room = _waits(max_waiting=100, queue_s=0.01), Room(0)
+    with pytest.raises(CapacityError):
+        await _enter_offline(waits, room)
+    gone = asyncio.create_task(_enter_offline(waits, room, within_s=100))
+    await asyncio.sleep(0)
+    room.free += 1
+    waits.wake()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    assert room.free == 1
+
+    def reject() -> str:
+        raise RequestError("never")
+
+    with pytest.raises(RequestError):
+        await waits.enter(QueuedRequest("", OFFLINE, 1.0), reject, within_s=None, give_back=room.give_back)
+
+
+async def test_those_who_enter_offline_have_shares_and_bounds_of_their_own() -> None:
+    waits, room = _waits(max_waiting=16, queue_s=100), Room(0)
+    greedy, modest = (Room(0), Room(0))
+    flood = [asyncio.create_task(_enter_offline(waits, greedy, tenant="greedy")) for _ in range(8)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError):
+        await _enter_offline(waits, greedy, tenant="greedy")
+    other = asyncio.create_task(_enter_offline(waits, modest, tenant="modest"))
+    await asyncio.sleep(0)
+    greedy.free = modest.free = room.free = 1
+    waits.wake()
+    await asyncio.wait((*flood, other), return_when=asyncio.FIRST_COMPLETED)
+    assert await other == "place", "it is not behind all of the flood"
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)

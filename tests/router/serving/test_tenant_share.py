@@ -1,0 +1,253 @@
+"""Waiting for one's own tenant: in nobody else's way, and nothing is left of it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from core.types.errors import CapacityError
+from core.types.request import OFFLINE
+from router.routing.admission import AdmissionQueue
+from router.routing.fair_queue import Places, QueuedRequest
+from router.serving.admission import AdmissionWaits
+from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
+
+
+class Cluster:
+    """So many places; who is let in takes them at once."""
+
+    def __init__(self, num_streams: int, *, queue_s: float = 1000.0) -> None:
+        self.free = Places(num_streams, 1000)
+        self.num_looks = 0
+        self.order: list[str] = []
+        self.queue = AdmissionQueue(max_waiting=1000, share=lambda: 0.75, free=self._look)
+        self.waits: AdmissionWaits[Places] = AdmissionWaits(self.queue, queue_s=queue_s)
+
+    async def ask(
+        self,
+        tenant: str,
+        n: int,
+        *,
+        for_s: float,
+        user: str = "",
+        name: str = "",
+        priority: int = 0,
+        within_s: float | None = None,
+    ) -> None:
+        places = Places(n, n)
+
+        def choose() -> Places | None:
+            if n > self.free.num_streams:
+                return None
+            self.free = self.free.less(places)
+            return places
+
+        queued = QueuedRequest(tenant, priority, float(n), user=user, places=places)
+        await self.waits.enter(queued, choose, within_s=within_s, give_back=self._give_back)
+        self.order.append(name)
+        try:
+            await pass_time(for_s)
+        finally:
+            self._give_back(places)
+            self.waits.leave(queued)
+
+    def _give_back(self, places: Places) -> None:
+        self.free = self.free.plus(places)
+
+    def check_empty(self, num_streams: int) -> None:
+        assert (len(self.queue), self.queue.num_at_share, self.queue.held) == (0, 0, {})
+        assert self.free.num_streams == num_streams
+
+    def _look(self) -> Places:
+        self.num_looks += 1
+        return self.free
+
+
+def _play(scenario: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(scenario)
+
+
+def test_a_tenant_has_its_share_and_another_comes_in_at_once() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(8)
+        async with asyncio.TaskGroup() as group:
+            for number in range(50):
+                group.create_task(cluster.ask("greedy", 3, for_s=5, name=f"greedy-{number}"))
+            await pass_time(0)
+            assert (cluster.free.num_streams, len(cluster.queue)) == (2, 48)
+            began_at = asyncio.get_running_loop().time()
+            for _ in range(20):
+                await cluster.ask("modest", 1, for_s=0.1)
+            assert asyncio.get_running_loop().time() - began_at == pytest.approx(2.0)
+        assert [name for name in cluster.order if name] == [f"greedy-{number}" for number in range(50)]
+        assert asyncio.get_running_loop().time() == pytest.approx(25 * 5), "it has less than its share"
+        cluster.check_empty(8)
+
+    _play(scenario())
+
+
+def test_who_comes_while_others_of_its_tenant_wait_does_not_overtake_them() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(8)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cluster.ask("a", 5, for_s=1, name="first"))
+            await pass_time(0)
+            group.create_task(cluster.ask("a", 3, for_s=1, name="large"))
+            await pass_time(0)
+            group.create_task(cluster.ask("a", 1, for_s=1, name="small"))
+            await pass_time(0)
+            assert cluster.order == ["first"]
+        assert cluster.order == ["first", "large", "small"]
+        cluster.check_empty(8)
+
+    _play(scenario())
+
+
+def test_inside_a_tenant_small_ones_may_pass_large_ones_in_turns() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(8)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cluster.ask("a", 2, for_s=60))
+            await pass_time(0)
+            large = group.create_task(cluster.ask("a", 5, for_s=1, name="large"))
+            await pass_time(0)
+            async with asyncio.timeout(40):
+                for _ in range(6):
+                    await cluster.ask("a", 1, for_s=0.5)
+            assert not large.done()
+        cluster.check_empty(8)
+
+    _play(scenario())
+
+
+def test_clients_that_go_away_leave_nothing_behind() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(14)
+        tasks = [
+            asyncio.create_task(cluster.ask(tenant, n, for_s=10, user=str(n)))
+            for tenant in "abc"
+            for n in (3, 1, 2, 5, 1, 1)
+        ]
+        await pass_time(3)
+        for task in tasks[::2]:
+            task.cancel()
+        await pass_time(0)
+        cluster.waits.wake()
+        for task in tasks[1::2]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        cluster.check_empty(14)
+
+    _play(scenario())
+
+
+def test_places_that_others_give_back_are_heard_of() -> None:
+    """Of another router, by the replicas' own word."""
+
+    async def scenario() -> None:
+        cluster = Cluster(8)
+        cluster.free = cluster.free.less(Places(4, 0))  # the other router's
+        async with asyncio.TaskGroup() as group:
+            for _ in range(6):
+                group.create_task(cluster.ask("a", 1, for_s=10))
+            await pass_time(0)
+            assert cluster.free.num_streams == 1 and len(cluster.queue) == 3
+            cluster.free = cluster.free.plus(Places(4, 0))
+            cluster.waits.wake()
+            await pass_time(0)
+            assert len(cluster.queue) == 0
+
+    _play(scenario())
+
+
+def test_a_wait_for_ones_own_share_that_lasts_too_long_says_so() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(8, queue_s=10)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cluster.ask("a", 6, for_s=100))
+            await pass_time(0)
+            with pytest.raises(CapacityError, match="its tenant had its share of the replicas within 10 s"):
+                await cluster.ask("a", 1, for_s=1)
+        cluster.check_empty(8)
+
+    _play(scenario())
+
+
+@pytest.mark.parametrize("num_tenants", [10, 100])
+def test_a_wake_looks_at_the_replicas_once_however_many_wait(num_tenants: int) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(num_tenants)
+        tasks = [
+            asyncio.create_task(cluster.ask(str(number % num_tenants), 1, for_s=1000))
+            for number in range(8 * num_tenants)
+        ]
+        await pass_time(0)
+        assert cluster.queue.num_at_share == num_tenants
+        cluster.num_looks = 0
+        cluster.free = cluster.free.plus(Places(1, 0))
+        cluster.waits.wake()
+        assert cluster.num_looks <= 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert cluster.queue.held == {} and cluster.queue.num_at_share == 0
+
+    _play(scenario())
+
+
+def test_a_tenant_at_its_share_does_not_count_when_another_ones_turn_is_predicted() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(8)
+        async with asyncio.TaskGroup() as group:
+            greedy = [group.create_task(cluster.ask("greedy", 1, for_s=10)) for _ in range(200)]
+            await pass_time(25)  # so much has been measured
+            assert cluster.queue.num_at_share == 1
+            began_at = asyncio.get_running_loop().time()
+            for _ in range(20):
+                await cluster.ask("modest", 1, for_s=0.1, within_s=1.0)
+            assert asyncio.get_running_loop().time() - began_at == pytest.approx(2.0)
+            with pytest.raises(CapacityError, match=r"more than half of the 60\.0 s that it has"):
+                await cluster.ask("greedy", 1, for_s=10, within_s=60.0)
+            for task in greedy:
+                task.cancel()
+
+    _play(scenario())
+
+
+def test_places_that_come_free_go_to_tenants_in_the_order_of_their_shares() -> None:
+    """Both are at their share; when it grows for both, no one has saved anything up."""
+
+    async def scenario() -> None:
+        cluster = Cluster(10)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(12):
+                for tenant in "ab":
+                    group.create_task(cluster.ask(tenant, 1, for_s=5, name=tenant))
+            await pass_time(0)
+            assert cluster.queue.num_at_share == 2
+        for first, last in ((0, 8), (8, 16)):
+            assert abs(cluster.order[first:last].count("a") - 4) <= 1
+        cluster.check_empty(10)
+
+    _play(scenario())
+
+
+def test_an_offline_request_waits_for_its_tenants_online_ones_only_while_none_competes() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(8)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(7):
+                group.create_task(cluster.ask("a", 1, for_s=10))
+            await pass_time(0)
+            assert cluster.queue.num_at_share == 1
+            own = group.create_task(cluster.ask("a", 1, for_s=0, priority=OFFLINE))
+            other = group.create_task(cluster.ask("b", 1, for_s=0, priority=OFFLINE))
+            await pass_time(1)
+            assert other.done() and not own.done()
+        cluster.check_empty(8)
+
+    _play(scenario())
