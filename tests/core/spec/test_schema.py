@@ -187,7 +187,7 @@ def test_near_miss_gets_a_suggestion(method: str, expected: str) -> None:
 
 
 def test_section_errors_do_not_print_the_section() -> None:
-    with pytest.raises(SpecError, match=r"^spec: speculation: model: eagle drafts by heads; [^(]*$"):
+    with pytest.raises(SpecError, match=r"^spec: speculation: model: eagle needs draft heads; [^(]*$"):
         parse_spec({"speculation": {"method": "eagle", "max_tokens": 4}})
 
 
