@@ -1,4 +1,4 @@
-"""Numbers on their way back from a device, while that goes on."""
+"""Copies from the device to the host that overlap with compute."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from engine.runner.streams import DeviceStream
 
 
 def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
-    """Begin to copy what is enqueued to be computed, on a lane of copies: what is enqueued afterwards does not wait for
-    it, nor is waited for. Returns what waits for the copies. All tensors are of one device; a CPU's are not copied.
+    """Start copying tensors to the host on the copy stream, after the work queued so far.
+
+    Returns a function that waits for the copies. Work queued later neither waits for them nor delays them. All tensors
+    must be on one device; CPU tensors are not copied.
     """
     device = tensors[0].device
     ours = streams.streams_of(device)
@@ -34,7 +36,8 @@ def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
 
     def wait() -> list[NDArray[Any]]:
         copied.wait()
-        assert len(tensors) == len(hosts)  # kept until now: nothing else gets their memory while it is copied
+        # Refer to the tensors so that their memory is not reused during the copy.
+        assert len(tensors) == len(hosts)
         return [host.numpy() for host in hosts]
 
     return wait
