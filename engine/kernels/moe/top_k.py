@@ -1,14 +1,13 @@
-"""Which experts a token passes through, and what they weigh, by the router's logits.
+"""Choice of a token's experts and their weights from the router's logits.
 
     scores = softmax(logits)                          Mixtral, Qwen, DeepSeek-V2
     scores = sigmoid(logits)                          DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), which chooses by
                                                       scores + bias, and weighs without the bias
 
-Where experts lie in groups, a token's experts come from its best groups: those with the best expert, or for V3 the best
-two together (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+With groups of experts, a token's experts come from its best groups: those with the best expert, or for V3 the best sum
+of two experts (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
 
-Experts through which every token passes come behind those that it has chosen. They weigh 1, or in Qwen2-MoE
-sigmoid(the logit behind those of the others).
+Shared experts follow the chosen ones. They weigh 1, or in Qwen2-MoE sigmoid of the logit after those of the others.
 """
 
 from __future__ import annotations
@@ -20,23 +19,26 @@ from torch import Tensor
 
 from engine.kernels.language import jit, power_of_2, tl
 
-# T tokens, X experts to choose from, G groups of them, C experts of each token, those of all tokens included,
-# L logits: X, and perhaps one more
+# T tokens, X experts to choose from, G groups of them, C experts per token, shared ones included, L logits: X,
+# optionally one more
 
-TINY = 1e-20  # keeps a sum of weights above zero
+# Keeps a sum of weights above zero.
+TINY = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceRule:
-    """What differs from model to model, beside the bias."""
+    """Model-specific parameters of the choice, except for the bias."""
 
     num_choices: int
     num_groups: int = 1
     num_groups_per_token: int = 1
     normalizes_weights: bool
     weight_scale: float = 1.0
-    num_shared: int = 0  # experts of all tokens, numbered behind those that are chosen
-    weighs_shared: bool = False  # by a logit of their own
+    # Shared experts, numbered after those to choose from.
+    num_shared: int = 0
+    # Shared experts are weighed by their own logit.
+    weighs_shared: bool = False
 
     @property
     def num_experts_of_token(self) -> int:
@@ -44,9 +46,9 @@ class ChoiceRule:
 
 
 def choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
-    """The experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
+    """Return the experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
 
-    logits: of any float dtype, contiguous. bias: fp32; None: scores are softmaxes. Of equal experts any comes first.
+    logits: any float dtype, contiguous. bias: fp32; None: scores are softmaxes. Ties are in arbitrary order.
     """
     choose = launch_choose_experts if logits_TL.is_cuda else reference_choose_experts
     return choose(logits_TL, bias_X, rule)
@@ -76,7 +78,7 @@ def reference_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: Cho
 
 
 def _within_groups(wanted_TX: Tensor, rule: ChoiceRule, *, best: int) -> Tensor:
-    """-inf for experts outside of the token's best groups, which have the greatest sum of their `best` experts."""
+    """Set experts outside the token's best groups to -inf. Groups rank by the sum of their `best` top experts."""
     wanted_TGX = torch.unflatten(wanted_TX, -1, (rule.num_groups, -1))
     group_TG = wanted_TGX.topk(best, dim=-1).values.sum(dim=-1)
     groups = group_TG.topk(rule.num_groups_per_token, dim=-1).indices
@@ -103,13 +105,13 @@ def launch_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: Choice
 
 
 def new_choices(num_tokens: int, rule: ChoiceRule, device: torch.device) -> tuple[Tensor, Tensor]:
-    """To be filled by a kernel."""
+    """Allocate the outputs for a kernel to fill."""
     shape = num_tokens, rule.num_experts_of_token
     return torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str, int | bool]:
-    """What `choose` is compiled for."""
+    """Return the compile-time constants of `choose`."""
     num_experts = num_logits - rule.weighs_shared
     assert num_experts % rule.num_groups == 0
     in_group = num_experts // rule.num_groups
@@ -170,7 +172,7 @@ def _choose_experts(
 def experts_of_places(
     G: tl.constexpr, X: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """-> the expert at each place of a tile, in which each group has BLOCK_X places, and whether there is one."""
+    """Return the expert at each place of a tile that pads groups to BLOCK_X places, and the mask of experts."""
     place = tl.arange(0, BLOCK_G * BLOCK_X)
     return place // BLOCK_X * X + place % BLOCK_X, (place // BLOCK_X < G) & (place % BLOCK_X < X)
 
@@ -194,10 +196,10 @@ def choose(
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The logits (T, P) of some tokens, fp32, at the places of experts, and (T) of those of all tokens -> the experts
-    (T, BLOCK_C) of each, and their weights.
+    """Choose experts of some tokens. Returns their indices (T, BLOCK_C) and weights.
 
-    X: experts of a group. Whatever the logits are, experts that there are get chosen, and each of them once.
+    logits: (T, P) fp32 at the experts' places; of_shared: (T) logits of shared experts. X: experts per group. For any
+    logits, including NaN, distinct existing experts are chosen.
     """
     expert, is_expert = experts_of_places(G, X, BLOCK_G, BLOCK_X)
     c, place = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_G * BLOCK_X)
@@ -209,7 +211,7 @@ def choose(
         scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         scores = scores / tl.sum(scores, axis=1)[:, None]
         wanted = scores
-    # What is no number is wanted least, but more than what is no expert, or has been chosen.
+    # Rank NaN below all numbers, but above padding and experts already chosen.
     wanted = tl.where(is_expert[None, :], tl.where(wanted > -1e30, wanted, -1e30), -float("inf"))
     if G > 1:
         grouped = tl.reshape(wanted, [wanted.shape[0], BLOCK_G, BLOCK_X])
