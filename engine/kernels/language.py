@@ -99,7 +99,7 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 
 def reuses_tensor_memory() -> bool:
-    """Return True if Triton (from 3.9) reuses tensor memory for each sum; 3.6 to 3.8 use up to two areas per product."""
+    """Return True if Triton reuses tensor memory for each sum (3.9 on); 3.6 to 3.8 use up to two areas per product."""
     return _version() >= (3, 9)
 
 
