@@ -105,11 +105,11 @@ def upload(arrays: Seq[Ints | NDArray[Any]], device: torch.device) -> list[Tenso
 
     Returns before a GPU has received them.
     """
-    ours = streams.streams_of(device)
+    device_streams = streams.streams_of(device)
     sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
-    host = ours.page_locked(sum(sizes), torch.int32)
+    host = device_streams.page_locked(sum(sizes), torch.int32)
     numbers = host.numpy()
     for array, end, size in zip(arrays, np.cumsum(sizes).tolist(), sizes, strict=True):
         numbers[end - size : end - size + array.size] = array.ravel()
-    parts = torch.split(ours.upload(host), sizes)
+    parts = torch.split(device_streams.upload(host), sizes)
     return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -22,17 +22,17 @@ def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
     must be on one device; CPU tensors are not copied.
     """
     device = tensors[0].device
-    ours = streams.streams_of(device)
-    if ours.is_at_once:
+    device_streams = streams.streams_of(device)
+    if device_streams.is_at_once:
         return lambda: [tensor.numpy() for tensor in tensors]
     tensors = [tensor.contiguous() for tensor in tensors]
-    computed = ours.mark()
+    computed = device_streams.mark()
     with copy_stream(device).entered():
         computed.hold_up()
-        hosts = [ours.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
+        hosts = [device_streams.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
         for host, tensor in zip(hosts, tensors, strict=True):
-            ours.copy(host, tensor)
-        copied = ours.mark()
+            device_streams.copy(host, tensor)
+        copied = device_streams.mark()
 
     def wait() -> list[NDArray[Any]]:
         copied.wait()

@@ -61,38 +61,38 @@ class MeasuredWays:
         key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
         return cls(cache_root() / "kernels" / f"{key}-ways.json")
 
-    def quickest(self, what: str, ways: Ways) -> str:
-        """Return the fastest of `ways` for workload `what`. Runs them only if no stored measurement exists.
+    def quickest(self, workload: str, ways: Ways) -> str:
+        """Return the fastest of `ways` for workload `workload`. Runs them only if no stored measurement exists.
 
         ways: KERNELS and its alternatives.
         """
-        self._used[what] = self._seconds(what, ways)
-        return _quickest(self._used[what])
+        self._used[workload] = self._seconds(workload, ways)
+        return _quickest(self._used[workload])
 
     def table(self) -> list[dict[str, Any]]:
         """Return the measurements used by this process, as plain values."""
         return [
             {
-                "what": what,
+                "what": workload,
                 "ms": {name: round(took * 1e3, 3) for name, took in seconds.items()},
                 "taken": _quickest(seconds),
             }
-            for what, seconds in self._used.items()
+            for workload, seconds in self._used.items()
         ]
 
-    def _seconds(self, what: str, ways: Ways) -> dict[str, float]:
-        if not self._has(what, ways):
+    def _seconds(self, workload: str, ways: Ways) -> dict[str, float]:
+        if not self._has(workload, ways):
             self._times |= _read(self._path)
-        if not self._has(what, ways):
+        if not self._has(workload, ways):
             with self._locked():
                 self._times |= _read(self._path)
-                if not self._has(what, ways):
-                    self._times[what] = _measured(ways)
+                if not self._has(workload, ways):
+                    self._times[workload] = _measured(ways)
                     self._write()
-        return {name: self._times[what][name] for name in ways}
+        return {name: self._times[workload][name] for name in ways}
 
-    def _has(self, what: str, ways: Ways) -> bool:
-        return ways.keys() <= self._times.get(what, {}).keys()
+    def _has(self, workload: str, ways: Ways) -> bool:
+        return ways.keys() <= self._times.get(workload, {}).keys()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -154,8 +154,10 @@ def _read(path: Path) -> Times:
     try:
         times = json.loads(path.read_text())
         return {
-            str(what): {str(name): took for name, value in ways.items() if 0 < (took := float(value)) < float("inf")}
-            for what, ways in times.items()
+            str(workload): {
+                str(name): took for name, value in ways.items() if 0 < (took := float(value)) < float("inf")
+            }
+            for workload, ways in times.items()
         }
     except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         return {}

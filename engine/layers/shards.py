@@ -65,8 +65,8 @@ class ShardReader:
 
     def embedding(self, name: str, vocab_size: int) -> Embedding:
         rows = self.parallel.span(vocab_size)
-        kept = self._quantized(name, rows=rows)
-        table: Table | None = None if kept is None else self._packed(kept)
+        quantized = self._quantized(name, rows=rows)
+        table: Table | None = None if quantized is None else self._packed(quantized)
         if table is None:
             table = TorchMatrix(self._place(self.checkpoint.read(f"{name}.weight", rows=rows)))
         return Embedding(table, rows[0], self.parallel)
@@ -84,14 +84,14 @@ class ShardReader:
             return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
 
         parts = [self._quantized(name, rows=span) for name, span in rows.items()]
-        kept = [part for part in parts if part is not None]
-        matrix = (self._kept(*kept) if len(kept) == len(parts) else None) or self.matrix(fused("weight"))
+        quantized = [part for part in parts if part is not None]
+        matrix = (self._low_bit(*quantized) if len(quantized) == len(parts) else None) or self.matrix(fused("weight"))
         return Linear(self._seen(tuple(rows), matrix), fused("bias") if has_bias else None)
 
     def columns(self, name: str, columns: Span) -> Matrix:
         """Read some columns of a matrix; the caller sums its products over the ranks."""
-        kept = self._quantized(name, columns=columns)
-        matrix = None if kept is None else self._kept(kept)
+        quantized = self._quantized(name, columns=columns)
+        matrix = None if quantized is None else self._low_bit(quantized)
         if matrix is None:
             matrix = self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
         return self._seen((name,), matrix)
@@ -109,7 +109,7 @@ class ShardReader:
         pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
         return self._measured(pack(self.kernels, weight_OI))
 
-    def _kept(self, *weights: QuantizedWeight) -> Matrix | None:
+    def _low_bit(self, *weights: QuantizedWeight) -> Matrix | None:
         """Return a low-bit matrix that stays quantized; None if it must be dequantized at load."""
         if self.device.type == "cuda":
             return CodedMatrix.of(weights, self.device)

@@ -50,9 +50,9 @@ class Splits:
         if not contexts_R.is_cuda:
             return cls(contexts_R, contexts_R)
         processors = torch.cuda.get_device_properties(contexts_R.device).multi_processor_count
-        wanted = processors * resident // num_heads
+        target = processors * resident // num_heads
         possible = len(contexts_R) * cdiv(cdiv(longest, KEYS), _MIN_BLOCKS)
-        return share_out(contexts_R, window=window, num_programs=max(1, min(wanted, possible)))
+        return share_out(contexts_R, window=window, num_programs=max(1, min(target, possible)))
 
 
 def share_out(contexts_R: Tensor, *, window: int | None, num_programs: int) -> Splits:

@@ -280,8 +280,8 @@ def _sort(
         rank = tl.cumsum(is_there, axis=0) - 1
         tl.store(choices + begins[None, :] * M + rank, choice, mask=choice >= 0)
         empty = (begins * M + counts)[:, None] + m[None, :]
-        nobody = tl.zeros([BLOCK_S, M], tl.int32) + num_tokens * C
-        tl.store(choices + empty, nobody, mask=empty < ((begins + tiles) * M)[:, None])
+        padding = tl.zeros([BLOCK_S, M], tl.int32) + num_tokens * C
+        tl.store(choices + empty, padding, mask=empty < ((begins + tiles) * M)[:, None])
         whose = tl.zeros([BLOCK_S, BLOCK_J], tl.int32) + expert[:, None]
         tl.store(experts + begins[:, None] + j[None, :], whose, mask=j[None, :] < tiles[:, None])
         begin += tl.sum(tiles, axis=0)

@@ -59,10 +59,10 @@ def reference_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: Cho
     num_experts = logits_TL.shape[1] - rule.weighs_shared
     logits_TX = logits_TL[:, :num_experts]
     scores_TX = logits_TX.softmax(dim=-1) if bias_X is None else logits_TX.sigmoid()
-    wanted_TX = scores_TX if bias_X is None else scores_TX + bias_X
+    priority_TX = scores_TX if bias_X is None else scores_TX + bias_X
     if rule.num_groups > 1:
-        wanted_TX = _within_groups(wanted_TX, rule, best=1 if bias_X is None else 2)
-    chosen_TC = wanted_TX.topk(rule.num_choices, dim=-1).indices
+        priority_TX = _within_groups(priority_TX, rule, best=1 if bias_X is None else 2)
+    chosen_TC = priority_TX.topk(rule.num_choices, dim=-1).indices
     weights_TC = scores_TX.gather(1, chosen_TC)
     if rule.normalizes_weights:
         weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + TINY)
@@ -77,9 +77,9 @@ def reference_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: Cho
     )
 
 
-def _within_groups(wanted_TX: Tensor, rule: ChoiceRule, *, best: int) -> Tensor:
+def _within_groups(priority_TX: Tensor, rule: ChoiceRule, *, best: int) -> Tensor:
     """Set experts outside the token's best groups to -inf. Groups rank by the sum of their `best` top experts."""
-    wanted_TGX = torch.unflatten(wanted_TX, -1, (rule.num_groups, -1))
+    wanted_TGX = torch.unflatten(priority_TX, -1, (rule.num_groups, -1))
     group_TG = wanted_TGX.topk(best, dim=-1).values.sum(dim=-1)
     groups = group_TG.topk(rule.num_groups_per_token, dim=-1).indices
     is_out_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, groups, False)
@@ -205,16 +205,16 @@ def choose(
     c, place = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_G * BLOCK_X)
     if HAS_BIAS:
         scores = 1.0 / (1.0 + tl.exp(-logits))
-        wanted = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
+        priority = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
     else:
         logits = tl.where(is_expert[None, :], logits, -float("inf"))
         scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         scores = scores / tl.sum(scores, axis=1)[:, None]
-        wanted = scores
+        priority = scores
     # Rank NaN below all numbers, but above padding and experts already chosen.
-    wanted = tl.where(is_expert[None, :], tl.where(wanted > -1e30, wanted, -1e30), -float("inf"))
+    priority = tl.where(is_expert[None, :], tl.where(priority > -1e30, priority, -1e30), -float("inf"))
     if G > 1:
-        grouped = tl.reshape(wanted, [wanted.shape[0], BLOCK_G, BLOCK_X])
+        grouped = tl.reshape(priority, [priority.shape[0], BLOCK_G, BLOCK_X])
         group = tl.max(grouped, axis=2)
         g, x = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X)
         if HAS_BIAS:
@@ -224,15 +224,15 @@ def choose(
         for _ in tl.static_range(CHOSEN_GROUPS):
             best = tl.argmax(tl.where(is_in > 0, -float("inf"), group), axis=1)
             is_in = tl.where(g[None, :] == best[:, None], 1, is_in)
-        wanted = tl.reshape(tl.where((is_in > 0)[:, :, None], grouped, -float("inf")), wanted.shape)
-    experts = tl.zeros([wanted.shape[0], BLOCK_C], tl.int32)
-    parts = tl.zeros([wanted.shape[0], BLOCK_C], tl.float32)
+        priority = tl.reshape(tl.where((is_in > 0)[:, :, None], grouped, -float("inf")), priority.shape)
+    experts = tl.zeros([priority.shape[0], BLOCK_C], tl.int32)
+    parts = tl.zeros([priority.shape[0], BLOCK_C], tl.float32)
     for i in tl.static_range(C):
-        best = tl.argmax(wanted, axis=1)
+        best = tl.argmax(priority, axis=1)
         is_best = place[None, :] == best[:, None]
         experts = tl.where(c[None, :] == i, (best // BLOCK_X * X + best % BLOCK_X)[:, None], experts)
         parts = tl.where(c[None, :] == i, tl.sum(tl.where(is_best, scores, 0.0), axis=1)[:, None], parts)
-        wanted = tl.where(is_best, -float("inf"), wanted)
+        priority = tl.where(is_best, -float("inf"), priority)
     if NORMALIZES:
         parts = parts / (tl.sum(parts, axis=1)[:, None] + tiny)
     parts = parts * weight_scale

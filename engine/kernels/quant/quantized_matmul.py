@@ -237,8 +237,8 @@ def splits_for(num_tiles: int, num_spans: int, device: torch.device) -> int:
     """Return the number of programs that split a tile's inputs. On a CPU two, so that tests cover it."""
     if device.type != "cuda":
         return min(2, num_spans)
-    wanted = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR
-    return max(1, min(wanted // num_tiles, num_spans, _MOST_SPLITS))
+    target = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR
+    return max(1, min(target // num_tiles, num_spans, _MOST_SPLITS))
 
 
 def _pointers(panels: CodePanels) -> tuple[Tensor, ...]:

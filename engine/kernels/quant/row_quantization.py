@@ -33,8 +33,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Ten
     if not exact:
         return _quantize(x.float(), dtype)
     codes, scales = _quantize(x[..., :-exact].float(), dtype)
-    kept = x[..., -exact:].to(torch.bfloat16).contiguous().view(torch.uint8)
-    return torch.cat((codes.view(torch.uint8), kept), dim=-1).view(dtype), scales
+    tail = x[..., -exact:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return torch.cat((codes.view(torch.uint8), tail), dim=-1).view(dtype), scales
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype, *, exact: int = 0) -> Tensor:
@@ -42,8 +42,8 @@ def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype, *, exact:
     if not exact:
         return _widen(codes).mul_(scales.float().unsqueeze(-1)).to(dtype)
     numbers = dequantize_rows(codes[..., : -2 * exact].contiguous(), scales, dtype)
-    kept = codes[..., -2 * exact :].contiguous().view(torch.bfloat16)
-    return torch.cat((numbers, kept.to(dtype)), dim=-1)
+    tail = codes[..., -2 * exact :].contiguous().view(torch.bfloat16)
+    return torch.cat((numbers, tail.to(dtype)), dim=-1)
 
 
 def as_bytes(x: Tensor) -> Tensor:
