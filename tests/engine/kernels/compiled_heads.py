@@ -1,4 +1,4 @@
-"""Heads that draft beside a small model, on a GPU that is not there: a program, which prints what was launched.
+"""Program: runs draft heads beside a small model on an absent GPU, and prints the launches.
 
 python -m tests.engine.kernels.compiled_heads 9.0 medusa eagle …
 """
@@ -50,7 +50,8 @@ def main() -> None:
     without_numbers()
     for module in (runner_module, open_heads):
         module.open_checkpoint = lambda directory: FakeCheckpoint(open_checkpoint(directory).shapes)
-    FakeTensor.__int__ = lambda tensor: 0  # what is read from a checkpoint is looked at while it is loaded
+    # Loading inspects values of the checkpoint.
+    FakeTensor.__int__ = lambda tensor: 0
     for kind in sys.argv[2:]:
         with tempfile.TemporaryDirectory() as directory:
             heads_dir, model_dir = Path(directory) / "heads", Path(directory) / "model"
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launch]) -> None:
-    """Prompts, steps that are replayed and such that are not, and drafts."""
+    """Run prompts, replayed and other steps, and drafts."""
     config = EngineConfig(
         model_dir=model_dir,
         block_size=BLOCK_SIZE,
@@ -103,7 +104,7 @@ def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launc
         return [0] * len(rows)
 
     runner.draft([HeadRow(1, 43, list(range(8))), HeadRow(1, 34, list(range(8, 16)))], 3, choose)
-    assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
+    assert len(launches) == warm, f"kernels compiled after the warm-up: {[launch.name for launch in launches[warm:]]}"
 
 
 if __name__ == "__main__":
