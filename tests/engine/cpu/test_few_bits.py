@@ -72,7 +72,7 @@ def test_products_equal_those_of_the_stored_numbers(kernels: Kernels, name: str 
 
 
 def test_parts_of_different_formats(kernels: Kernels) -> None:
-    """As in mixed GGUF files: queries and keys in one format, values in another; each with bias and residual."""
+    """Mixed GGUF files: queries and keys in one format, values in another; each with bias and residual."""
     weights = [random_weight(name, 20, 256) for name in ("Q4_K", "Q4_K", "Q6_K", "Q5_K")]
     x_TI, bias_O, residual_TO = (random(*shape, seed=1).bfloat16() for shape in ((9, 256), (80,), (9, 80)))
     whole = packed(kernels, *weights).multiply(x_TI, bias_O=bias_O, residual_TO=residual_TO)

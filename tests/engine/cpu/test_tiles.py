@@ -161,7 +161,7 @@ def test_amx_is_used_from_the_measured_row_count(
 
 
 def test_deterministic_bf16_uses_the_amx_order_for_any_rows(tiled_kernels: Emulated) -> None:
-    """As in a deterministic deployment: a row's bits do not depend on the other rows."""
+    """Deterministic deployments: a row's bits do not depend on the other rows."""
     matrix, x_TI = PackedMatrix.bf16(tiled_kernels, random(200, 576) / 24), random(70, 576, seed=1)
     matrix.fix()
     whole = matrix.multiply(x_TI)

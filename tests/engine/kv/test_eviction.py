@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_every_candidate_is_evicted_exactly_once(any_eviction: str) -> None:
     eviction = make_eviction(any_eviction, num_blocks=4, clock=FakeClock())
     for block in range(20):
-        eviction.sealed(_hash(block))
+        eviction.full(_hash(block))
         eviction.add(block, _hash(block), Origin(block % 3))
     for block in (3, 4, 5):
         eviction.used(block, _hash(block))
@@ -74,7 +74,7 @@ def test_scan_does_not_evict_the_working_set() -> None:
                 eviction.used(block, _hash(block))
                 hits += 1
             else:
-                eviction.sealed(_hash(block))
+                eviction.full(_hash(block))
             eviction.add(block, _hash(block), Origin.FIRST)
     assert hits > 15 * len(hot)
 

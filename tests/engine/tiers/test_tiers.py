@@ -97,7 +97,7 @@ class _Replica:
             for prefix_hash, block in zip(hashes[num_here:], blocks[num_here:], strict=True):
                 rank.pool.copy_in(_content(prefix_hash, rank.rank), [block])
         for prefix_hash, block in zip(hashes[num_cached:], blocks[num_cached:], strict=True):
-            self.blocks.sign(block, prefix_hash)
+            self.blocks.fill_block(block, prefix_hash)
         self.blocks.free(blocks)
         self.note()
         return num_cached, num_loaded

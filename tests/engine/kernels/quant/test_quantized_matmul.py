@@ -148,7 +148,7 @@ def test_dequantized_numbers_are_rounded_once(name: str) -> None:
 
 
 def test_bias_residual_and_columns_of_a_wider_output() -> None:
-    """As in mixed GGUF files: queries and keys in one format, values in another."""
+    """Mixed GGUF files: queries and keys in one format, values in another."""
     weights = [random_weight(name, 70, 256) for name in ("Q4_K", "Q4_K", "Q6_K")]
     matrix = CodedMatrix.of(weights, DEVICE)
     assert matrix is not None and len(matrix.parts) == 2 and matrix.num_outputs == 210 and matrix.panels is None
