@@ -21,7 +21,7 @@ class QuantizedMatrix:
     """Implements engine.layers.layers.Matrix. Several weights of equal width form one matrix of all their rows.
 
     Weights are rounded to the activations' dtype before the product, as in dequantization at load. Products are
-    identical; it saves memory, and is slower.
+    identical; it saves memory, but is slower on a CPU.
     """
 
     weights: tuple[QuantizedWeight, ...]

@@ -105,7 +105,7 @@ def launch_coded_product(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Launch the product. out: may be columns of a wider tensor, like residual then; None allocates one."""
+    """Launch the product. out: may be columns of a wider tensor if residual has the same layout; None allocates it."""
     (num_outputs, num_inputs), num_rows = panels.shape, len(x_TI)
     x_TI = x_TI.contiguous()
     out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO

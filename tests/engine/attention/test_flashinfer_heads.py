@@ -79,19 +79,19 @@ def test_whole_model_equals_torch(tiny_model: MakeModel, make_runner: MakeRunner
 
 def test_plan_waits_until_previous_plan_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper reuses the host memory that its last plan is copied from."""
-    said: list[str] = []
+    events: list[str] = []
 
     class FakeEvent:
         def __init__(self, name: str) -> None:
             self._name = name
 
         def wait(self) -> None:
-            said.append(f"waits for {self._name}")
+            events.append(f"waits for {self._name}")
 
     class FakeStreams(streams.AtOnce):
         def mark(self) -> Any:
-            name = f"mark {sum(one.startswith('mark') for one in said)}"
-            said.append(name)
+            name = f"mark {sum(one.startswith('mark') for one in events)}"
+            events.append(name)
             return FakeEvent(name)
 
     ours = FakeStreams()
@@ -99,10 +99,10 @@ def test_plan_waits_until_previous_plan_was_copied(monkeypatch: pytest.MonkeyPat
     pool, batch = pool_of(), Batch.of([Row([0] * 9, 0, [1, 2], num_logits=1)], block_size=SIZE)
     kernels = KernelHeads(DeviceBatch.of(batch, CPU), pool, torch.ones(9, 1, 32), torch.ones(9, 1, 32))
     flashinfer = FlashInfer(FakeFlashInfer(), pool, num_q_heads=4, dtype=torch.float32)
-    said.clear()
+    events.clear()
     for _ in range(4):
         flashinfer.heads(batch, kernels)
-    assert [one for one in said if one.startswith("waits")][2:] == ["waits for mark 0", "waits for mark 1"]
+    assert [one for one in events if one.startswith("waits")][2:] == ["waits for mark 0", "waits for mark 1"]
 
 
 def _load(name: str) -> FakeFlashInfer:

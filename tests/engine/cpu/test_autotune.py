@@ -123,17 +123,17 @@ def test_new_alternative_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_matrix_measures_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     class FromRows128(MeasuredWays):
         def quickest(self, workload: str, ways: Ways) -> str:
-            asked.append(workload)
+            requested.append(workload)
             return KERNELS if "32 rows" in workload else TORCH
 
     matrix = PackedMatrix.bf16(kernels, random(512, 512))
     matrix.measure(FromRows128(tmp_path))
     assert matrix.torch_rows == 128
-    assert asked == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (2048, 512, 128, 32)]
+    assert requested == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (2048, 512, 128, 32)]
     small = PackedMatrix.bf16(kernels, random(64, 64))
     small.measure(TorchWins(tmp_path))
     assert small.torch_rows == NEVER

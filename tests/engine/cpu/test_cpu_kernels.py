@@ -212,11 +212,11 @@ def test_compiled_layers_equal_separate_layers(
     monkeypatch.setattr(transformer, "can_compile", lambda layers: compiled.append(can_compile(layers)) or compiled[-1])
     tokens = prompts(40)
     for start, end in ((0, 9), (9, 10), (10, 40)):
-        told: list[int] = []
+        written_layers: list[int] = []
 
-        def on_layer(layer: int, slot: int = end - 1, told: list[int] = told) -> None:
+        def on_layer(layer: int, slot: int = end - 1, written_layers: list[int] = written_layers) -> None:
             assert at_once.pool.codes[layer][slot // 8, 0, :, slot % 8].any(), "the layer's last key is not written yet"
-            told.append(layer)
+            written_layers.append(layer)
 
         row = Row(token_ids=tokens[0][start:end], start=start, blocks=range(12), num_logits=1)
         batch = Batch.of([row], block_size=8)
@@ -225,7 +225,7 @@ def test_compiled_layers_equal_separate_layers(
             patch.setattr(transformer, "can_compile", lambda layers: False)
             wanted = alone.forward(batch)
         torch.testing.assert_close(got, wanted, atol=0, rtol=0)
-        assert told == [0, 1, 2]
+        assert written_layers == [0, 1, 2]
     assert compiled == [True]
 
 

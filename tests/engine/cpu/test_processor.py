@@ -27,14 +27,14 @@ CPU revision\t: 1
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("content", "expected"),
     [
         (_SAPPHIRE_RAPIDS, ["avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"]),
         (_GRAVITON_3, ["asimd", "asimddp", "i8mm", "bf16", "sve"]),
     ],
 )
-def test_instruction_sets_have_linux_names(tmp_path: Path, told: str, expected: list[str]) -> None:
-    (tmp_path / "cpuinfo").write_text(told)
+def test_instruction_sets_have_linux_names(tmp_path: Path, content: str, expected: list[str]) -> None:
+    (tmp_path / "cpuinfo").write_text(content)
     assert processor.instruction_sets(tmp_path / "cpuinfo") == expected
 
 

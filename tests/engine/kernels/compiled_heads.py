@@ -88,10 +88,10 @@ def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launc
         return Batch.of(rows, block_size=BLOCK_SIZE)
 
     runner.warm_up(256)
-    warm, told = len(launches), list[int]()
+    warm, written_layers = len(launches), list[int]()
     runner.forward(batch((0, 40), (0, 17)))
-    runner.forward(batch((40, 24)), on_layer=told.append)
-    assert told == list(range(runner.layout.num_layers))
+    runner.forward(batch((40, 24)), on_layer=written_layers.append)
+    assert written_layers == list(range(runner.layout.num_layers))
     runner.forward(batch((40, 1), (31, 1)))
     chosen = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     device_tokens = DeviceTokens(token_ids=chosen, sources=np.arange(2), places=np.arange(2))

@@ -198,10 +198,10 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
     assert replaying.pool.num_blocks == NUM_BLOCKS
     assert replaying._recorded is not None, replaying._model.hindrance
     replaying.warm_up(2048)
-    warm, told = len(launches), list[int]()
+    warm, written_layers = len(launches), list[int]()
     for spans, options in (
         # A chunk that is shipped.
-        ([(0, 2048)], {"on_layer": told.append}),
+        ([(0, 2048)], {"on_layer": written_layers.append}),
         # A replayed step.
         ([(4095, 1)] * 5, {}),
         # Prompts beside running rows.
@@ -225,7 +225,7 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
         for sources in ([0, 1], [1, 0]) if len(spans) > 1 else ():
             device_tokens = DeviceTokens(token_ids=chosen, sources=np.array(sources), places=np.array([0, 1]))
             replaying.forward(replace(batch, device_tokens=device_tokens), **options)
-    assert told == list(range(layout.num_layers))
+    assert written_layers == list(range(layout.num_layers))
     assert len(launches) == warm, f"kernels compiled after the warm-up: {[launch.name for launch in launches[warm:]]}"
     for wire_dtype in ("raw", "fp8_e4m3", "int8"):
         ship(replaying, wire_dtype, launches)

@@ -45,19 +45,19 @@ def test_logits_do_not_depend_on_expert_placement(
 
 def test_expert_parallel_tokens_equal_single_rank(tiny_model: MakeModel, start_gang: StartGang) -> None:
     directory, _ = tiny_model("qwen3_moe", **QWEN3_MOE)
-    asked = prompts(13, 1, 22)
-    split = start_gang(2, gang.tokens, directory, asked, False)
-    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, asked, True)]
-    spread = start_gang(2, gang.tokens, directory, asked, True)
+    token_ids = prompts(13, 1, 22)
+    split = start_gang(2, gang.tokens, directory, token_ids, False)
+    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, token_ids, True)]
+    spread = start_gang(2, gang.tokens, directory, token_ids, True)
     assert [rank.result(TIMEOUT_S) for rank in (*split, *spread)] == alone * 4
 
 
 def test_moving_expert_copies_do_not_change_tokens(tiny_model: MakeModel, start_gang: StartGang) -> None:
     """Experts are placed again about every third step, by the choices so far."""
     directory, _ = tiny_model("deepseek_v3", **DEEPSEEK_V3)
-    asked = prompts(13, 1, 22)
-    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, asked, False)]
-    spread = start_gang(4, gang.tokens, directory, asked, True, 4, 3)
+    token_ids = prompts(13, 1, 22)
+    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, token_ids, False)]
+    spread = start_gang(4, gang.tokens, directory, token_ids, True, 4, 3)
     assert [rank.result(TIMEOUT_S) for rank in spread] == alone * 4
 
 

@@ -41,12 +41,14 @@ def test_uncorrelated_inputs_round_to_nearest() -> None:
 
 def test_grams_equal_recorded_inputs(tiny_model: MakeModel) -> None:
     directory, model = tiny_model("llama")
-    asked = prompts(20, 7)
-    grams = inputs_of(directory, asked)
+    token_ids = prompts(20, 7)
+    grams = inputs_of(directory, token_ids)
     matrices = {name.removesuffix(".weight") for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
     assert set(grams) == matrices | {"lm_head"}
     with torch.inference_mode():
-        x = torch.cat([model.model.layers[0].input_layernorm(model.model.embed_tokens(torch.tensor(p))) for p in asked])
+        x = torch.cat(
+            [model.model.layers[0].input_layernorm(model.model.embed_tokens(torch.tensor(p))) for p in token_ids]
+        )
     torch.testing.assert_close(grams["model.layers.0.self_attn.q_proj"], x.T @ x, atol=1e-3, rtol=1e-4)
 
 
@@ -54,11 +56,11 @@ def test_calibrated_checkpoint_is_more_accurate(
     tiny_model: MakeModel, make_runner: MakeRunner, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     directory, model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    seen, (asked,) = prompts(*[90] * 20)[1:], prompts(90)
-    exact, errors = reference_logits(model, asked)[-1], []
+    seen, (token_ids,) = prompts(*[90] * 20)[1:], prompts(90)
+    exact, errors = reference_logits(model, token_ids)[-1], []
     for grams in ({}, inputs_of(directory, seen)):
         into = tmp_path_factory.mktemp("written") / "fp8"
         quantize_checkpoint(directory, into, "fp8", grams=grams)
-        logits = step(make_runner(into), [asked], [(0, 0, 90)])
+        logits = step(make_runner(into), [token_ids], [(0, 0, 90)])
         errors.append(float((logits[0] - exact).square().mean()))
     assert errors[1] < errors[0]

@@ -178,29 +178,29 @@ def _ignore_events(patch: pytest.MonkeyPatch, device: FakeStreams, stream: str) 
     patch.setattr(FakeEvent, "hold_up", lambda event: None if device.current == stream else hold_up(event))
 
 
-def fill_staging_that_is_on_its_way_down(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def fill_staging_that_is_being_copied(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     _ignore_events(patch, device, "compute")
 
 
-def copy_down_what_is_not_gathered_yet(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def copy_down_before_the_gather(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     _ignore_events(patch, device, DOWN)
 
 
-def load_into_blocks_that_are_still_used(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def load_into_blocks_in_use(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     _ignore_events(patch, device, UP)
 
 
-def say_that_blocks_are_there_before_they_are(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def report_blocks_before_they_are_loaded(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     patch.setattr(FakeEvent, "wait", lambda event: None)
 
 
-def read_rows_that_are_not_saved_yet(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def read_rows_before_they_are_saved(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     is_saved = HostStore.is_saved
     at_once = streams.AtOnce()
     patch.setattr(HostStore, "is_saved", lambda store, place, name, when: is_saved(store, place, name, at_once))
 
 
-def gather_on_the_lane(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def gather_on_the_copy_stream(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     copy_out = KVPool.copy_out
 
     def elsewhere(pool: KVPool, blocks: list[int], **options: Any) -> Tensor:
@@ -210,12 +210,12 @@ def gather_on_the_lane(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     patch.setattr(KVPool, "copy_out", elsewhere)
 
 
-def mark_who_had_the_blocks_too_early(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def record_previous_use_too_early(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     early, load = device.mark(), BlockCopies.load
     patch.setattr(BlockCopies, "load", lambda copies, rows, blocks, behind: load(copies, rows, blocks, behind=early))
 
 
-def fill_locked_memory_that_is_still_read(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def fill_locked_memory_that_is_being_read(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     page_locked, memory = device.page_locked, dict[Any, Tensor]()
 
     def the_same(size: int, dtype: torch.dtype) -> Tensor:
@@ -224,14 +224,14 @@ def fill_locked_memory_that_is_still_read(patch: pytest.MonkeyPatch, device: Fak
     patch.setattr(device, "page_locked", the_same)
 
 
-def unlock_rows_that_are_still_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def unlock_rows_that_are_being_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     def close(store: HostStore) -> None:
         device.unlock_pages(store._rows)
 
     patch.setattr(HostStore, "close", close)
 
 
-def free_rows_that_are_still_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def free_rows_that_are_being_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     def close(store: HostStore) -> None:
         store._rows = torch.empty(0)
 
@@ -239,16 +239,16 @@ def free_rows_that_are_still_written(patch: pytest.MonkeyPatch, device: FakeStre
 
 
 MUTATIONS: list[Mutate] = [
-    fill_staging_that_is_on_its_way_down,
-    copy_down_what_is_not_gathered_yet,
-    load_into_blocks_that_are_still_used,
-    say_that_blocks_are_there_before_they_are,
-    read_rows_that_are_not_saved_yet,
-    gather_on_the_lane,
-    mark_who_had_the_blocks_too_early,
-    fill_locked_memory_that_is_still_read,
-    unlock_rows_that_are_still_written,
-    free_rows_that_are_still_written,
+    fill_staging_that_is_being_copied,
+    copy_down_before_the_gather,
+    load_into_blocks_in_use,
+    report_blocks_before_they_are_loaded,
+    read_rows_before_they_are_saved,
+    gather_on_the_copy_stream,
+    record_previous_use_too_early,
+    fill_locked_memory_that_is_being_read,
+    unlock_rows_that_are_being_written,
+    free_rows_that_are_being_written,
 ]
 
 

@@ -46,9 +46,9 @@ def test_tokens_do_not_depend_on_batching(
     limits: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
     directory, _ = tiny_model("llama")
-    asked = prompts(30, 3, 17, 8)
-    alone = [generate(make_runner(directory), [p], s)[0] for p, s in zip(asked, MIXED, strict=True)]
-    together = generate(make_runner(directory), asked, MIXED, **limits)
+    token_ids = prompts(30, 3, 17, 8)
+    alone = [generate(make_runner(directory), [p], s)[0] for p, s in zip(token_ids, MIXED, strict=True)]
+    together = generate(make_runner(directory), token_ids, MIXED, **limits)
     assert [ids(tokens) for tokens in together] == [ids(tokens) for tokens in alone]
     assert [len(tokens) for tokens in together] == [12, 9, 15, 6]
     assert all(token.logprob and len(token.logprob.top) == 3 for token in together[1])
@@ -56,11 +56,13 @@ def test_tokens_do_not_depend_on_batching(
 
 def test_small_pool_gives_the_same_tokens(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     directory, _ = tiny_model("llama")
-    asked = prompts(30, 30, 30)
-    roomy = generate(make_runner(directory), asked, GREEDY)
-    assert [ids(t) for t in generate(make_runner(directory, num_blocks=6), asked, GREEDY)] == [ids(t) for t in roomy]
+    token_ids = prompts(30, 30, 30)
+    roomy = generate(make_runner(directory), token_ids, GREEDY)
+    assert [ids(t) for t in generate(make_runner(directory, num_blocks=6), token_ids, GREEDY)] == [
+        ids(t) for t in roomy
+    ]
     with pytest.raises(ContextLengthExceeded):
-        generate(make_runner(directory, num_blocks=5), asked, GREEDY)
+        generate(make_runner(directory, num_blocks=5), token_ids, GREEDY)
 
 
 def test_finish_reasons(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
