@@ -1,8 +1,7 @@
-"""Attention over paged KV, for a batch that mixes prompts and single tokens.
+"""Paged attention in torch, for batches that mix prompts and single tokens.
 
-By torch: where neither CPU kernels nor Triton's compute it, and for long rows on a processor where it is quicker than
-the former. The blocks that a sequence attends to are gathered and given to scaled_dot_product_attention. A plan is made
-once per step and used by every layer.
+Used where neither the CPU kernels nor Triton apply, and for long rows on CPUs where it is faster. The blocks of each
+sequence are gathered and passed to scaled_dot_product_attention. A plan is made once per step and shared by all layers.
 """
 
 from __future__ import annotations
@@ -22,23 +21,30 @@ from engine.kv.pool import KVPool
 # T tokens of the step, R rows (sequences), Q queries of one row, H query heads, K kv heads, G = H / K, D head_dim,
 # B blocks, L = B * block_size keys
 
-_MAX_GATHERED = 1 << 16  # keys of one gather, all rows together: bounds what a step needs beside the pool
-_MAX_PADDING = 2.0  # gathered keys over needed ones
+# Keys per gather, all rows together. Bounds the memory of a step beside the pool.
+_MAX_GATHERED = 1 << 16
+# Gathered keys over needed keys.
+_MAX_PADDING = 2.0
 
 
 @dataclass(frozen=True)
 class PromptQueries:
-    """One row of several queries."""
+    """One row with several queries."""
 
-    first: int  # its queries are tokens [first, end) of the step
+    # Its queries are tokens [first, end) of the step.
+    first: int
     end: int
     runs_2RKB: Tensor
-    mask_QL: Tensor | None  # None: plainly causal, and L is cut to Q
-    num_keys: int  # of L: its own
+    # None: causal from position 0, with L cut to Q.
+    mask_QL: Tensor | None
+    # Number of the L keys that belong to the row.
+    num_keys: int
 
     def gather(self, pool: KVPool, layer: int, dtype: torch.dtype) -> Tensor:
-        """See KVPool.gather. What lies behind the row's own keys is zero: whoever had the block before may have left
-        NaN there, which no mask hides."""
+        """Gather the row's keys and values; see KVPool.gather. Keys beyond the row's own are zeroed.
+
+        A previous owner of the block may have left NaN there, which masking does not remove.
+        """
         kv_2RKLD = pool.gather(layer, self.runs_2RKB, dtype)
         kv_2RKLD[..., self.num_keys :, :] = 0
         return kv_2RKLD
@@ -46,15 +52,16 @@ class PromptQueries:
 
 @dataclass(frozen=True)
 class Singles:
-    """Rows of one query each, whose contexts are of similar length."""
+    """Rows of one query each, with contexts of similar length."""
 
     tokens_R: Tensor
     runs_2RKB: Tensor
     mask_R11L: Tensor
-    fewest_keys: int  # of L: what every row has of its own
+    # Number of the L keys that every row has.
+    fewest_keys: int
 
     def gather(self, pool: KVPool, layer: int, dtype: torch.dtype) -> Tensor:
-        """As for prompts."""
+        """Gather keys and values of the rows, zeroed beyond each row's own."""
         kv_2RKLD = pool.gather(layer, self.runs_2RKB, dtype)
         is_hidden_R1N1 = self.mask_R11L[..., self.fewest_keys :].isneginf().transpose(-1, -2)
         kv_2RKLD[..., self.fewest_keys :, :].masked_fill_(is_hidden_R1N1, 0)
@@ -63,14 +70,14 @@ class Singles:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Which blocks each row of a batch attends to, and which keys in them, under one sliding window (or none)."""
+    """Blocks and keys that each row of a batch attends to, for one sliding window or none."""
 
     prompts: list[PromptQueries]
     singles: list[Singles]
 
     @classmethod
     def of(cls, batch: Batch, pool: KVPool, *, window: int | None, dtype: torch.dtype) -> AttentionPlan:
-        """dtype: of the queries."""
+        """Plan a batch. dtype: dtype of the queries."""
         planner = _Planner(batch, pool, window, dtype)
         single = batch.query_lens == 1
         return cls(
@@ -82,16 +89,16 @@ class AttentionPlan:
     def of_rows(
         cls, rows: Sequence[int], batch: Batch, pool: KVPool, *, window: int | None, dtype: torch.dtype
     ) -> AttentionPlan:
-        """Of these rows alone, which may have any number of queries."""
+        """Plan only these rows, each with any number of queries."""
         planner = _Planner(batch, pool, window, dtype)
         return cls(prompts=[planner.prompt(row) for row in rows], singles=[])
 
 
 def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan) -> Tensor:
-    """softmax(q k / sqrt(D)) v for every query over the keys that come before it, itself included.
+    """Compute softmax(q k / sqrt(D)) v for every query over the keys up to and including its own.
 
-    The batch's own keys and values are in the pool already. q_THD: (T, H, D), H a multiple of the pool's kv heads.
-    Returns (T, H, D) in the queries' dtype; of rows that are not in the plan, numbers without meaning.
+    The batch's keys and values are already in the pool. q_THD: (T, H, D), H a multiple of the pool's KV heads.
+    Returns (T, H, D) in the queries' dtype; rows outside the plan are undefined.
     """
     num_tokens, num_heads, dim = q_THD.shape
     num_kv_heads = pool.layout.heads_per_rank
@@ -104,7 +111,7 @@ def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan
         )
     for singles in plan.singles:
         k_RKLD, v_RKLD = singles.gather(pool, layer, q_THD.dtype)
-        # The G queries that share a kv head take the place of the query positions: no key is read twice.
+        # Put the G queries that share a KV head in the place of query positions, so that no key is read twice.
         q_RKGD = q_TKGD[singles.tokens_R]
         mask_RKGL = singles.mask_R11L.expand(*q_RKGD.shape[:-1], -1)
         out_TKGD[singles.tokens_R] = F.scaled_dot_product_attention(q_RKGD, k_RKLD, v_RKLD, attn_mask=mask_RKGL)
@@ -114,9 +121,9 @@ def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan
 def attend_prompt(
     q_QKGD: Tensor, k_KLD: Tensor, v_KLD: Tensor, mask_QL: Tensor | None, *, scale: float | None = None
 ) -> Tensor:
-    """-> (Q, K, G, D) of the values. Keys and values are shared by G heads without being copied.
+    """Attend one row's queries to its keys. Returns (Q, K, G, D of the values); G heads share keys without a copy.
 
-    mask: see PromptQueries. scale: of the scores, by default 1 / sqrt(D) of the keys.
+    mask: see PromptQueries. scale: factor of the scores, by default 1 / sqrt(D) of the keys.
     """
     num_queries, _, group, _ = q_QKGD.shape
     if mask_QL is None:
@@ -129,7 +136,7 @@ def attend_prompt(
 
 
 class _Planner:
-    """Makes the parts of one plan."""
+    """Builder of the parts of one plan."""
 
     def __init__(self, batch: Batch, pool: KVPool, window: int | None, dtype: torch.dtype) -> None:
         self._batch = batch
@@ -138,7 +145,7 @@ class _Planner:
         self._dtype = dtype
         self._starts = batch.context_lens - batch.query_lens
         self._ends = np.cumsum(batch.query_lens)
-        # Blocks [low, high) of its table hold all that a row's queries attend to.
+        # Blocks [low, high) of a row's table hold everything that its queries attend to.
         block_size = pool.layout.block_size
         lowest_key = np.zeros_like(self._starts) if window is None else np.maximum(0, self._starts - window + 1)
         self._low = lowest_key // block_size
@@ -157,7 +164,7 @@ class _Planner:
     def singles(self, rows: Ints) -> Singles:
         low, high = self._low[rows], self._high[rows]
         width = int((high - low).max())
-        # Shorter rows are padded with their own last block, at positions that the mask hides.
+        # Pad shorter rows with their own last block, at positions that the mask hides.
         columns = np.minimum(low[:, None] + np.arange(width), high[:, None] - 1)
         tokens = self._ends[rows] - 1
         mask_R1L = self._mask(self._batch.positions[tokens, None], low, width)
@@ -169,7 +176,7 @@ class _Planner:
         )
 
     def _mask(self, positions_RQ: Ints, low_R: Ints, width: int) -> Tensor:
-        """What to add to the scores: 0 where a query may look, else -inf. Keys begin at block `low` of each row."""
+        """Return the additive mask: 0 for visible keys, -inf for others. Keys start at block `low` of each row."""
         device, block_size = self._pool.device, self._pool.layout.block_size
         queries_RQ1 = torch.from_numpy(positions_RQ).to(device).unsqueeze(-1)
         first_R11 = torch.from_numpy(low_R * block_size).to(device).view(-1, 1, 1)

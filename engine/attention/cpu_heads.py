@@ -1,4 +1,4 @@
-"""The heads of a step by the CPU kernels: keys and values are written to and read from the pool's blocks in place."""
+"""Attention of a step with the CPU kernels, which read and write the pool's blocks in place."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from engine.layers.layers import RMSNorm
 
 # T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2
 
-_LONG = 64  # queries of a row; for fewer the keys are not worth gathering
-_MEASURED = (512, 2048)  # queries of a row, and the context that they end
+# Queries per row; with fewer, gathering the keys does not pay.
+_LONG = 64
+# Queries of the measured row, and its context length.
+_MEASURED = (512, 2048)
 
 
 class CompiledHeads:
-    """See engine.attention.heads.Heads. bf16 only, over a pool of bf16 or of 8 bits.
+    """Implements engine.attention.heads.Heads with the C++ kernels: bf16, over a pool of bf16 or 8 bits.
 
-    What a query gets depends on its own tokens only: not on the queries beside it, nor on how its prompt was cut. Where
-    AMX attends to the many queries of a prompt it does so within rounding.
+    A query's result depends only on its own tokens, not on the batch or on how its prompt was chunked. With AMX, rows
+    with many queries match this only within rounding.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class CompiledHeads:
         *,
         by_tiles: bool = False,
     ) -> None:
-        """by_tiles: where it can be, by AMX."""
+        """by_tiles: use AMX where possible."""
         self._kernels = kernels
         self._pool = pool
         self._by_tiles = by_tiles
@@ -65,8 +67,10 @@ class CompiledHeads:
 
 
 class SharedHeads(CompiledHeads):
-    """CompiledHeads, but that the long rows at a batch's end are attended to by torch, from gathered keys. What a query
-    of theirs gets depends on how the prompt was cut, within rounding."""
+    """CompiledHeads that leaves the long rows at the batch's end to torch, over gathered keys.
+
+    Results of long rows depend on how the prompt was chunked, within rounding.
+    """
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class SharedHeads(CompiledHeads):
         sin_T1F: Tensor,
         windows: Iterable[int | None],
     ) -> None:
-        """windows: of any layer."""
+        """windows: sliding windows of all layers."""
         super().__init__(kernels, batch, pool, cos_T1F, sin_T1F)
         num_rows, num_long = len(batch.query_lens), num_long_rows(batch)
         long_rows = range(num_rows - num_long, num_rows)
@@ -95,13 +99,13 @@ class SharedHeads(CompiledHeads):
 
 
 def num_long_rows(batch: Batch) -> int:
-    """At its end: prompts come behind sequences that decode."""
+    """Count the long rows at the batch's end. Prompts follow the decoding sequences."""
     short = np.flatnonzero(batch.query_lens < _LONG)
     return len(batch.query_lens) - (int(short[-1]) + 1 if len(short) else 0)
 
 
 def quickest_way(kernels: Kernels, layout: KVLayout, num_heads: int, measured: MeasuredWays) -> str:
-    """Who attends to long rows in the least time on this machine: KERNELS, TILES or TORCH."""
+    """Return the fastest way to attend to long rows on this machine: KERNELS, TILES or TORCH."""
     num_queries, context = _MEASURED
     pool = KVPool(
         replace(layout, num_layers=1), num_blocks=-(-context // layout.block_size), device=torch.device("cpu")
@@ -114,18 +118,20 @@ def quickest_way(kernels: Kernels, layout: KVLayout, num_heads: int, measured: M
         heads[TILES] = CompiledHeads(kernels, batch, pool, angles, angles, by_tiles=True)
     heads[TORCH] = SharedHeads(kernels, batch, pool, angles, angles, [None])
     q_THD = torch.ones(num_queries, num_heads, layout.head_dim, dtype=torch.bfloat16)
-    what = (
+    workload = (
         f"ATTEND {num_queries} of {context}, {num_heads} heads on {layout.heads_per_rank} of {layout.head_dim}, "
         f"{layout.dtype}"
     )
-    return measured.quickest(what, {way: partial(some.attend, 0, q_THD, window=None) for way, some in heads.items()})
+    ways = {way: partial(backend.attend, 0, q_THD, window=None) for way, backend in heads.items()}
+    return measured.quickest(workload, ways)
 
 
 class StepRows:
-    """A batch as the kernels read it; owns what `step` points to."""
+    """Batch in the kernels' format; owns the memory that `step` points to."""
 
     def __init__(self, batch: Batch, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
-        self._tables = batch.block_tables  # columns of a wider array, perhaps
+        # May be a view of a wider array.
+        self._tables = batch.block_tables
         self._arrays = [np.ascontiguousarray(a) for a in (batch.slots, batch.query_lens, batch.context_lens)]
         self._angles = cos_T1F.contiguous(), sin_T1F.contiguous()
         slots, query_lens, context_lens = (array.ctypes.data for array in self._arrays)
@@ -143,21 +149,23 @@ class StepRows:
         )
 
     def first(self, num_rows: int) -> Step:
-        """The same step without the rows that follow. It is valid as long as this is."""
+        """Return the step of the first `num_rows` rows. Valid as long as this object."""
         step = Step.from_buffer_copy(self.step)
         step.sequences, step.tokens = num_rows, int(self._arrays[1][:num_rows].sum())
         return step
 
     def of_logits(self, batch: Batch) -> Step:
-        """The step of those positions alone whose logits are wanted, the last ones of each row, for what comes behind
-        `store`. It is valid as long as this is, and until it is asked for again."""
-        wanted = np.flatnonzero(batch.num_logits)
+        """Return the step of the positions with logits, the last ones of each row, for calls after `store`.
+
+        Valid until the next call, and as long as this object.
+        """
+        with_logits = np.flatnonzero(batch.num_logits)
         arrays = batch.block_tables, batch.num_logits, batch.context_lens
-        self._wanted = [np.ascontiguousarray(array[wanted]) for array in arrays]
-        tables, query_lens, context_lens = (array.ctypes.data for array in self._wanted)
+        self._logits_arrays = [np.ascontiguousarray(array[with_logits]) for array in arrays]
+        tables, query_lens, context_lens = (array.ctypes.data for array in self._logits_arrays)
         return Step(
             tokens=len(batch.logits_rows),
-            sequences=len(wanted),
+            sequences=len(with_logits),
             table_width=batch.block_tables.shape[1],
             tables=tables,
             query_lens=query_lens,
@@ -168,7 +176,7 @@ class StepRows:
 def store_kv(
     kernels: Kernels, pool: KVPool, layer: int, slots_T: Ints, kv_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor
 ) -> None:
-    """Rotate keys in place, and put them and values into the pool. kv_TND: of tokens without queries, N = 2 K."""
+    """Rotate keys in place and write keys and values to the pool. kv_TND: keys and values only, N = 2 K."""
     slots_T, cos_T1F, sin_T1F = np.ascontiguousarray(slots_T), cos_T1F.contiguous(), sin_T1F.contiguous()
     step = Step(tokens=len(slots_T), slots=slots_T.ctypes.data, cos=cos_T1F.data_ptr(), sin=sin_T1F.data_ptr())
     Program(kernels, [rotary_call(pool, layer, kv_TND, q_norm=None, k_norm=None)]).run(step)
@@ -177,7 +185,7 @@ def store_kv(
 def rotary_call(
     pool: KVPool, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None
 ) -> RotaryCall:
-    """Norm and rotate queries and keys in place, and put keys and values into the pool."""
+    """Build the call that norms and rotates queries and keys in place and writes keys and values to the pool."""
     call = RotaryCall(kind=Kind.ROTATE, pool=_view(pool, layer), heads=heads_TND.data_ptr())
     call.q_heads = heads_TND.shape[1] - 2 * pool.layout.heads_per_rank
     if q_norm is not None and k_norm is not None:
@@ -188,7 +196,7 @@ def rotary_call(
 def attention_call(
     pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, window: int | None, by_tiles: bool = False
 ) -> AttentionCall:
-    """q_THD may be a part of wider rows; out_THD is contiguous."""
+    """Build the attention call. q_THD may be a view of wider rows; out_THD is contiguous."""
     return AttentionCall(
         kind=Kind.ATTEND,
         pool=_view(pool, layer),

@@ -1,9 +1,8 @@
-"""Heads of steps with prompts by FlashInfer (`pip install flashinfer-python`), where that is there, and quicker.
-Ye et al. 2025, arXiv:2501.01005.
+"""Attention of steps with prompts by FlashInfer (`pip install flashinfer-python`), if installed and faster.
 
-Its pools lie as ours do: (blocks, 2, heads, block size, head_dim) is its layout HND. It is asked about steps that have
-a prompt, with all of their rows; about pools in the dtype of the queries, whole contexts, and heads that it has kernels
-for. What is stored, our kernels store. It has not run on a GPU here yet: tests have a stand-in with its signatures.
+Ye et al. 2025, arXiv:2501.01005. Its layout HND, (blocks, 2, heads, block size, head_dim), is our pool's layout.
+It computes all rows of steps with a prompt, for pools in the queries' dtype, full contexts and supported head sizes.
+Our kernels store the KV. Not yet run on a GPU here: tests use a stand-in with its signatures.
 """
 
 from __future__ import annotations
@@ -34,44 +33,54 @@ logger = logging.getLogger(__name__)
 
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
-_WORKSPACE_BYTES = 128 << 20  # as its documentation recommends
-_NUM_PLANS = 2  # steps whose plans are kept: each is copied to the device when that comes to it
-_GAIN = 1.1  # for which it is worth having numbers of somebody else's
+# As recommended by its documentation.
+_WORKSPACE_BYTES = 128 << 20
+# Steps whose plans are kept: a plan is copied to the device only when the device reaches it.
+_NUM_PLANS = 2
+# Minimum speedup for switching to another implementation's numerics.
+_GAIN = 1.1
 _TRIED_TOKENS, _NUM_TRIES = 2048, 5
 
-Seconds = Callable[[Callable[[], object]], float]  # of one run, on the device
+# Measures one run on the device, in seconds.
+Seconds = Callable[[Callable[[], object]], float]
 
 
 class Wrapper(Protocol):
-    """FlashInfer's BatchPrefillWithPagedKVCacheWrapper, as far as we use it (0.7.2)."""
+    """Part of FlashInfer's BatchPrefillWithPagedKVCacheWrapper (0.7.2) that we use."""
 
     def plan(self, *rows: Tensor | int, causal: bool, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
-        """rows: where queries and pages of each begin, (R + 1,) on the host; pages, on the device; how much of the last
-        page of each is there, (R,) on the host; then counts of query heads and kv heads, head_dim, page size."""
+        """Plan one step.
+
+        rows: offsets of each row's queries and of its pages, (R + 1,) on the host; pages, on the device; tokens in each
+        row's last page, (R,) on the host; then number of query heads, of KV heads, head_dim, page size.
+        """
         ...
 
     def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor) -> Tensor: ...
 
 
 class FlashInfer:
-    """What is kept of it from step to step. Owned by the step thread."""
+    """FlashInfer state that persists across steps. Owned by the step thread."""
 
     def __init__(self, library: Any, pool: KVPool, *, num_q_heads: int, dtype: torch.dtype) -> None:
-        """library: the module."""
+        """library: the imported flashinfer module."""
         self._pool = pool
         self._num_q_heads = num_q_heads
         self._dtype = dtype
         self._streams = streams.streams_of(pool.device)
-        self._wrappers: deque[tuple[Wrapper, streams.Event]] = deque()  # and what they were planned for last
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)  # of one step at a time
+        # Each wrapper with the event after its last plan.
+        self._wrappers: deque[tuple[Wrapper, streams.Event]] = deque()
+        # Shared: only one step runs at a time.
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         for _ in range(_NUM_PLANS):
             self._wrappers.append((library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND"), self._streams.mark()))
 
     def heads(self, batch: Batch, kernels: Heads) -> Heads:
-        """Of one step. kernels: ours, which store."""
+        """Return the backend of one step. kernels: our backend, which stores the KV."""
         layout = self._pool.layout
         wrapper, planned = self._wrappers.popleft()
-        planned.wait()  # it writes to the memory of the host from which its last plan is copied
+        # Planning overwrites the host memory that the last plan is copied from.
+        planned.wait()
         counts_R = -(-batch.context_lens // layout.block_size)
         held_RB = np.arange(batch.block_tables.shape[1]) < counts_R[:, None]
         (pages,) = upload([batch.block_tables[held_RB]], self._pool.device)
@@ -90,7 +99,7 @@ class FlashInfer:
 
 
 class FlashInferHeads:
-    """Implements engine.attention.heads.Heads, for whole contexts."""
+    """Implements engine.attention.heads.Heads for full contexts."""
 
     def __init__(self, wrapper: Wrapper, pool: KVPool, kernels: Heads) -> None:
         self._wrapper = wrapper
@@ -114,8 +123,10 @@ def find_flashinfer(
     load: Callable[[str], Any] = import_module,
     seconds: Seconds | None = None,
 ) -> FlashInfer | None:
-    """None where it is not installed, has no kernels for these heads, fails, or is no quicker than ours. The first time
-    it compiles its kernels, for a minute or more. Leaves the pool as it is."""
+    """Return FlashInfer, or None if it is not installed, does not support these heads, fails, or is not faster.
+
+    The first call compiles its kernels, which takes a minute or more. Leaves the pool unchanged.
+    """
     try:
         library = load("flashinfer")
     except ImportError:
@@ -125,19 +136,20 @@ def find_flashinfer(
         ours_s, theirs_s = prompt_seconds(
             found, pool, num_q_heads=num_q_heads, dtype=dtype, seconds=seconds or _device_seconds
         )
-    except Exception as error:  # somebody else's compiler, libraries and devices; ours are there
-        logger.warning("FlashInfer is installed and does not work here: %s", error)
+    # Any failure of the third-party compiler, libraries or device falls back to our kernels.
+    except Exception as error:
+        logger.warning("FlashInfer is installed but failed; using own kernels: %s", error)
         return None
     is_quicker = theirs_s * _GAIN <= ours_s
     logger.info(
-        "a prompt of %d tokens: our kernels take %.0f us a layer, FlashInfer %.0f us; prompts are attended to by %s",
-        *(_TRIED_TOKENS, ours_s * 1e6, theirs_s * 1e6, "FlashInfer" if is_quicker else "ours"),
+        "measured prefill attention tokens=%d own_us=%.0f flashinfer_us=%.0f using=%s",
+        *(_TRIED_TOKENS, ours_s * 1e6, theirs_s * 1e6, "FlashInfer" if is_quicker else "own kernels"),
     )
     return found if is_quicker else None
 
 
 def is_possible(pool: KVPool, *, dtype: torch.dtype) -> bool:
-    """Whether it could be asked."""
+    """Return True if FlashInfer supports this pool and dtype."""
     layout = pool.layout
     return layout.torch_dtype == dtype and dtype in _DTYPES and layout.head_dim in _HEAD_DIMS and layout.num_sides == 2
 
@@ -145,7 +157,7 @@ def is_possible(pool: KVPool, *, dtype: torch.dtype) -> bool:
 def prompt_seconds(
     flashinfer: FlashInfer, pool: KVPool, *, num_q_heads: int, dtype: torch.dtype, seconds: Seconds
 ) -> tuple[float, float]:
-    """Of one layer's attention in a prompt, by our kernels and by FlashInfer."""
+    """Return the seconds of one layer's prompt attention with our kernels and with FlashInfer."""
     layout, device = pool.layout, pool.device
     num_tokens = min(_TRIED_TOKENS, pool.num_blocks * layout.block_size)
     blocks = list(range(-(-num_tokens // layout.block_size)))
@@ -159,7 +171,7 @@ def prompt_seconds(
 
 
 def _device_seconds(run: Callable[[], object]) -> float:
-    """The best of some tries, when everything is compiled."""
+    """Return the best time of several runs, after a warm-up."""
     run()
     times = []
     for _ in range(_NUM_TRIES):
@@ -173,5 +185,5 @@ def _device_seconds(run: Callable[[], object]) -> float:
 
 
 def _begins(counts_R: Any) -> Tensor:
-    """(R + 1,) int32, on the host."""
+    """Return offsets, (R + 1,) int32 on the host."""
     return torch.from_numpy(np.cumsum([0, *counts_R]).astype(np.int32))

@@ -1,4 +1,4 @@
-"""Where the keys of a step's prompts lie when their blocks are gathered: one row behind the other."""
+"""Layout of the gathered keys of a step's prompts: one row after the other."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from engine.batch.device_batch import PromptRows, upload
 from engine.kernels.language import cdiv
 from engine.kv.pool import KVPool
 
-# R rows, N blocks that are gathered
+# R rows, N gathered blocks
 
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """The blocks that hold some positions of each row, or all."""
+    """Blocks that hold all positions of each row, or a range of them."""
 
-    blocks_N: Tensor  # int32 block ids
-    firsts_R: Tensor  # int32, where each row's keys begin among those of all blocks
+    # int32 block ids.
+    blocks_N: Tensor
+    # int32 offset of each row's keys among the keys of all blocks.
+    firsts_R: Tensor
 
     @classmethod
     def of(cls, rows: PromptRows, pool: KVPool, begin: int = 0, end: int | None = None) -> GatheredRows:
-        """begin, end: positions, multiples of the block size."""
+        """Select the blocks of positions [begin, end) of each row; both are multiples of the block size."""
         block_size = pool.layout.block_size
         first, last = begin // block_size, None if end is None else end // block_size
         counts = [cdiv(length, block_size) for length in rows.context_lens]

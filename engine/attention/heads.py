@@ -1,7 +1,7 @@
-"""What lies between the two projections of a layer, for one step: from queries, keys and values to what was attended.
+"""Attention backends: the part of a layer between its two projections, for one step.
 
-`Heads` is made once per step and used by every layer. TorchHeads computes with torch, in any dtype; CompiledHeads
-(cpu_heads.py) with the C++ kernels, SharedHeads with these and torch; KernelHeads (triton_heads.py) with Triton's.
+A `Heads` object is made once per step and used by every layer. TorchHeads runs torch in any dtype; CompiledHeads
+(cpu_heads.py) the C++ kernels; SharedHeads the C++ kernels and torch; KernelHeads (triton_heads.py) the Triton kernels.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ Windows = Iterable[int | None]
 
 
 class Heads(Protocol):
-    """One step's heads."""
+    """Attention backend of one step."""
 
     def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
-        """Norm and rotate queries and keys, and put keys and values into the pool. Returns the queries (T, H, D).
+        """Norm and rotate queries and keys, and write keys and values to the pool. Returns the queries (T, H, D).
 
-        heads_TND: queries, then keys, then values; they may be changed in place.
+        heads_TND: queries, then keys, then values; may be changed in place.
         """
         ...
 
     def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
-        """softmax(q k / sqrt(D)) v over the keys that come before each query, itself included: (T, H, D).
+        """Compute softmax(q k / sqrt(D)) v over the keys up to and including each query's own: (T, H, D).
 
-        q_THD is what `store` returned for this layer.
+        q_THD: result of `store` for this layer.
         """
         ...
 
 
 class TorchHeads:
-    """Heads by torch operations. Attention gathers the blocks of each step."""
+    """Implements Heads with torch operations. Attention gathers the blocks of each step."""
 
     def __init__(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor, windows: Windows) -> None:
-        """windows: of any layer."""
+        """windows: sliding windows of all layers."""
         self._pool = pool
         self._cos_T1F = cos_T1F
         self._sin_T1F = sin_T1F

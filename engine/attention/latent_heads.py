@@ -1,12 +1,11 @@
-"""What lies between the projections of a latent-attention layer, for one step.
+"""Multi-head latent attention for one step: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
-Multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1.
-The pool keeps one row per token, (latent, rotated key), from which every head's keys and values can be made:
+The pool stores one row per token, (latent, rotated key). Every head's keys and values follow from it:
 
     key_h = (K_h latent, rotated key)      value_h = V_h latent      K_h: (N, C), V_h: (W, C), of one head
 
-For rows of several queries they are made, once for all queries. For rows of one query they are not: K_h moves to the
-query and V_h to the result ("absorbed"), so that all heads share one key per token, the row itself:
+For rows with several queries they are computed once for all queries. For rows with one query they are not: K_h moves to
+the query and V_h to the result ("absorbed"), so that all heads share one key per token, the row itself:
 
     q_h . key_h = (K_h^T q_nope, q_rope) . row      sum of w value_h = V_h (sum of w latent)
 """
@@ -32,7 +31,7 @@ from engine.layers.layers import RMSNorm
 
 @dataclass(frozen=True)
 class Expansion:
-    """What makes a rank's heads out of latents."""
+    """Matrices that expand latents into a rank's heads."""
 
     key_HNC: Tensor
     value_HWC: Tensor
@@ -42,67 +41,67 @@ class Expansion:
         return self.key_HNC.shape[2]
 
     def absorb_keys(self, q_RHD: Tensor) -> Tensor:
-        """Queries that can be multiplied with rows: (R, H, C + P)."""
+        """Return the queries to multiply with latent rows: (R, H, C + P)."""
         q_nope_RHN, q_rope_RHP = q_RHD.tensor_split((self.key_HNC.shape[1],), dim=-1)
         return torch.cat((torch.einsum("rhn,hnc->rhc", q_nope_RHN, self.key_HNC), q_rope_RHP), dim=-1)
 
     def values_of(self, latents_RHC: Tensor) -> Tensor:
-        """What weighed sums of latents stand for: (R, H, W)."""
+        """Expand weighted sums of latents into values: (R, H, W)."""
         return torch.einsum("rhc,hwc->rhw", latents_RHC, self.value_HWC)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of a step's queries and keys."""
+    """Rotation of a step's queries and keys."""
 
     cos_T1F: Tensor
     sin_T1F: Tensor
-    is_interleaved: bool  # whether rotary pairs lie side by side
+    # True if rotary pairs are adjacent.
+    is_interleaved: bool
 
     @property
     def rope_dim(self) -> int:
         return 2 * self.cos_T1F.shape[-1]
 
     def queries(self, q_THD: Tensor, *, rope_dim: int) -> Tensor:
-        """Turned in their last `rope_dim` numbers."""
+        """Rotate the last `rope_dim` numbers of each query."""
         q_nope_THN, q_rope_THP = q_THD.tensor_split((-rope_dim,), dim=-1)
         return torch.cat((q_nope_THN, self._rotate(q_rope_THP)), dim=-1)
 
     def rows(self, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
-        """What the pool keeps: (T, C + P)."""
+        """Return the rows that the pool stores: (T, C + P)."""
         return torch.cat((latent_TC, self._rotate(key_TP.unsqueeze(1)).squeeze(1)), dim=-1)
 
     def _rotate(self, x_THP: Tensor) -> Tensor:
-        """Queries and keys are turned into the same order, so that their products do not show it."""
+        """Rotate. Deinterleaves queries and keys alike, so that their products are unaffected."""
         if self.is_interleaved:
             x_THP = torch.unflatten(x_THP, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return rotate(x_THP, self.cos_T1F, self.sin_T1F)
 
 
 class LatentHeads(Protocol):
-    """One step's heads, made once and used by every layer."""
+    """Latent-attention backend of one step, shared by every layer."""
 
     def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm, expansion: Expansion) -> Tensor:
-        """Norm latents, rotate what is to be rotated and put the tokens' rows into the pool. Returns the queries, for
-        `attend`, which gets the same expansion.
+        """Norm latents, rotate keys and queries, and write the tokens' rows to the pool. Returns the queries.
 
-        row: (T, C + P), the latent not normed, the key not rotated. Both may be views.
+        row: (T, C + P) before norm and rotation. q and row may be views. `attend` must get the same expansion.
         """
         ...
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
-        """Attention over the keys that come before each query, itself included: (T, H, W).
+        """Attend to the keys up to and including each query's own: (T, H, W).
 
-        q_THD is what `store` returned for this layer.
+        q_THD: result of `store` for this layer.
         """
         ...
 
 
 class TorchLatentHeads:
-    """Implements LatentHeads by torch operations, which gather the blocks of each step."""
+    """Implements LatentHeads with torch operations, gathering the blocks of each step."""
 
     def __init__(self, batch: Batch, pool: KVPool, rotation: Rotation, *, scale: float) -> None:
-        """scale: of queries."""
+        """scale: factor of the scores."""
         self._pool = pool
         self._rotation = rotation
         self._scale = scale

@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding, and the ways in which its range is stretched. See kernels/rotary.py."""
+"""Angles of rotary position embeddings, and the methods that extend their range. See kernels/attention/rotary.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from core.model.shape import ModelConfig, RopeScaling
 
 # T tokens, D rotated dimensions of a head, F = D / 2 frequencies, L positions of a table
 
-_AT_ONCE = 1024  # positions that a table grows by: always the same ones together, so that all replicas get the same
+# Positions added to a table at a time. Fixed chunks make all replicas compute identical values.
+_AT_ONCE = 1024
 
 
 class Rotary:
@@ -27,8 +28,8 @@ class Rotary:
         self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # cos and sin, each (L, F)
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (T, 1, F) of `dtype`, computed in fp32."""
-        # On a CPU a step of few tokens notices eight operations; on a GPU a table that grows would be waited for.
+        """Return cos and sin, each (T, 1, F) of `dtype`, computed in fp32."""
+        # On a CPU a table saves eight operations per step. On a GPU, growing one would synchronize with the device.
         angles = self._looked_up if positions_T.device.type == "cpu" else self._computed
         cos_TF, sin_TF = angles(positions_T, dtype)
         return cos_TF.unsqueeze(1), sin_TF.unsqueeze(1)
@@ -41,9 +42,10 @@ class Rotary:
             cos_LF, sin_LF = self._tables[dtype] = self._grown(int(positions_T.max()), dtype)
             return cos_LF.index_select(0, positions_T), sin_LF.index_select(0, positions_T)
 
-    @torch.inference_mode(False)  # training reads them, too
+    # Training reads the tables too, so they must not be inference tensors.
+    @torch.inference_mode(False)
     def _grown(self, position: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables that have at least this position, and as they were where they had been."""
+        """Return tables that include `position`; existing entries do not change."""
         tables = self._tables.get(dtype) or (torch.empty(0, self._dim // 2, dtype=dtype),) * 2
         parts = [tables]
         for first in range(len(tables[0]), max(position + 1, 2 * len(tables[0])), _AT_ONCE):
@@ -60,10 +62,10 @@ class Rotary:
         return cos_TF.to(dtype), sin_TF.to(dtype)
 
     def _dynamic_frequencies(self, positions_T: Tensor) -> Tensor:
-        """Dynamic NTK: beyond the trained range the base grows with the length of the sequence.
+        """Return the frequencies of dynamic NTK: beyond the trained range the base grows with the sequence length.
 
-        Here with the length up to each token, as when a model decodes token by token: so a token's KV does not depend
-        on what follows it, and a cached prefix stays valid.
+        The length here is that up to each token, as in token-by-token decoding. A token's KV thus does not depend on
+        later tokens, and a cached prefix stays valid.
         """
         factor, dim = self._scaling.factor, self._dim
         length_T = (positions_T + 1).clamp_min(self._max_position).float()
@@ -87,18 +89,19 @@ def _frequencies(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
 
 
 def _llama3(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between interpolated. Llama 3.1's own scheme."""
+    """Stretch long waves by `factor`, keep short ones, and interpolate in between (Llama 3.1)."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns_F = scaling.original_max_position * frequencies_F / (2 * math.pi)  # in the trained range
+    # Turns in the trained range.
+    turns_F = scaling.original_max_position * frequencies_F / (2 * math.pi)
     smooth_F = ((turns_F - low) / (high - low)).clamp(0, 1)
     return (1 - smooth_F) * frequencies_F / scaling.factor + smooth_F * frequencies_F
 
 
 def _yarn(frequencies_F: Tensor, theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    """NTK-by-parts: Peng et al. 2023, arXiv:2309.00071, section 3.2."""
+    """Interpolate NTK-by-parts: Peng et al. 2023, arXiv:2309.00071, section 3.2."""
 
     def dimension(turns: float) -> float:
-        """The dimension whose wave turns this many times in the trained range."""
+        """Return the dimension whose wave turns this many times in the trained range."""
         return dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
@@ -111,7 +114,7 @@ def _yarn(frequencies_F: Tensor, theta: float, dim: int, scaling: RopeScaling) -
 
 
 def _amplitude(scaling: RopeScaling) -> float:
-    """YaRN also sharpens attention, by scaling cosines and sines (section 3.4)."""
+    """Return the factor of cosines and sines. YaRN sharpens attention with it (section 3.4)."""
     if scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:

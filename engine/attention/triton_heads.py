@@ -1,4 +1,4 @@
-"""The heads of a step on a GPU: see heads.py. Nothing is copied to the device, or back, after the step began."""
+"""Attention of a step on a GPU; see heads.py. Copies nothing between host and device after the step has started."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from engine.layers.layers import RMSNorm
 
 # T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all prompts
 
-# From so many queries of a key on, on the average, gathering it costs less than reading blocks in place: of the rate of
-# matrix products, the kernels reach .63 and .50, over 8 bits about .25 (docs/benchmarks/gpu.md).
+# From this many queries per key on average, gathering the keys is faster than reading blocks in place. The kernels
+# reach 0.63 and 0.50 of the matrix-product rate, over 8-bit pools about 0.25 (docs/benchmarks/gpu_kernels.md).
 MIN_QUERIES, MIN_QUERIES_OF_CODES = 256, 64
-MOST_GATHERED_BYTES = 1 << 28  # of a layer, beside the pool; beyond, blocks are read in place
+# Per layer, beside the pool; above this, blocks are read in place.
+MOST_GATHERED_BYTES = 1 << 28
 
 
 class KernelHeads:
     """Implements engine.attention.heads.Heads with the Triton kernels; on a CPU, with their references.
 
-    Rows of few queries go to the decode kernel, which reads the pool's blocks in place. So does the prefill kernel, for
-    the others, unless so many queries see each key that the keys are better gathered first.
-    What is launched for rows of few queries depends on the shapes of the batch's tensors and on `longest`, never on a
-    number in them: so it can be recorded, and launched again over other numbers (engine/runner/decode_graphs.py).
+    Rows with few queries use the decode kernel, other rows the prefill kernel. Both read the pool's blocks in place,
+    except that keys seen by many queries are gathered first.
+    The launches for rows with few queries depend only on tensor shapes and `longest`, never on values. They can
+    therefore be captured in a CUDA graph and replayed with other values (engine/runner/decode_graphs.py).
     """
 
     def __init__(self, batch: DeviceBatch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
@@ -38,7 +39,8 @@ class KernelHeads:
         self._pool = pool
         self._cos_T1F = cos_T1F
         self._sin_T1F = sin_T1F
-        self._splits: dict[int | None, Splits] = {}  # of each window
+        # By window.
+        self._splits: dict[int | None, Splits] = {}
         self._gathered: GatheredRows | None = None
         if batch.prompts and is_worth_gathering(batch.prompts, pool, cos_T1F.dtype):
             self._gathered = GatheredRows.of(batch.prompts, pool)
@@ -107,7 +109,7 @@ class KernelHeads:
 
 
 def is_worth_gathering(prompts: PromptRows, pool: KVPool, dtype: torch.dtype) -> bool:
-    """dtype: of queries."""
+    """Return True if gathering the prompts' keys first is faster. dtype: dtype of the queries."""
     layout, num_keys = pool.layout, sum(prompts.context_lens)
     if 2 * num_keys * layout.heads_per_rank * layout.head_dim * dtype.itemsize > MOST_GATHERED_BYTES:
         return False

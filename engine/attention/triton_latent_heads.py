@@ -1,4 +1,4 @@
-"""The heads of a step with latent attention on a GPU: see latent_heads.py, whose formulas these are."""
+"""Latent attention of a step on a GPU, with the formulas of latent_heads.py."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from engine.layers.layers import RMSNorm
 # W value_dim, D = N + P of a query's head, J = C + P of a row
 
 
-EXPANDED_BYTES = 1 << 29  # of keys and values of a layer, beside the pool
+# Expanded keys and values of one layer, beside the pool.
+EXPANDED_BYTES = 1 << 29
 
 
 class KernelLatentHeads:
     """Implements LatentHeads with the Triton kernels; on a CPU, with their references.
 
-    Rows of one query read the pool's rows in place. For the others, the rows of all prompts are gathered and expanded
-    once, for all heads: L * H * (N + W) numbers, up to EXPANDED_BYTES at a time. As in KernelHeads, what is launched
-    for rows of one query follows from shapes and `longest` only.
+    Rows with one query read the pool's rows in place. For the others, the rows of all prompts are gathered and expanded
+    once for all heads: L * H * (N + W) numbers, up to EXPANDED_BYTES at a time. As in KernelHeads, launches for rows
+    with one query depend only on shapes and `longest`.
     """
 
     def __init__(self, batch: DeviceBatch, pool: KVPool, rotation: Rotation, *, scale: float) -> None:
-        """scale: of queries."""
+        """scale: factor of the scores."""
         self._batch = batch
         self._pool = pool
         self._rotation = rotation
@@ -42,7 +43,7 @@ class KernelLatentHeads:
         self._prompts = _Prompts(batch.prompts, pool) if batch.prompts else None
 
     def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm, expansion: Expansion) -> Tensor:
-        """Returns what `attend` reads: where all rows have one query, absorbed ones (T, H, J)."""
+        """See LatentHeads. If all rows have one query, the returned queries are absorbed: (T, H, J)."""
         rotation = self._rotation
         stored = (q_THD, row_TJ, norm.weight, norm.eps, rotation.cos_T1F, rotation.sin_T1F, *self._pool.layer(layer))
         if self._prompts is None:
@@ -64,7 +65,7 @@ class KernelLatentHeads:
         return out_THW
 
     def _attend_singles(self, layer: int, absorbed_RHJ: Tensor, expansion: Expansion) -> Tensor:
-        """Rows of one query: (R, H, W)."""
+        """Attend for rows with one query: (R, H, W)."""
         singles = self._batch.query_groups
         assert singles is not None and singles.most == 1
         if self._splits is None:
@@ -82,8 +83,10 @@ class KernelLatentHeads:
 
 
 class _Prompts:
-    """The rows of several queries, whose blocks stand one row behind the other when they are gathered: slice by slice
-    of each row's positions, where all of them expanded would take too much memory."""
+    """Rows with several queries, whose gathered blocks are laid out row after row.
+
+    They are processed in slices of positions if the expansion of all of them would take too much memory.
+    """
 
     def __init__(self, rows: PromptRows, pool: KVPool) -> None:
         self._rows = rows
@@ -91,7 +94,8 @@ class _Prompts:
         self._slices: list[tuple[Slice, GatheredRows]] = []
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion, scale: float, out_THW: Tensor) -> None:
-        if not self._slices:  # the same for every layer
+        # The slices are the same for every layer.
+        if not self._slices:
             self._slices = self._cut(q_THD, expansion)
         for part, gathered in self._slices:
             rows_LD = self._pool.read(layer, gathered.blocks_N, q_THD.dtype)[0, 0]
@@ -125,8 +129,10 @@ class _Prompts:
 
 
 def slice_size(context_lens: list[int], most_keys: int, block_size: int) -> int:
-    """How many positions of each row a slice has, so that those of all rows are at most `most_keys`: a multiple of the
-    block size, and one block at least."""
+    """Return the positions of each row per slice, such that a slice has at most `most_keys` keys over all rows.
+
+    The result is a multiple of the block size and at least one block.
+    """
     size = longest = cdiv(max(context_lens), block_size) * block_size
     while size > block_size and sum(min(size, length) for length in context_lens) > most_keys:
         size = cdiv(size // 2, block_size) * block_size

@@ -1,4 +1,4 @@
-"""One step's work, as every rank of a replica sees it."""
+"""Input of one step, identical on every rank of a replica."""
 
 from __future__ import annotations
 
@@ -17,41 +17,52 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTokens:
-    """Tokens of a step that the one before it chooses, perhaps at this moment: they go from there to here on the
-    device."""
+    """Input tokens that the previous step samples, copied on the device without a round trip to the host."""
 
-    token_ids: Any  # (S,) all that that step chooses, where it does; below 0 where there is none: that row has failed
-    sources: Ints  # (F,) which of these
-    places: Ints  # (F,) in T; what the batch's own `token_ids` say there means nothing
+    # (S,) all tokens that the previous step samples, on its device; negative where that row has failed.
+    token_ids: Any
+    # (F,) indices into token_ids.
+    sources: Ints
+    # (F,) indices into T; the batch's own `token_ids` are placeholders there.
+    places: Ints
 
     def fill(self, token_ids_T: Ints) -> None:
-        """Where a step is over when it was launched, the host has them."""
+        """Fill in the tokens on the host, for a previous step that was complete at launch."""
         token_ids_T[self.places] = np.maximum(np.asarray(self.token_ids)[self.sources], 0)
 
     @property
     def is_in_place(self) -> bool:
-        """The first tokens that are chosen, in their order, are the first of this step, and no others are fed."""
+        """True if the sampled tokens are this step's first tokens in the same order, and no others are used."""
         in_place = np.arange(len(self.sources))
         return bool((self.sources == in_place).all() and (self.places == in_place).all())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The rows of one step, flattened. All arrays are int64, on the host, and good until the next step."""
+    """Rows of one step, flattened. All arrays are int64, on the host, and valid until the next step."""
 
     token_ids: Ints  # (T,)
     positions: Ints  # (T,)
-    slots: Ints  # (T,) where each token's KV goes: block id * block_size + offset
-    query_lens: Ints  # (R,) tokens of each row; they sum to T
-    context_lens: Ints  # (R,) tokens each row attends to in the end: its `end`
-    block_tables: Ints  # (R, B) padded with 0; columns of an array that may be wider
+    # (T,) KV slot of each token: block id * block_size + offset.
+    slots: Ints
+    # (R,) tokens of each row; they sum to T.
+    query_lens: Ints
+    # (R,) tokens that the row's last token attends to: its `end`.
+    context_lens: Ints
+    # (R, B) padded with 0; may be a view of a wider array.
+    block_tables: Ints
     adapters: Ints  # (R,)
-    num_logits: Ints  # (R,) of so many last positions of each the logits are wanted
-    logits_rows: Ints  # indices into T of these positions, row by row
-    scored_rows: Ints  # and of those whose logits are wanted in slices: see engine.scheduler.prompt_scoring
-    number: int  # of the step
+    # (R,) number of last positions of each row whose logits are needed.
+    num_logits: Ints
+    # Indices into T of these positions, row by row.
+    logits_rows: Ints
+    # Indices into T of the positions whose logits are computed in slices; see engine.scheduler.prompt_scoring.
+    scored_rows: Ints
+    # Number of the step.
+    number: int
     device_tokens: DeviceTokens | None = None
-    new_cells: tuple[Ints, Ints] | None  # of block_tables, since the step before; None: its rows lay elsewhere
+    # Cells of block_tables that changed since the previous step; None if its rows were laid out differently.
+    new_cells: tuple[Ints, Ints] | None
 
     @property
     def num_tokens(self) -> int:
@@ -59,17 +70,17 @@ class Batch:
 
     @property
     def wants_all_logits(self) -> bool:
-        """Those of every token."""
+        """True if the logits of every token are needed."""
         return len(self.logits_rows) == len(self.token_ids)
 
     @classmethod
     def of(cls, rows: Seq[Row], *, block_size: int) -> Batch:
-        """Flatten `rows`, in order."""
+        """Flatten `rows` in order."""
         return KeptRows(block_size).apply(RowChanges.of(rows, block_size=block_size))
 
     @classmethod
     def of_next_tokens(cls, tables_RB: Ints, positions_R: Ints, *, block_size: int) -> Batch:
-        """One token of each of some rows, whose logits are wanted. Which tokens they are is not said."""
+        """Build a batch of one token per row, with logits. The token ids are placeholders."""
         rows = np.arange(len(positions_R))
         return cls(
             token_ids=np.zeros_like(positions_R),
@@ -88,11 +99,14 @@ class Batch:
 
 
 class KeptRows:
-    """The rows of the last step, on every rank of a replica: what the next one's changes are changes of. Their block
-    tables are kept, and change in place."""
+    """Rows of the previous step, kept on every rank as the base that RowChanges apply to.
+
+    The block tables are updated in place.
+    """
 
     def __init__(self, block_size: int) -> None:
-        self.number = 0  # of the last step
+        # Number of the last step.
+        self.number = 0
         self._block_size = block_size
         self._ends_R = np.zeros(0, dtype=np.int64)
         self._adapters_R = np.zeros(0, dtype=np.int64)
@@ -103,11 +117,11 @@ class KeptRows:
 
     @property
     def ends(self) -> Ints:
-        """(R,) of the rows of the last step."""
+        """(R,) end position of each row of the last step."""
         return self._ends_R
 
     def ends_of(self, kept: Ints, starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
-        """Where each row of the next step ends, and how many blocks its table gets: (R,) each. See RowChanges."""
+        """Return (R,) end positions of the next step's rows and (R,) counts of their new blocks. See RowChanges."""
         is_new = kept < 0
         starts_R = np.append(self._ends_R, 0)[kept]
         held_R = num_blocks(starts_R, self._block_size)
@@ -117,12 +131,13 @@ class KeptRows:
         return ends_R, num_blocks(ends_R, self._block_size) - held_R
 
     def end_before(self, ends: Ints) -> bool:
-        """Every row of the last step has ended one position before this."""
+        """Return True if every row of the last step ended one position before `ends`."""
         return len(ends) == len(self) and bool((self._ends_R + 1 == ends).all())
 
     def apply(self, changes: RowChanges, device_tokens: DeviceTokens | None = None) -> Batch:
-        """The batch of the next step. While its rows stay where they are, so does the array of their block tables."""
-        if batch := self._next(changes, device_tokens):  # mostly
+        """Return the next step's batch. The block-table array is reused while rows keep their places."""
+        # Common case: every row continues by one token.
+        if batch := self._next(changes, device_tokens):
             return batch
         query_lens, num_logits, size = changes.query_lens, changes.num_logits, self._block_size
         ends, num_added = self.ends_of(changes.kept, changes.starts, query_lens)
@@ -136,14 +151,17 @@ class KeptRows:
             columns = np.arange(len(changes.blocks)) + np.repeat(counts - np.cumsum(num_added), num_added)
             new_cells = np.repeat(rows, num_added), columns
             tables[new_cells] = changes.blocks
-        assert (num_logits <= query_lens).all(), "logits of a position that is not computed"
-        if len(changes.token_ids) == len(rows):  # mostly
+        assert (num_logits <= query_lens).all(), "num_logits exceeds query_lens"
+        # Common case: one token per row.
+        if len(changes.token_ids) == len(rows):
             row_of_T, positions, logits_rows = rows, ends - 1, np.flatnonzero(num_logits)
         else:
-            last = np.cumsum(query_lens)  # in the batch; the token before it is the row's last
+            # End of each row in the batch (exclusive).
+            last = np.cumsum(query_lens)
             row_of_T = np.repeat(rows, query_lens)
             positions = np.arange(len(changes.token_ids)) + np.repeat(ends - last, query_lens)
-            skipped = last - np.cumsum(num_logits)  # up to each row's end, positions without logits
+            # Positions without logits, up to each row's end.
+            skipped = last - np.cumsum(num_logits)
             logits_rows = np.repeat(skipped, num_logits) + np.arange(num_logits.sum())
         return Batch(
             token_ids=changes.token_ids,
@@ -164,8 +182,10 @@ class KeptRows:
         )
 
     def _next(self, changes: RowChanges, device_tokens: DeviceTokens | None) -> Batch | None:
-        """What `apply` returns where every row goes on by one token whose logits are wanted, and stays in its place;
-        None: it is not so, or there is no room for its blocks yet."""
+        """Return the batch if every row continues by one token with logits and keeps its place.
+
+        Returns None otherwise, or if the table array is too narrow for the new blocks.
+        """
         positions, tables, num_rows = self._ends_R, self._tables_RB, len(self)
         if not len(changes.kept) == len(changes.token_ids) == np.count_nonzero(changes.num_logits) == num_rows:
             return None
@@ -199,8 +219,10 @@ class KeptRows:
         )
 
     def _keep(self, changes: RowChanges, *, width: int) -> bool:
-        """Put the rows that go on where they belong now, and make room for the new ones and for so many blocks. True if
-        all are where they were."""
+        """Move continuing rows to their new places, and make room for new rows and for `width` blocks.
+
+        Returns True if no row moved.
+        """
         kept, tables = changes.kept, self._tables_RB
         is_same = len(kept) == len(tables) and bool((kept == np.arange(len(kept))).all())
         if is_same and width <= tables.shape[1]:
@@ -217,9 +239,9 @@ class KeptRows:
 
 
 def _scored_rows(changes: RowChanges, *, begins: Ints) -> Ints:
-    """begins: of each row, in T."""
+    """Return indices into T of the scored positions. begins: first token of each row, in T."""
     rows, counts = changes.scored.T
-    assert (counts <= changes.query_lens[rows]).all(), "logits of a position that is not computed"
+    assert (counts <= changes.query_lens[rows]).all(), "scored positions exceed query_lens"
     ends = np.cumsum(counts)
     within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
     scored: Ints = np.repeat(begins[rows], counts) + within

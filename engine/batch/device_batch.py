@@ -1,4 +1,4 @@
-"""A step's batch on the device: what the forward pass of a GPU computes on. It came there in one copy."""
+"""Batch of one step on the device, uploaded in one copy, as input of the GPU forward pass."""
 
 from __future__ import annotations
 
@@ -19,39 +19,48 @@ from engine.runner import streams
 
 # T tokens of the step, R rows, B blocks of the longest table
 
-# Of a row: so often its keys are read sooner than by what reads them once, for prompts (Llama 8B's heads on an H200).
+# Up to this many query groups per row, reading its keys once per group is faster than the prefill kernel, which reads
+# them once (measured with the heads of Llama 8B on an H200).
 _MAX_QUERY_GROUPS, _MOST_FEW = 3, 16
 _NONE = np.zeros(0, dtype=np.int64)
-_ALIGNED = 4  # numbers: arrays begin at multiples of 16 bytes, for kernels are compiled anew for pointers that do not
+# In numbers. Arrays start at multiples of 16 bytes, because Triton compiles another kernel for unaligned pointers.
+_ALIGNED = 4
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of more queries than few strips have."""
+    """Rows with too many queries for query groups; the prefill kernel computes them."""
 
     tiles: QueryTiles
     tables_RB: Tensor
     contexts_R: Tensor
-    context_lens: list[int]  # the same, on the host
+    # contexts_R on the host.
+    context_lens: list[int]
     query_lens: list[int]
 
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """See Batch; of rows without adapters, for ModelRunner refuses the others. All tensors are int32, on the device;
-    what is computed from them never comes back to the host."""
+    """Device copy of a Batch without adapters; ModelRunner rejects rows with adapters.
+
+    All tensors are int32 on the device. Values derived from them are never copied back to the host.
+    """
 
     token_ids_T: Tensor
     positions_T: Tensor
-    slots_T: Tensor  # negative: the token's KV is not stored
-    logits_rows: Tensor | None  # None: those of all tokens are wanted
-    query_groups: QueryGroups | None  # of the other rows
+    # Negative: the token's KV is not stored.
+    slots_T: Tensor
+    # None: logits of all tokens are needed.
+    logits_rows: Tensor | None
+    # Groups of the rows that are not in `prompts`.
+    query_groups: QueryGroups | None
     prompts: PromptRows | None
-    scored_rows: Tensor | None = None  # None: there are none
+    # None: no position is scored.
+    scored_rows: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, *, most_queries: int = 1) -> DeviceBatch:
-        """Start the copy; nothing waits for it but what comes behind it on the device. most_queries: of a strip."""
+        """Start the copy without waiting for it. most_queries: maximum queries per group."""
         begins_R = np.cumsum(batch.query_lens) - batch.query_lens
         is_few = batch.query_lens <= (min(_MAX_QUERY_GROUPS * most_queries, _MOST_FEW) if most_queries > 1 else 1)
         few, several = np.flatnonzero(is_few), np.flatnonzero(~is_few)
@@ -92,15 +101,15 @@ class DeviceBatch:
 
 
 def upload(arrays: Seq[Ints | NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copy whole numbers to the device as int32, each array in its own shape, all of them at once.
+    """Copy integer arrays to the device as int32 in one transfer, each in its own shape.
 
-    This returns before a GPU has them.
+    Returns before a GPU has received them.
     """
-    ours = streams.streams_of(device)
+    device_streams = streams.streams_of(device)
     sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
-    host = ours.page_locked(sum(sizes), torch.int32)
+    host = device_streams.page_locked(sum(sizes), torch.int32)
     numbers = host.numpy()
     for array, end, size in zip(arrays, np.cumsum(sizes).tolist(), sizes, strict=True):
         numbers[end - size : end - size + array.size] = array.ravel()
-    parts = torch.split(ours.upload(host), sizes)
+    parts = torch.split(device_streams.upload(host), sizes)
     return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

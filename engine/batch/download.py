@@ -1,4 +1,4 @@
-"""Numbers on their way back from a device, while that goes on."""
+"""Copies from the device to the host that overlap with compute."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from engine.runner.streams import DeviceStream
 
 
 def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
-    """Begin to copy what is enqueued to be computed, on a lane of copies: what is enqueued afterwards does not wait for
-    it, nor is waited for. Returns what waits for the copies. All tensors are of one device; a CPU's are not copied.
+    """Start copying tensors to the host on the copy stream, after the work queued so far.
+
+    Returns a function that waits for the copies. Work queued later neither waits for them nor delays them. All tensors
+    must be on one device; CPU tensors are not copied.
     """
     device = tensors[0].device
-    ours = streams.streams_of(device)
-    if ours.is_at_once:
+    device_streams = streams.streams_of(device)
+    if device_streams.is_at_once:
         return lambda: [tensor.numpy() for tensor in tensors]
     tensors = [tensor.contiguous() for tensor in tensors]
-    computed = ours.mark()
+    computed = device_streams.mark()
     with copy_stream(device).entered():
         computed.hold_up()
-        hosts = [ours.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
+        hosts = [device_streams.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
         for host, tensor in zip(hosts, tensors, strict=True):
-            ours.copy(host, tensor)
-        copied = ours.mark()
+            device_streams.copy(host, tensor)
+        copied = device_streams.mark()
 
     def wait() -> list[NDArray[Any]]:
         copied.wait()
-        assert len(tensors) == len(hosts)  # kept until now: nothing else gets their memory while it is copied
+        # Refer to the tensors so that their memory is not reused during the copy.
+        assert len(tensors) == len(hosts)
         return [host.numpy() for host in hosts]
 
     return wait

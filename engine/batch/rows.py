@@ -1,4 +1,4 @@
-"""The rows of a step, and how they are told by what is different from the step before."""
+"""Rows of a step, encoded as differences from the previous step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# T tokens of this step, R rows, N those of them that are new, B blocks that tables get in this step, S rows that are
-# scored
+# T tokens of this step, R rows, N new rows, B blocks added to tables in this step, S scored rows
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step: compute positions [start, end), which attend to everything before them."""
+    """Share of one sequence in a step: positions [start, end), which attend to everything before them."""
 
-    token_ids: Seq[int]  # of positions [start, end)
+    # Tokens of positions [start, end).
+    token_ids: Seq[int]
     start: int
-    blocks: Seq[int]  # the sequence's block table
-    num_logits: int  # of so many last positions; 0 inside a prompt that is computed in chunks
-    adapter: int = 0  # which of the model's adapters it goes through; 0: none
+    # The sequence's block table.
+    blocks: Seq[int]
+    # Number of last positions with logits; 0 for a prefill chunk that is not the last.
+    num_logits: int
+    # Adapter id; 0: none.
+    adapter: int = 0
 
     @property
     def end(self) -> int:
@@ -32,27 +35,32 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RowChanges:
-    """The rows of a step. One that goes on where a row of the step before ended is told by that one's place: it has
-    that one's adapter and blocks, and those that its end takes beyond them. Of a new row everything is told.
+    """Rows of a step as differences from the previous step. All arrays are int64.
 
-    All arrays are int64.
+    A row that continues one of the previous step refers to it by place and inherits its adapter and blocks; only the
+    blocks added in this step are listed. New rows are described in full.
     """
 
-    number: int  # of the step, among those that have rows
-    kept: Ints  # (R,) the place, in the step before, of the row that it goes on from; -1: a new row
-    query_lens: Ints  # (R,) tokens of each; they sum to T
-    num_logits: Ints  # (R,) of so many last positions
+    # Number of the step, counting steps with rows.
+    number: int
+    # (R,) place of the continued row in the previous step; -1: a new row.
+    kept: Ints
+    # (R,) tokens of each row; they sum to T.
+    query_lens: Ints
+    # (R,) number of last positions with logits.
+    num_logits: Ints
     starts: Ints  # (N,)
     adapters: Ints  # (N,)
     token_ids: Ints  # (T,)
-    blocks: Ints  # (B,) row by row
-    # (S, 2) rows of whose first so many positions the logits are wanted, too: see engine.scheduler.prompt_scoring.
-    # Mostly none.
+    # (B,) row by row.
+    blocks: Ints
+    # (S, 2) pairs (row, count): the row's first `count` positions need logits too. Mostly empty; see
+    # engine.scheduler.prompt_scoring.
     scored: Ints = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     @classmethod
     def of(cls, rows: Seq[Row], *, block_size: int) -> RowChanges:
-        """All of them new."""
+        """Describe `rows` in full, all as new rows."""
         numbers = [(len(row.token_ids), row.start, row.num_logits, row.adapter) for row in rows]
         query_lens, starts, num_logits, adapters = np.array(numbers, dtype=np.int64).T.copy()
         return cls(
@@ -68,11 +76,11 @@ class RowChanges:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it can be understood without the step before."""
+        """True if it does not depend on the previous step."""
         return bool((self.kept < 0).all())
 
     def encode(self) -> Ints:
-        """All of it as one int64 array for the ranks that follow: the number, R, N, T, B, 2 S, then the arrays."""
+        """Encode as one int64 array for the other ranks: the number, R, N, T, B, 2 S, then the arrays."""
         sizes = (len(self.kept), len(self.starts), len(self.token_ids), len(self.blocks), self.scored.size)
         rows, new = (self.kept, self.query_lens, self.num_logits), (self.starts, self.adapters)
         return np.concatenate(
@@ -81,11 +89,13 @@ class RowChanges:
 
     @classmethod
     def decode(cls, data: Ints) -> RowChanges:
-        """The inverse of `encode`. Raises ValueError for what no rows make; its numbers may still be any."""
+        """Decode the output of `encode`. Raises ValueError if the sizes do not match; values are not checked."""
         number, rows, new, tokens, blocks, scored = (int(n) for n in data[:6])
         sizes = (rows, rows, rows, new, new, tokens, blocks, scored)
         if min(sizes) < 0 or sum(sizes) != len(data) - 6 or scored % 2:
-            raise ValueError(f"{len(data)} numbers are not {rows} rows of {tokens} tokens and {blocks} blocks")
+            raise ValueError(
+                f"malformed row changes: {len(data)} numbers for {rows} rows, {tokens} tokens and {blocks} blocks"
+            )
         parts = np.split(data[6:], np.cumsum(sizes)[:-1])
         kept, query_lens, num_logits, starts, adapters, token_ids, added, spans = parts
         return cls(
@@ -102,5 +112,5 @@ class RowChanges:
 
 
 def num_blocks(ends: Ints, block_size: int) -> Ints:
-    """That so many positions take."""
+    """Return the number of blocks that positions [0, end) occupy, for each of `ends`."""
     return -(-ends // block_size)

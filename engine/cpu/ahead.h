@@ -1,4 +1,4 @@
-// Memory that a thread will read next, fetched while it does something else.
+// Software prefetch of the memory that a thread reads next.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 namespace {
 
-// Lines that follow each other; those before `line` have been asked for.
+// A run of cache lines; lines before `line` are already prefetched.
 struct Ahead {
     const char *line = nullptr, *end = nullptr;
 
-    // Asks for so many, and takes them from `lines`; false: nothing is left.
+    // Prefetches up to `lines` lines and subtracts them. Returns false when the run is exhausted.
     bool fetch(int64_t& lines) {
         const int64_t some = std::min<int64_t>(lines, (end - line + 63) / 64);
         lines -= some;
@@ -20,7 +20,7 @@ struct Ahead {
     }
 };
 
-// Several of these. Who reads much else meanwhile fetches a little at a time: the units that wait for memory are few.
+// Several runs. Callers prefetch a few lines at a time, because line fill buffers are few.
 class Fetches {
 public:
     bool has_any() const { return !runs.empty(); }
@@ -37,7 +37,7 @@ public:
 
 private:
     std::vector<Ahead> runs;
-    size_t at = 0;  // the first of which something is left
+    size_t at = 0;  // first run that is not exhausted
 };
 
 }  // namespace

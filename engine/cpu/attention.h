@@ -1,17 +1,17 @@
-// softmax(q k / sqrt(D)) v over paged keys and values, read where they lie.
+// softmax(q k / sqrt(D)) v over paged keys and values, read in place.
 //
-// The work is cut into (sequence, some kv heads, some positions). The query heads that share a kv head, at those positions,
-// are that head's rows of a piece: each key is fetched and transposed once for all of them. For each stretch of keys:
+// Work is cut into pieces (sequence, some KV heads, some positions). The query heads that share a KV head, at those
+// positions, are that head's rows of a piece: each key is loaded and transposed once for all of them. For each stretch of
+// keys:
 //
-//   1  keys become columns, so that a vector holds one query's scores with 16 keys
-//   2  six rows at a time: their scores; what that makes of each row's greatest score, and of its weights so far; then
-//      out = out * shrink + p v, while the weights are in the first cache
+//   1  transpose keys to columns, so that a vector holds one query's scores with 16 keys
+//   2  for six rows at a time: scores; new maximum and the shrink factor of earlier results; then out = out * shrink + p v,
+//      while the weights are in the L1 cache
 //
-// Where there are no more rows than that, all of it happens in registers (few_rows.h). Where there are units for tiles, and
-// they are quicker, sixteen rows and more go through 2 together (tiles.h).
-// Sums run over keys in the order of their positions, in stretches that begin at multiples of their length, and a stretch
-// in which a query sees nothing changes nothing: but by tiles, what it gets depends neither on the queries beside it nor on
-// how its prompt was cut.
+// With six rows or fewer, everything stays in registers (few_rows.h). With AMX, if faster, sixteen or more rows go through
+// step 2 together (tiles.h).
+// Sums run over keys by position, in stretches aligned to their length. A stretch that a query does not see has no effect.
+// So, except with AMX, a query's result depends neither on the batch nor on how its prompt was chunked.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -24,21 +24,21 @@
 
 namespace {
 
-constexpr int KEYS = HAS_TILES ? 256 : 64;  // of one stretch
-constexpr int WEIGHT_WORDS = KEYS / Word::NUMBERS;  // of a row's weights
+constexpr int KEYS = HAS_TILES ? 256 : 64;  // per stretch
+constexpr int WEIGHT_WORDS = KEYS / Word::NUMBERS;  // of one row's weights
 constexpr int MOST_ROWS_AT_ONCE = HAS_TILES ? TILED_ROWS : ROWS_AT_ONCE;
-constexpr int KEYS_AT_ONCE = HAS_TILES ? 2 * LANES : LANES;  // of a stretch: what a row sees of it is rounded up to so many
-constexpr int64_t TILED_QUERIES = 80;  // of a sequence, at least, to attend by tiles: a draft has 64 tokens at most
-constexpr float TOO_MUCH = 0x1p32f;    // for sums of weights: far from where floats end, and bf16
+constexpr int KEYS_AT_ONCE = HAS_TILES ? 2 * LANES : LANES;  // granularity of the keys that a row sees of a stretch
+constexpr int64_t TILED_QUERIES = 80;  // minimum queries of a sequence for AMX, above any draft length (64)
+constexpr float TOO_MUCH = 0x1p32f;    // limit for sums of weights, well inside the range of fp32 and bf16
 
-// What happens to a stretch of one head's keys and values; nothing of it is kept.
+// Scratch of one head's stretch of keys and values.
 struct Stretch {
-    const char* addresses[KEYS];        // of each key, or value, as words
+    const char* addresses[KEYS];        // each key or value, as words
     alignas(64) float key_scales[KEYS], value_scales[KEYS];
     alignas(64) float scores[MOST_ROWS_AT_ONCE][KEYS];
     alignas(64) uint32_t weights[MOST_ROWS_AT_ONCE][WEIGHT_WORDS];
-    float shrink[MOST_ROWS_AT_ONCE];        // of what the row has so far
-    int64_t first, seen;                // its first key, and how many keys of it any row sees
+    float shrink[MOST_ROWS_AT_ONCE];        // factor of the row's earlier results
+    int64_t first, seen;                // its first key, and its keys that any row sees
 };
 
 class Work {
@@ -61,7 +61,8 @@ public:
         spare = reinterpret_cast<uint32_t*>(room(desk.spare, (KEYS + 1) * num_words));
     }
 
-    // next(): at the last stretch, what this thread does then, whose first stretch is fetched meanwhile; or null.
+    // Processes the piece. next(): called at the last stretch; returns this thread's next work, whose first stretch is
+    // prefetched, or null.
     template <class Next> void run(const Next& next) {
         stretch.first = first_key(piece);
         if (!ahead.has_any()) look_ahead(piece, stretch.first);
@@ -73,7 +74,7 @@ public:
             if (stretch.first + KEYS < end) look_ahead(piece, stretch.first + KEYS);
             else if (const Piece* other = next()) look_ahead(*other, first_key(*other));
             for (int64_t h = 0; h < piece.num_heads; h++) {
-                // Rows that see none of it come first
+                // Rows that see none of it come first.
                 const int64_t row = std::max<int64_t>(0, stretch.first - piece.position) * group;
                 if (rows - row <= ROWS_AT_ONCE) few_rows(h, row);
                 else many_rows(h, row);
@@ -87,20 +88,20 @@ private:
     const Step& step;
     const Piece& piece;
     TileUnits& units;
-    const int64_t group, dim, num_words, padded_dim;  // num_words: of a key; padded_dim: numbers in so many
-    const int64_t rows, end;                // rows: of each head; end: of the keys
-    const float scale;                      // of scores, as powers of two
+    const int64_t group, dim, num_words, padded_dim;  // num_words: words per key; padded_dim: numbers in num_words
+    const int64_t rows, end;                // rows: per head; end: of the keys
+    const float scale;                      // factor of scores, for base-2 exponentials
     uint32_t *q, *columns, *values, *spare;
-    float *out, *totals, *most;             // of all heads' rows
+    float *out, *totals, *most;             // for the rows of all heads
     Stretch stretch;
-    Fetches& ahead;                         // of the next stretch; as many lines of it as have been read of this one
+    Fetches& ahead;                         // next stretch, prefetched at the rate at which this one is read
 
-    // The first key of its first stretch.
+    // Returns the first key of the piece's first stretch.
     int64_t first_key(const Piece& some) const {
         return a.window ? std::max<int64_t>(0, some.position - a.window + 1) / KEYS * KEYS : 0;
     }
     int64_t position(int64_t row) const { return piece.position + row / group; }
-    int64_t head(int64_t h, int64_t row, int64_t stride) const {  // where a row's query begins, and its output
+    int64_t head(int64_t h, int64_t row, int64_t stride) const {  // offset of a row's query and of its output
         return (piece.token + row / group) * stride + ((piece.first_head + h) * group + row % group) * dim;
     }
 
@@ -111,7 +112,7 @@ private:
                 Word::of_numbers(a.q + head(h, r, a.q_stride), dim, q + (h * rows + r) * num_words);
         std::fill_n(out, all_rows * padded_dim, 0.0f);
         std::fill_n(totals, all_rows * LANES, 0.0f);
-        std::fill_n(most, all_rows, std::numeric_limits<float>::lowest());  // -inf less itself would be no number
+        std::fill_n(most, all_rows, std::numeric_limits<float>::lowest());  // not -inf, because -inf - -inf is NaN
         std::fill_n(spare + KEYS * num_words, num_words, 0u);
     }
 
@@ -123,10 +124,10 @@ private:
             }
     }
 
-    // ---- keys and values, as the products want them ----
+    // ---- keys and values in the layout of the products ----
 
-    // Of a sequence's keys [key, key + count) each run that lies in one block: f(how many come before it, its block, where in
-    // that, its length).
+    // Splits keys [key, key + count) of a sequence into runs inside blocks: f(offset in the range, block, offset in the
+    // block, length).
     template <class F> void each_run(int64_t sequence, int64_t key, int64_t count, const F& f) const {
         const int64_t* table = step.tables + sequence * step.table_width;
         const int64_t size = a.pool.block_size;
@@ -136,7 +137,7 @@ private:
         }
     }
 
-    // The stretch's keys (kv 0) or values (kv 1) as words, and what they are to be multiplied by.
+    // Finds the addresses and scales of the stretch's keys (kv 0) or values (kv 1).
     void find(int64_t kv, int64_t kv_head, float* scales) {
         each_run(piece.sequence, stretch.first, stretch.seen, [&](int64_t before, int64_t block, int64_t offset, int64_t length) {
             const int64_t row = a.pool.first_row(block, kv, kv_head) + offset;
@@ -155,7 +156,7 @@ private:
         }
     }
 
-    // columns: (words of a key, keys), as by_words wants them
+    // columns: (words of a key, keys), the layout of by_words.
     void transpose_keys(int64_t kv_head) {
         find(0, kv_head, stretch.key_scales);
         for (int64_t k = 0; k < stretch.seen; k += PART_LANES) {
@@ -169,10 +170,10 @@ private:
         }
     }
 
-    // values: (words of keys, numbers), too
+    // values: (words of keys, numbers), the layout of by_words.
     void pair_values(int64_t kv_head) {
         find(1, kv_head, stretch.value_scales);
-        for (int64_t k = 0; k < round_up(stretch.seen, KEYS_AT_ONCE); k += Word::NUMBERS) {  // zeros behind the last, as weights are
+        for (int64_t k = 0; k < round_up(stretch.seen, KEYS_AT_ONCE); k += Word::NUMBERS) {  // padded with zeros, like the weights
             ahead.fetch(Word::NUMBERS * num_words / LANES);
             for (int64_t w = 0; w < num_words; w += PART_LANES) {
                 WordPart both[Word::NUMBERS];
@@ -185,7 +186,7 @@ private:
         }
     }
 
-    // In the order in which it lies: so memory is quickest.
+    // Prefetches in memory order, which is fastest.
     void look_ahead(const Piece& some, int64_t key) {
         const int64_t count = std::min<int64_t>(some.position + some.count - key, KEYS);
         each_run(some.sequence, key, count, [&](int64_t, int64_t block, int64_t offset, int64_t length) {
@@ -197,7 +198,7 @@ private:
         });
     }
 
-    // ---- rows, from `row` of a head on ----
+    // ---- rows of a head, starting at `row` ----
 
     void few_rows(int64_t h, int64_t row) {
         switch (rows - row) {
@@ -248,8 +249,8 @@ private:
     }
 
 #if HAS_TILES
-    // From `row` on as many as fill tiles; the first one that is left. A few queries (a decoding sequence, with a draft or
-    // without) go without, so that what they get does not depend on how many they are.
+    // Processes as many rows from `row` on as fill tiles; returns the first remaining row. Sequences with few queries
+    // (decoding, with or without drafts) skip tiles, so that results do not depend on the number of queries.
     int64_t tiled_rows(int64_t h, int64_t row) {
         if (!a.by_tiles || step.query_lens[piece.sequence] < TILED_QUERIES || rows - row < TILE_ROWS) return row;
         units.use();
@@ -275,10 +276,10 @@ private:
         }
     }
 
-    // As `weigh`, of sixteen rows. Weights are relative to the greatest score that was looked for last: while none is
-    // beyond it by far, nobody looks for another, and nothing shrinks.
+    // `weigh` for sixteen rows. Weights are relative to an earlier maximum: it is recomputed, and results are scaled down,
+    // only when a score exceeds it by far.
     void weigh_tile(int64_t own, int64_t row, int first, int64_t width) {
-        const bool is_seen = !a.window && stretch.first + width - 1 <= position(row);  // by all rows, whole
+        const bool is_seen = !a.window && stretch.first + width - 1 <= position(row);  // all rows see the whole stretch
         for (int r = 0; r < TILE_ROWS; r++) {
             float* scores = stretch.scores[first + r];
             if (a.pool.scales)
@@ -300,7 +301,7 @@ private:
         for (int64_t i = 0; i < count; i += LANES) ::store(numbers + i, load<Floats>(numbers + i) * by);
     }
 
-    // Each row's greatest score so far, and by what its sums are to shrink for it.
+    // Computes each row's maximum score so far and its shrink factor.
     void find_most(int64_t own, int first, int64_t width) {
         Floats tops[LANES];
         for (int r = 0; r < TILE_ROWS; r++) {
@@ -319,7 +320,7 @@ private:
         ::store(stretch.shrink, power_of_two(before - now));
     }
 
-    // The weights of each row, added to its total. False, and nothing is added: one total would be above `limit`.
+    // Adds each row's weights to its total. Returns false, adding nothing, if a total would exceed `limit`.
     bool add_weights(int64_t own, int first, int64_t width, float limit) {
         Floats added[LANES], much = all(0.0f);
         for (int r = 0; r < TILE_ROWS; r++) {
@@ -346,12 +347,12 @@ private:
     int64_t tiled_rows(int64_t, int64_t row) { return row; }
 #endif
 
-    // How many keys this row sees of the stretch, in whole vectors.
+    // Returns the number of keys that this row sees of the stretch, in whole vectors.
     int64_t width_of(int64_t row) const {
         return round_up(std::min<int64_t>(stretch.seen, position(row) + 1 - stretch.first), LANES);
     }
 
-    // From the scores of the r-th of these rows with `width` keys to its weights.
+    // Turns scores of the r-th of these rows with `width` keys into weights.
     void weigh(int64_t own, int64_t position, int r, int64_t width) {
         float* scores = stretch.scores[r];
         if (a.pool.scales)
@@ -384,7 +385,7 @@ private:
         for (int part = 0; part < PARTS; part++) store(totals + own * LANES + part * PART_LANES, total[part]);
     }
 
-    // Keys behind the query, or too far before it.
+    // Masks keys after the query or outside its window.
     void hide(float* scores, int64_t position, int64_t width) const {
         const int64_t lowest = a.window ? position - a.window + 1 : 0;
         if (stretch.first >= lowest && stretch.first + width - 1 <= position) return;

@@ -1,7 +1,6 @@
-"""What each of several ways to compute one thing takes on this processor: measured once, and kept beside the compiled
-kernels, so that nobody has to know which processors have which units.
+"""Autotuning: measures alternative implementations once per processor and stores the times beside the kernels.
 
-One way may be another order of summation: whoever has promised one order asks for none of this.
+Alternatives may sum in another order. Callers that need one fixed order do not use this.
 """
 
 from __future__ import annotations
@@ -24,101 +23,115 @@ from core.types.errors import DeployError
 
 logger = logging.getLogger(__name__)
 
-KERNELS, TILES, TORCH = "kernels", "tiles", "torch"  # our kernels, also by AMX
-_GAIN = 1.3  # less is noise, or lost again between calls from Python
-_TRIES = 5  # the best counts: others use the machine, too
-_BY = "thread_time"  # times by another clock are not comparable
-_LEAST_S = 1e-9  # what the clock says of less
-_MEASURE_S = 300.0  # a neighbour may be at it
+# Compiled kernels without AMX, compiled kernels with AMX, torch.
+KERNELS, TILES, TORCH = "kernels", "tiles", "torch"
+# Smaller gains are noise, or are lost again between calls from Python.
+_GAIN = 1.3
+# The best of these counts, because other processes use the machine too.
+_TRIES = 5
+# Part of the file's key: times of another clock are not comparable.
+_BY = "thread_time"
+# Resolution of the clock.
+_LEAST_S = 1e-9
+# Wait for another process that is measuring.
+_MEASURE_S = 300.0
 
 Ways = Mapping[str, Callable[[], object]]
 Times = dict[str, dict[str, float]]
 
 
 class MeasuredWays:
-    """Seconds by what is computed and by way. One thread measures: with several, whoever else uses the machine decides
-    how long they wait for each other."""
+    """Seconds by workload and implementation.
+
+    Measured on one thread: with several, other load on the machine would dominate their synchronization.
+    """
 
     def __init__(self, path: Path) -> None:
-        """path: of the file; processes of one machine share it."""
+        """path: file shared by the processes of one machine."""
         self._path = path
         self._times: Times = {}
-        self._used: Times = {}  # what was asked for by this process
+        # Workloads requested by this process.
+        self._used: Times = {}
         self._wait_s = _MEASURE_S
 
     @classmethod
     def of_this_machine(cls, version: str) -> MeasuredWays:
-        """version: of the kernels, and so of the processor."""
+        """Open the machine's file. version: version of the kernels, which includes the processor."""
         facts = version, torch.__version__, _BY
         key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
         return cls(cache_root() / "kernels" / f"{key}-ways.json")
 
-    def quickest(self, what: str, ways: Ways) -> str:
-        """ways: KERNELS, and others that compute `what`. They are called only where nobody has measured them before."""
-        self._used[what] = self._seconds(what, ways)
-        return _quickest(self._used[what])
+    def quickest(self, workload: str, ways: Ways) -> str:
+        """Return the fastest of `ways` for workload `workload`. Runs them only if no stored measurement exists.
+
+        ways: KERNELS and its alternatives.
+        """
+        self._used[workload] = self._seconds(workload, ways)
+        return _quickest(self._used[workload])
 
     def table(self) -> list[dict[str, Any]]:
-        """What was asked for, as plain values."""
+        """Return the measurements used by this process, as plain values."""
         return [
             {
-                "what": what,
+                "what": workload,
                 "ms": {name: round(took * 1e3, 3) for name, took in seconds.items()},
                 "taken": _quickest(seconds),
             }
-            for what, seconds in self._used.items()
+            for workload, seconds in self._used.items()
         ]
 
-    def _seconds(self, what: str, ways: Ways) -> dict[str, float]:
-        if not self._knows(what, ways):
+    def _seconds(self, workload: str, ways: Ways) -> dict[str, float]:
+        if not self._has(workload, ways):
             self._times |= _read(self._path)
-        if not self._knows(what, ways):
-            with self._alone():
+        if not self._has(workload, ways):
+            with self._locked():
                 self._times |= _read(self._path)
-                if not self._knows(what, ways):
-                    self._times[what] = _measured(ways)
+                if not self._has(workload, ways):
+                    self._times[workload] = _measured(ways)
                     self._write()
-        return {name: self._times[what][name] for name in ways}
+        return {name: self._times[workload][name] for name in ways}
 
-    def _knows(self, what: str, ways: Ways) -> bool:
-        return ways.keys() <= self._times.get(what, {}).keys()
+    def _has(self, workload: str, ways: Ways) -> bool:
+        return ways.keys() <= self._times.get(workload, {}).keys()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Nobody beside it measures, where its directory lets them tell each other."""
+    def _locked(self) -> Iterator[None]:
+        """Exclude other measuring processes, if the directory can hold a lock file."""
         with ExitStack() as held:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(FileLock(self._path.with_suffix(".lock"), timeout=self._wait_s))
-            except OSError as error:  # it is read-only or full, say, or another user's; or a neighbour takes too long
-                logger.warning("measuring without a look at who else does: %s", error)
-                self._wait_s = 0.0  # once is enough: there are many shapes
+            # The directory is read-only, full or owned by another user, or the lock timed out.
+            except OSError as error:
+                logger.warning("measuring without a lock: %s", error)
+                # Do not wait again: many shapes follow.
+                self._wait_s = 0.0
             yield
 
     def _write(self) -> None:
         try:
             write_whole(self._path, json.dumps(self._times, indent=1))
         except DeployError as error:
-            logger.warning("what was measured is not kept: %s", error)
+            logger.warning("failed to save kernel measurements: %s", error)
 
 
 def _quickest(seconds: Mapping[str, float]) -> str:
-    """Torch's only where it is better than either of ours: it leaves no step one program."""
-    taken = KERNELS
+    """Return the fastest. Torch must beat both kernels, because it breaks up the step's single program."""
+    best = KERNELS
     for name in (TILES, TORCH):
-        if seconds[taken] > _GAIN * seconds.get(name, float("inf")):
-            taken = name
-    return taken
+        if seconds[best] > _GAIN * seconds.get(name, float("inf")):
+            best = name
+    return best
 
 
 def _measured(ways: Ways) -> dict[str, float]:
-    """They take turns. Where the kernels lose they have another try: what they have lost by a neighbour's work would be
-    kept for good."""
+    """Measure alternately. If the kernels lose they get a second round, because the result is stored for good."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for compute in ways.values():
-            compute()  # the first time it meets memory that was never touched
+            # The first call touches new memory and is not timed.
+            compute()
         best = _best_of_tries(ways, dict.fromkeys(ways, float("inf")))
         return best if _quickest(best) == KERNELS else _best_of_tries(ways, best)
     finally:
@@ -129,19 +142,22 @@ def _best_of_tries(ways: Ways, best: dict[str, float]) -> dict[str, float]:
     best = dict(best)
     for _ in range(_TRIES):
         for name, compute in ways.items():
-            begin = time.thread_time()  # not what others do meanwhile on its processor
+            # Thread time excludes other processes' work.
+            begin = time.thread_time()
             compute()
             best[name] = min(best[name], max(time.thread_time() - begin, _LEAST_S))
     return best
 
 
 def _read(path: Path) -> Times:
-    """Nothing where there is none, or what is there was not written by us."""
+    """Read stored times; empty if the file is missing or malformed."""
     try:
         times = json.loads(path.read_text())
         return {
-            str(what): {str(name): took for name, given in ways.items() if 0 < (took := float(given)) < float("inf")}
-            for what, ways in times.items()
+            str(workload): {
+                str(name): took for name, value in ways.items() if 0 < (took := float(value)) < float("inf")
+            }
+            for workload, ways in times.items()
         }
     except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         return {}

@@ -1,4 +1,5 @@
-// The penalties of a step's rows, and each row's greatest logit: see engine/sampling/greedy.py. A row is in the cache for both.
+// Penalties of a step's rows and each row's greatest logit, fused so that a row stays in the cache; see
+// engine/sampling/greedy.py.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -9,23 +10,23 @@
 namespace {
 
 struct RowPenalties {
-    const int32_t* token_ids;  // with a penalty, each once
-    const float* taken;        // of each, after the repetition penalty
-    int64_t tokens, sorted;    // of which the first so many ascend
-    // Of each of the first so many stretches of the vocabulary, in which all of them lie: a bit for each token, and where
-    // among those that ascend its own begin, and beyond the last.
+    const int32_t* token_ids;  // tokens with a penalty, unique
+    const float* taken;        // subtracted after the repetition penalty, per token
+    int64_t tokens, sorted;    // the first `sorted` ids ascend
+    // Index over the first `stretches` stretches of the vocabulary, which contain all penalized tokens: a bit per token,
+    // and the range of each stretch among the ascending ids.
     int64_t stretches;
     const uint8_t* bits;
     const int32_t* begins;
-    int64_t stays;        // nobody reads the logits afterwards, and no penalty makes one that is no number
-    int64_t only_lowers;  // no penalty makes one greater
+    int64_t stays;        // true: logits may be left unchanged, and no penalty yields NaN
+    int64_t only_lowers;  // true: no penalty raises a logit
     double repetition;
 };
 
 struct ChoiceRow {
     float* logits;
     const RowPenalties* penalties;  // null: none
-    int64_t greatest;               // the answer, and its logit
+    int64_t greatest;               // result: token, and its logit below
     double most;
 };
 
@@ -35,17 +36,17 @@ struct TokenChoices {
     int32_t threads;
 };
 
-constexpr int64_t PIECE = 64;       // tokens whose penalties are computed side by side
-constexpr int64_t STRETCH = 1024;   // logits in which the greatest is looked for, once it is known
-constexpr int PATIENCE = 8;         // stretches with single tokens to look up, before all that have a penalty are gone through
-constexpr int ACROSS = 4;           // running maxima, so that none waits for itself
+constexpr int64_t PIECE = 64;       // tokens penalized together
+constexpr int64_t STRETCH = 1024;   // logits per stretch of the index
+constexpr int PATIENCE = 8;         // stretches with single look-ups, before all penalized tokens are checked
+constexpr int ACROSS = 4;           // independent running maxima, which hide latency
 
-// A choice lies between the product and the difference: they are rounded apart, as torch does it.
+// The select keeps product and difference from being fused: they round separately, as in torch.
 inline Floats penalised(Floats x, Floats repetition, Floats taken) {
     return (x > 0 ? x / repetition : x * repetition) - taken;
 }
 
-// The logits and what is taken of up to a piece of tokens from the one at `first`, with penalties. Behind them: -inf.
+// Logits and penalties of up to PIECE penalized tokens from `first` on, padded with -inf.
 struct Penalised {
     int32_t ids[PIECE];
     float x[PIECE];
@@ -68,7 +69,7 @@ struct Penalised {
     }
 };
 
-// Of tokens [begin, end).
+// Applies the penalties of tokens [begin, end).
 inline void penalise(const RowPenalties& row, int64_t begin, int64_t end, float* logits, int64_t vocabulary) {
     for (int64_t first = begin; first < end; first += PIECE) {
         const Penalised piece(row, first, end, logits, vocabulary);
@@ -76,7 +77,7 @@ inline void penalise(const RowPenalties& row, int64_t begin, int64_t end, float*
     }
 }
 
-// Not a number, if one of them is not.
+// Returns the maximum; NaN if any value is NaN.
 inline float greatest_of(const float* x, int64_t count) {
     float most = -std::numeric_limits<float>::infinity();
     bool is_number = true;
@@ -116,7 +117,7 @@ inline Best first_that_is_no_number(const float* x, int64_t at) {
     return {x[at], at};
 }
 
-// The first of the greatest, or of those that are not numbers. Stretch by stretch, while the next one is on its way.
+// Returns the first maximum, or the first NaN, stretch by stretch with prefetch.
 inline Best choose(float* x, const RowPenalties& row, int64_t vocabulary) {
     penalise(row, row.sorted, row.tokens, x, vocabulary);
     Best best;
@@ -140,7 +141,7 @@ inline Best choose(float* x, const RowPenalties& row, int64_t vocabulary) {
     return {x[best.at], best.at};
 }
 
-// One of the tokens [begin, end), with its penalty, may be better than the best so far.
+// Updates `best` with the penalized logits of tokens [begin, end).
 inline void look_among(const RowPenalties& row, int64_t begin, int64_t end, const float* x, int64_t vocabulary, Best& best) {
     for (int64_t first = begin; first < end; first += PIECE) {
         const Penalised piece(row, first, end, x, vocabulary);
@@ -151,8 +152,8 @@ inline void look_among(const RowPenalties& row, int64_t begin, int64_t end, cons
     }
 }
 
-// So may one of a stretch of logits [first, end). is_known: all that have a penalty have been looked at. Else penalties
-// only lower, so that no token matters whose logit is below the best.
+// Updates `best` with logits [first, end) of a stretch. is_known: all penalized tokens have been checked. Otherwise
+// penalties only lower logits, so tokens below `best` can be skipped.
 inline void look_into(const RowPenalties& row, bool is_known, int64_t first, int64_t end, const float* x, Best& best) {
     const int64_t stretch = first / STRETCH;
     const int32_t* const ids = row.token_ids;
@@ -167,7 +168,7 @@ inline void look_into(const RowPenalties& row, bool is_known, int64_t first, int
             } else if (!is_known) {
                 const int32_t* last = ids + row.begins[stretch + 1];
                 const int32_t* found = std::lower_bound(ids + row.begins[stretch], last, int32_t(i));
-                if (found == last || *found != i) continue;  // one that came later, and has been looked at
+                if (found == last || *found != i) continue;  // an unsorted id, already checked
                 const float lowered = penalised(all(x[i]), all(float(row.repetition)), all(row.taken[found - ids]))[0];
                 if (best.yields(lowered, i)) best = {lowered, i};
             }
@@ -175,7 +176,7 @@ inline void look_into(const RowPenalties& row, bool is_known, int64_t first, int
     }
 }
 
-// The same as `choose` without a change to the logits. Most stretches have none that could be the best.
+// `choose` without writing to the logits. Most stretches cannot contain the maximum.
 inline Best choose_apart(const float* x, const RowPenalties& row, int64_t vocabulary) {
     static thread_local std::vector<float> greatest;
     greatest.clear();

@@ -1,12 +1,12 @@
-// Sums of products of a few inputs: unsigned bytes (a matrix's codes) by signed ones (a row's), by what the processor has.
+// Dot products of unsigned bytes (a matrix's codes) and signed bytes (a row's codes), with the best available instructions.
 //
-// A group is four inputs: of the codes 64 bytes, four for each of 16 outputs, of which a register holds a part; of the row
-// four bytes, which all outputs meet. Whole numbers, hence the same sums by every one of these ways:
+// A group is four inputs. Its codes are 64 bytes, four for each of 16 outputs, of which a register holds a part; the row
+// has four bytes, which are broadcast to all outputs. Results are exact integers, identical on all paths:
 //
-//     VNNI, ARM     fours of bytes at once, into 32 bits
-//     AVX-512, AVX2 pairs of bytes into 16 bits, as often as they have room, then pairs of those into 32;
-//                   codes of 8 bits leave no room: even and odd inputs apart, as 16 bits each
-//     else          the compiler's vectors
+//     VNNI, ARM     dot products of four bytes into 32 bits
+//     AVX-512, AVX2 pairs of bytes accumulated in 16 bits until full, then pairs of those into 32;
+//                   8-bit codes would overflow: even and odd inputs are processed separately as 16 bits
+//     else          portable vectors
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -18,7 +18,7 @@
 
 namespace {
 
-typedef uint8_t CodePart __attribute__((vector_size(64 / PARTS)));  // of a group
+typedef uint8_t CodePart __attribute__((vector_size(64 / PARTS)));  // part of a group
 typedef int16_t ShortPart __attribute__((vector_size(64 / PARTS)));
 typedef uint16_t UnsignedPart __attribute__((vector_size(64 / PARTS)));
 
@@ -52,10 +52,10 @@ inline IntPart pairs(ShortPart x, int32_t row) { return IntPart(_mm256_madd_epi1
 #elif defined(__ARM_FEATURE_DOTPROD)
 template <int BITS> inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row) {
     const int8x16_t four = int8x16_t(vdupq_n_s32(row));
-    if constexpr (BITS < 8) return IntPart(vdotq_s32(int32x4_t(sum), int8x16_t(codes), four));  // signed ones are as good
+    if constexpr (BITS < 8) return IntPart(vdotq_s32(int32x4_t(sum), int8x16_t(codes), four));  // the codes fit signed bytes
 #ifdef __ARM_FEATURE_MATMUL_INT8
     return IntPart(vusdotq_s32(int32x4_t(sum), uint8x16_t(codes), four));
-#else  // the codes less 128, and 128 times what the row adds up to
+#else  // codes minus 128, plus 128 times the sum of the row
     const int32x4_t half = vdotq_s32(int32x4_t(sum), vdupq_n_s8(64), four);
     return IntPart(vdotq_s32(vdotq_s32(half, vdupq_n_s8(64), four), int8x16_t(codes ^ 128), four));
 #endif
@@ -67,14 +67,14 @@ template <int> inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row
 }
 #endif
 
-// Compilers add the products up in another order, all of them at once, for which registers are too few.
+// Keeps compilers from reordering the sums so that all of them are live at once and registers spill.
 template <class V> inline void in_order(V& sum) {
 #if defined(__AVX2__)
     asm("" : "+v"(sum));
 #endif
 }
 
-// How a row's codes are kept for weights of so many bits: four of a group behind each other.
+// Layout of a row's codes for weights of BITS bits: the four codes of a group are adjacent.
 template <int BITS> struct Kept {
 #ifdef HAS_PAIRS
     static constexpr bool IS_SPLIT = BITS > 6;  // even inputs before odd ones, as 16 bits
@@ -83,7 +83,7 @@ template <int BITS> struct Kept {
 #endif
     typedef std::conditional_t<IS_SPLIT, int16_t, int8_t> Code;
 
-    static void keep(Code* kept, Ints codes) {  // of sixteen inputs
+    static void keep(Code* kept, Ints codes) {  // sixteen inputs
         if constexpr (IS_SPLIT) {
             typedef int16_t Shorts __attribute__((vector_size(32)));
             const Shorts order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
@@ -94,8 +94,8 @@ template <int BITS> struct Kept {
     }
 };
 
-// sums[row][part] of GROUPS groups. codes(group, part): that part of a group of the matrix; row_of(row): the first group
-// of a row.
+// Computes sums[row][part] of GROUPS groups. codes(group, part): a part of a group of the matrix; row_of(row): the row's
+// first group.
 template <int BITS, int GROUPS, int ROWS, class Codes, class RowOf>
 inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& row_of) {
 #ifdef HAS_PAIRS
@@ -114,7 +114,7 @@ inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& 
                 }
             }
     } else {
-        constexpr int ROOM = 32767 / (2 * 127 * ((1 << BITS) - 1)), AT_ONCE = std::min(ROOM, GROUPS);  // groups, in 16 bits
+        constexpr int ROOM = 32767 / (2 * 127 * ((1 << BITS) - 1)), AT_ONCE = std::min(ROOM, GROUPS);  // groups that fit 16 bits
         static_assert(GROUPS % AT_ONCE == 0);
 #pragma GCC unroll 8
         for (int begin = 0; begin < GROUPS; begin += AT_ONCE) {

@@ -1,5 +1,5 @@
-// Of each row of a draft's logits the token that is drafted, and the one that may be there instead: what
-// engine/spec_decode/draft_models/draft_sampler.py says with torch, whose calls take longer than a small head's products.
+// Draft sampling: the drafted token and an alternative for each row of a draft's logits. Same results as
+// engine/spec_decode/draft_sampling.py, whose torch calls take longer than a small head's products.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -10,23 +10,23 @@
 
 namespace {
 
-enum DraftKind : int32_t { GREEDY, DRAWN, LIKELIEST };  // see draft_sampler.py
+enum DraftKind : int32_t { GREEDY, DRAWN, LIKELIEST };  // see engine/spec_decode/draft_sampling.py
 
 struct DraftDraws {
     const float* logits;        // (rows, vocabulary), at least two
     int64_t rows, vocabulary;
     const int32_t* kinds;       // (rows) DraftKind
     const float* temperatures;  // (rows) above 0
-    const double* numbers;      // (rows) in [0, 1): by which the row draws
-    float nearby;               // of the number: so far around it another token is looked for
-    int32_t is_drawn;           // by somebody else, who has filters
-    int64_t* tokens;            // (rows, 4): likeliest, drawn, drafted, instead; drawn: below 0 where a logit is no
-                                // number, or none is finite
-    float* shares;              // (rows, 2): of the distribution, the drafted one's and the other's
+    const double* numbers;      // (rows) in [0, 1), the row's random number
+    float nearby;               // distance from the random number searched for the alternative
+    int32_t is_drawn;           // tokens were already drawn by the caller, with filters
+    int64_t* tokens;            // (rows, 4): likeliest, drawn, drafted, alternative; drawn is negative if a logit is
+                                // NaN or none is finite
+    float* shares;              // (rows, 2): probabilities of the drafted token and of the alternative
     int32_t threads;
 };
 
-// A lane's two greatest, and what is no number in it.
+// A lane's two greatest values, and its NaN check.
 struct TwoGreatest {
     Floats most = all(-std::numeric_limits<float>::infinity()), next = most, none{};
 
@@ -44,7 +44,7 @@ inline int64_t place_of(float value, const float* x, int64_t count, int64_t but)
     return i;
 }
 
-// No numbers are the shares where a logit is none, or none is finite.
+// Finds the two greatest. Shares are NaN if a logit is NaN or none is finite.
 inline void find_two(const float* x, int64_t count, int64_t* tokens, float* shares) {
     TwoGreatest lanes;
     int64_t i = 0;
@@ -69,11 +69,11 @@ inline void find_two(const float* x, int64_t count, int64_t* tokens, float* shar
     shares[1] = std::exp(next - most) / total;
 }
 
-// What each logit weighs beside the greatest, and sums of these.
+// Weight of each logit relative to the greatest, and prefix sums.
 struct Weights {
     static constexpr int64_t PIECE = 64;
     std::vector<float> each;
-    std::vector<double> before;  // each piece; and the total
+    std::vector<double> before;  // prefix sum before each piece; then the total
 
     double total() const { return before.back(); }
 
@@ -93,7 +93,7 @@ struct Weights {
         for (i = 0; i + LANES <= count; i += LANES)
             store(each.data() + i, power_of_two((load<Floats>(x + i) - most) / temperature * LOG2_E));
         for (; i < count; i++) each[i] = std::exp((x[i] - most) / temperature);
-        before.assign(1, sum(none));  // what is no number makes all of it none
+        before.assign(1, sum(none));  // NaN spoils all sums
         for (int64_t first = 0; first < count; first += PIECE) {
             double piece = 0;
             for (int64_t j = first; j < std::min(first + PIECE, count); j++) piece += each[j];
@@ -101,7 +101,7 @@ struct Weights {
         }
     }
 
-    // The first piece whose end lies beyond; the last, where none does.
+    // Returns the first piece that ends beyond `target`, or the last one.
     int64_t piece_of(double target) const {
         const int64_t found = std::upper_bound(before.begin() + 1, before.end(), target) - before.begin() - 1;
         return std::min<int64_t>(found, before.size() - 2);
@@ -116,10 +116,10 @@ struct Weights {
             if (sum > target) return i;
             last = each[i] > 0 ? i : last;
         }
-        return last;  // rounding
+        return last;  // rounding may leave the target beyond the last sum
     }
 
-    // But for one token, that which has most between two sums, and how much.
+    // Returns the token other than `but` with the largest share between two sums, and that share.
     std::pair<int64_t, double> most_between(double low, double high, int64_t but) const {
         const int64_t piece = piece_of(low);
         int64_t found = but ? 0 : 1;

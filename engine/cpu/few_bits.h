@@ -1,36 +1,36 @@
-// out = before(x) W^T with a matrix that stays in the few bits of its file: formats.h.
+// out = before(x) W^T with a matrix in its stored low-bit format; see formats.h.
 //
-// Rows are quantised as they come, each run of inputs in 8 bits with a scale of its own. For each run, a whole number for
-// every output is what the codes' products add up to, and then two floats are added to the result:
+// Rows are quantized at run time to 8 bits with one scale per run of inputs. Each run contributes an integer dot product
+// per output, and two floats are added to the result:
 //
-//     scale of the outputs * scale of the row * that      least number of the outputs * what the row's run adds up to
+//     scale of the outputs * scale of the row * dot product      minimum of the outputs * sum of the row's run
 //
-// in the order of the inputs, whatever the number of rows: a row's result does not depend on the rows beside it. Few rows
-// take the codes from the panel as they go; many take them from a copy of the panel with a byte for each, made in the
-// first cache, where that is quicker. The copy has the same numbers, hence the same results.
+// in the order of the inputs for any number of rows: a row's result does not depend on the other rows. Few rows read codes
+// directly from the panel; many rows read an unpacked copy with one byte per code in the L1 cache, where that is faster.
+// Both give identical results.
 //
-// Where units for tiles are quicker, a copy has the numbers in bf16, and rows stay as they are: scales of each run would
-// cost more than what the tiles save.
+// Where AMX is faster, a panel is dequantized to bf16 and rows are not quantized: scales per run would cost more than
+// integer tiles save.
 #pragma once
 #include "formats.h"
 #include "matrix.h"
 
 namespace {
 
-template <int BITS> constexpr int MOST_FEW_BITS_ROWS = PARTS == 1 ? 8 : BITS == 8 ? 2 : 4;  // of one tile of registers
+template <int BITS> constexpr int MOST_FEW_BITS_ROWS = PARTS == 1 ? 8 : BITS == 8 ? 2 : 4;  // rows per register tile
 
-// Codes that have a byte each are none to unpack. Others are read as quickly from the panel where a tile has many rows and a
-// run's own numbers are cheap.
+// 8-bit codes need no unpacking. Other formats are read as fast from the panel if a tile has many rows and the scales of a
+// run are cheap.
 template <class Format> constexpr bool IS_WORTH_A_COPY = Format::BITS < 8 && (PARTS > 1 || Format::SPAN >= 256);
-// Of AVX2 5 rows of Q4_K take 4.4 ms with a copy and 6.5 without, of Q4_0 4.3 and 3.6.
+// On AVX2, 5 rows of Q4_K take 4.4 ms with a copy and 6.5 without; of Q4_0 4.3 and 3.6.
 template <class Format> constexpr int ROWS_WORTH_A_COPY = Format::SPAN > 32 ? MOST_FEW_BITS_ROWS<Format::BITS> + 1 : 9;
 
 template <int BITS, int RUN> struct RowRun {
-    float scale, total;  // total: of the run's inputs, as they are kept
+    float scale, total;  // total: sum of the run's quantized inputs
     typename Kept<BITS>::Code codes[RUN];
 };
 
-// The rows as they are multiplied: runs, one row after the other.
+// Quantized rows: the runs of one row after the other.
 template <int BITS, int RUN> struct RunRows {
     typedef RowRun<BITS, RUN> Run;
     int64_t count, runs;
@@ -49,14 +49,14 @@ template <int BITS, int RUN> struct RunRows {
     }
 
     static void keep(const float* y, Run& run) {
-        const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+        const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
         Floats most{}, none{};
         for (int i = 0; i < RUN; i += LANES) {
             const Floats v = load<Floats>(y + i), size = v < 0.0f ? -v : v;
             most = size > most ? size : most;
             none += v * 0.0f;
         }
-        run.scale = std::max(greatest(most), 1e-30f) / 127 + sum(none);  // no number, if one of them is not finite
+        run.scale = std::max(greatest(most), 1e-30f) / 127 + sum(none);  // NaN if an input is not finite
         const float inverse = 1 / run.scale;
         Ints sums{};
         for (int i = 0; i < RUN; i += LANES) {
@@ -70,16 +70,16 @@ template <int BITS, int RUN> struct RunRows {
     }
 };
 
-constexpr int64_t BYTES_AHEAD = 8192;  // that are asked for before they are read: as long as memory takes to answer
+constexpr int64_t BYTES_AHEAD = 8192;  // prefetch distance, covers the memory latency
 
-// Asks for a run's share of what comes so long after its span. A span may end inside a line: that one counts, too.
+// Prefetches a run's share of the span BYTES_AHEAD later, including the line in which it ends.
 template <class Format> inline void fetch_after(const uint8_t* span, int run) {
     constexpr int LINES = (Format::BYTES + 63) / 64, RUNS = Format::SPAN / Format::RUN;
     for (int line = LINES * run / RUNS; line < LINES * (run + 1) / RUNS; line++)
         __builtin_prefetch(span + BYTES_AHEAD + line * 64, 0, 2);
 }
 
-// A panel with a byte for each code.
+// Unpacked panel with one byte per code.
 template <int BITS_, int RUN_> struct Copy {
     static constexpr int BITS = BITS_, RUN = RUN_, SPAN = RUN, HEAD = 2 * sizeof(Floats);
     static constexpr int BYTES = HEAD + RUN * LANES;
@@ -134,7 +134,7 @@ inline void few_bits_tile(const ProductCall& p, const Rows& rows, int64_t row, c
     for (int r = 0; r < ROWS; r++) put(p, load<Floats>(&sums[r][0]), row + r, output);
 }
 
-// All rows [row, end) by one panel.
+// Multiplies rows [row, end) by one panel.
 template <class Format, class Rows>
 inline void few_bits_panel(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, const uint8_t* panel, int64_t output) {
     while (row < end)
@@ -143,7 +143,7 @@ inline void few_bits_panel(const ProductCall& p, const Rows& rows, int64_t row, 
         });
 }
 
-// The same by a copy of the panel.
+// Multiplies rows [row, end) by an unpacked copy of the panel.
 template <class Format, class Rows>
 inline void few_bits_copy(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, const uint8_t* panel, int64_t output,
                           std::vector<char>& memory) {
@@ -162,7 +162,7 @@ template <class Format> int64_t few_bits_scratch_bytes(const ProductCall& p, int
 
 #if HAS_TILES
 
-// A panel as matrix.h has it of bf16.
+// Dequantizes a panel to the bf16 layout of matrix.h.
 template <class Format> void widen_panel(const uint8_t* panel, int64_t inputs, uint32_t* words) {
     for (int64_t span = 0; span < inputs / Format::SPAN; span++, panel += Format::BYTES)
         for (int run = 0; run < Format::SPAN / Format::RUN; run++) {
@@ -180,7 +180,7 @@ template <class Format> void widen_panel(const uint8_t* panel, int64_t inputs, u
 }
 
 template <class Format> void multiply_widened(const ProductCall& p, const Step& step, Worker& me) {
-    constexpr int64_t WIDENED_BYTES = 128 << 10;  // at once
+    constexpr int64_t WIDENED_BYTES = 128 << 10;  // dequantized at a time
     const int64_t panel_bytes = few_bits_panel_bytes<Format>(p), widened_bytes = Rows<Bf16>::panel_bytes(p);
     const Rows<Bf16> rows = prepared_rows<Rows<Bf16>>(p, step.tokens, panel_bytes, me);
     const int64_t most_panels = std::max<int64_t>(2, WIDENED_BYTES / widened_bytes / 2 * 2);
@@ -214,7 +214,7 @@ template <class Format> void multiply_few_bits(const ProductCall& p, const Step&
     }
 }
 
-// ---- rows of a matrix, as the numbers that they are: a token's embedding ----
+// ---- dequantized rows of a matrix, such as token embeddings ----
 
 struct StoredRows {
     int32_t format;

@@ -1,15 +1,15 @@
-// Attention of a few rows: keys are transposed, and values paired, in registers, and used there. Sums are added up in the
-// order of by_words (words.h): what a row gets is the same, bit by bit.
+// Attention of a few rows: keys are transposed and values paired in registers. Sums use the order of by_words (words.h), so
+// results are bit-identical.
 #pragma once
 #include "ahead.h"
 #include "words.h"
 
 namespace {
 
-constexpr int64_t SQUARE_LINES = 4 * PART_LANES * PART_LANES / 64;  // of as many words as a register has lanes, of as many rows
+constexpr int64_t SQUARE_LINES = 4 * PART_LANES * PART_LANES / 64;  // cache lines of a square of PART_LANES by PART_LANES words
 
-// The scores (ROWS, keys; a row every `stride`) of queries (ROWS, num_words) with the first `width` of `keys`, each of as many
-// words.
+// Computes scores (ROWS, keys; row stride `stride`) of queries (ROWS, num_words) with the first `width` of `keys`, each
+// num_words long.
 template <int ROWS>
 inline void scores_of_few(const uint32_t* q, int64_t num_words, const char* const* keys, int64_t width, float* scores,
                           int64_t stride, Fetches& ahead) {
@@ -28,7 +28,7 @@ inline void scores_of_few(const uint32_t* q, int64_t num_words, const char* cons
     }
 }
 
-// COUNT registers of each value, from the word `at` on.
+// Accumulates COUNT registers of each value, starting at word `at`.
 template <int ROWS, int COUNT>
 inline void add_part_of_values(const uint32_t* weights, int64_t stride, int64_t num_groups, const char* const* values,
                                int64_t at, const float* shrink, float* out, int64_t padded_dim, Fetches& ahead) {
@@ -51,8 +51,8 @@ inline void add_part_of_values(const uint32_t* weights, int64_t stride, int64_t 
         for (int c = 0; c < VECTORS; c++) store(out + r * padded_dim + c * PART_LANES, sums[r][c]);
 }
 
-// out (ROWS, numbers) = out * shrink + weights (ROWS, num_groups; a row every `stride`) by the values, each of num_words. A
-// word of weights meets a group: as many values as it has numbers.
+// out (ROWS, numbers) = out * shrink + weights (ROWS, num_groups; row stride `stride`) times values, each num_words long.
+// One word of weights covers a group of Word::NUMBERS values.
 template <int ROWS>
 inline void add_values_of_few(const uint32_t* weights, int64_t stride, int64_t num_groups, const char* const* values,
                               int64_t num_words, const float* shrink, float* out, Fetches& ahead) {

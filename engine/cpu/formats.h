@@ -1,16 +1,16 @@
-// The formats in which matrices are stored in few bits, and how a product reads them.
+// Storage formats of low-bit matrices, and how products read them.
 //
-// Panels of 16 outputs, as in matrix.h. Inside a panel follows span after span: a span is as many inputs as share what a
-// file stores once (GGUF: a block), with that first and then the codes, unsigned, in units of 32 inputs. A unit is eight
-// groups of four inputs, group g of which has code j (0..63) for input j % 4 of output j / 4:
+// Panels of 16 outputs, as in matrix.h. A panel is a sequence of spans. A span covers the inputs that share one header (a
+// GGUF block): first the header, then the unsigned codes in units of 32 inputs. A unit has eight groups of four inputs;
+// code j (0..63) of group g belongs to input j % 4 of output j / 4:
 //
 //     4 bits         byte 64 (g / 2) + j, low half where g is even
 //     fifth bit      byte j of 64 more, bit g
 //     bits 5, 6      byte 64 (g / 4) + j of 128 more, bits 2 (g % 4) and on
 //     8 bits         byte 64 g + j
 //
-// A run is as many inputs as share a scale: weight = scale * code + least. The bits are those that the file has (a K
-// format's scales of 6 bits take 8), only in another order.
+// A run covers the inputs that share a scale: weight = scale * code + minimum. Bits equal those of the file (6-bit scales
+// of K formats take 8), in another order.
 #pragma once
 #include "dots.h"
 
@@ -18,7 +18,7 @@ namespace {
 
 enum FormatName : int32_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, GROUPS_OF_32, GROUPS_OF_64, GROUPS_OF_128 };
 
-// ---- numbers beside the codes: those of a part's outputs ----
+// ---- header numbers of a part's outputs ----
 
 inline FloatPart halves(const uint8_t* of_outputs, int part) {  // fp16
     const uint8_t* from = of_outputs + part * PART_LANES * 2;
@@ -26,7 +26,7 @@ inline FloatPart halves(const uint8_t* of_outputs, int part) {  // fp16
     return FloatPart(_mm512_cvtph_ps(load<__m256i>(from)));
 #elif defined(__F16C__) && defined(__AVX2__)
     return FloatPart(_mm256_cvtph_ps(load<__m128i>(from)));
-#else  // moved to fp32's place, the number is the same with an exponent that is 112 too small
+#else  // shifted to fp32, the number has an exponent that is 112 too small
     WordPart bits;
     for (int i = 0; i < PART_LANES; i++) {
         uint16_t half;
@@ -44,7 +44,7 @@ template <class Byte> inline FloatPart bytes(const Byte* of_outputs, int part) {
     return floats;
 }
 
-// ---- codes: a part of group g of a unit ----
+// ---- codes of a part of group g of a unit ----
 
 constexpr int PART_BYTES = 64 / PARTS;
 
@@ -65,7 +65,7 @@ inline CodePart upper_bits(const uint8_t* high, int g, int part) {
 
 constexpr int HALVES = 2 * LANES, UNIT = 32, NIBBLES = 16 * UNIT / 2, FIFTHS = 16 * UNIT / 8, UPPERS = 16 * UNIT / 4;
 
-// Blocks of 32 inputs: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. ZERO: the code of 0; -1: each output has its least number.
+// Blocks of 32 inputs: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. ZERO: code of zero; -1: each output has a minimum instead.
 template <int BITS_, int ZERO> struct Block {
     static constexpr int BITS = BITS_, RUN = 32, SPAN = 32;
     static constexpr int HEAD = ZERO < 0 ? 2 * HALVES : HALVES, BYTES = HEAD + 2 * BITS * UNIT;
@@ -83,7 +83,7 @@ template <int BITS_, int ZERO> struct Block {
     }
 };
 
-// Q4_K and Q5_K: two numbers for 256 inputs, and for each run two whole numbers that multiply them.
+// Q4_K and Q5_K: two floats per 256 inputs, multiplied by two integers per run.
 template <int BITS_> struct Nested {
     static constexpr int BITS = BITS_, RUN = 32, SPAN = 256, RUNS = SPAN / RUN;
     static constexpr int LEASTS = 2 * HALVES + RUNS * LANES, HEAD = LEASTS + RUNS * LANES;
@@ -102,7 +102,7 @@ template <int BITS_> struct Nested {
     }
 };
 
-// Q6_K: one number for 256 inputs, and a signed one for each run of 16.
+// Q6_K: one float per 256 inputs, and a signed integer per run of 16.
 struct SixBits {
     static constexpr int BITS = 6, RUN = 16, SPAN = 256, RUNS = SPAN / RUN;
     static constexpr int HEAD = HALVES + RUNS * LANES, UNIT_BYTES = NIBBLES + UPPERS, BYTES = HEAD + SPAN / UNIT * UNIT_BYTES;
@@ -118,7 +118,7 @@ struct SixBits {
     static FloatPart least(const uint8_t*, int, int, FloatPart scale) { return scale * -32.0f; }
 };
 
-// AWQ and GPTQ: a number and a code of zero for so many inputs.
+// AWQ and GPTQ: a scale and a zero code per INPUTS inputs.
 template <int INPUTS> struct Group {
     static constexpr int BITS = 4, RUN = 32, SPAN = INPUTS, HEAD = HALVES + LANES, BYTES = HEAD + SPAN / UNIT * NIBBLES;
 

@@ -1,7 +1,7 @@
-"""Memory in pages of 2 MiB instead of 4 KiB, where the system gives them to who asks: Linux, by madvise.
+"""Memory in 2 MiB pages where Linux grants them by madvise.
 
-A step reads all weights and much of the KV once, far more than the processor knows the pages of; in a virtual machine
-each page that it does not know costs two walks through tables.
+A step reads all weights and much of the KV once, far more than the TLB covers with 4 KiB pages. In a virtual machine
+each TLB miss walks two page tables.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import Tensor
 _HUGE = 2 << 20
 _CHUNK = 32 << 20
 _LINE = 64
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11 has no name for it
+# Linux 5.14; not defined in Python 3.11.
+_MADV_POPULATE_WRITE = 23
 
 
 def advise(tensor: Tensor) -> None:
-    """Ask for such pages wherever a whole one fits into this tensor; where there are none, nothing happens."""
+    """Request huge pages for the whole 2 MiB ranges inside a tensor. No-op if unsupported."""
     first = -(-tensor.data_ptr() // _HUGE) * _HUGE
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
     if end > first and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -32,10 +33,10 @@ def advise(tensor: Tensor) -> None:
 
 
 def populate(tensors: Iterable[Tensor]) -> None:
-    """Have these mapped before they are needed, their numbers as they are. Where the system cannot, nothing happens.
+    """Map the tensors' pages in advance, keeping their contents. No-op if unsupported.
 
-    A page that is touched for the first time has to be cleared, and in a virtual machine to be found by its host, too:
-    5 ms for 2 MiB, in the middle of a step.
+    The first touch of a page clears it, and in a virtual machine also maps it in the host: 5 ms per 2 MiB, in the
+    middle of a step.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for tensor in tensors:
@@ -46,15 +47,15 @@ def populate(tensors: Iterable[Tensor]) -> None:
 
 
 class HugePages:
-    """Tensors of any size beside each other, in chunks; a chunk lives as long as one of its tensors. Several threads
-    may load models at once."""
+    """Allocator of tensors in huge-page chunks. A chunk lives as long as any of its tensors. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = Lock()  # of `_chunk`
+        # Guards `_chunk`.
+        self._lock = Lock()
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same numbers; begins at a cache line."""
+        """Copy a tensor; the copy is aligned to a cache line."""
         memory = self._take(-(-tensor.nbytes // _LINE) * _LINE)[: tensor.nbytes]
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 

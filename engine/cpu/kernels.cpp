@@ -1,5 +1,5 @@
-// What Python calls: a list of kernel calls, which one team of threads goes through. Every argument is a struct, laid out
-// as in engine/cpu/structs.py.
+// Entry points for Python: `run` executes a list of kernel calls with one team of threads. Argument structs match
+// engine/cpu/structs.py.
 #include <omp.h>
 
 #include "attention.h"
@@ -26,7 +26,7 @@ void perform(const Kind* call, const Step& step, Worker& me) {
     }
 }
 
-// Multiplications; the others' work goes with them.
+// Returns the multiplications of a product; other calls are not counted.
 int64_t work(const Kind* call, const Step& step) {
     if (*call == ROTATE || *call == ATTEND) return 0;
     return step.tokens * as<ProductCall>(call).outputs * as<ProductCall>(call).inputs;
@@ -44,7 +44,7 @@ int64_t scratch_bytes(const Kind* call, const Step& step) {
     }
 }
 
-// What this thread will read first, or most likely.
+// Returns the memory that this thread reads first, or most likely, in the call.
 Ahead ahead_of(const Kind* call, const Worker& me) {
     switch (*call) {
         case MULTIPLY_BF16: return panels_ahead(as<ProductCall>(call), Rows<Bf16>::panel_bytes(as<ProductCall>(call)), me);
@@ -60,7 +60,7 @@ Ahead ahead_of(const Kind* call, const Worker& me) {
 
 }  // namespace
 
-constexpr int64_t WORTH_SHARING = 1 << 18;  // multiplications of a run: a few microseconds for each time that threads meet
+constexpr int64_t WORTH_SHARING = 1 << 18;  // minimum multiplications of a run; each barrier costs a few microseconds
 
 extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
     int64_t most = 0, total = 0;
@@ -68,7 +68,7 @@ extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
         most = std::max(most, scratch_bytes(calls[i], *step));
         total += work(calls[i], *step);
     }
-    static thread_local std::vector<Floats> scratch;  // as the desks: what is new is slow when it is touched first
+    static thread_local std::vector<Floats> scratch;  // kept across runs, because first touches are slow
     scratch.resize(std::max<size_t>(scratch.size(), most / sizeof(Floats) + 1));
     Team team(reinterpret_cast<char*>(scratch.data()));
     const bool is_small = total && total < WORTH_SHARING;
@@ -91,7 +91,7 @@ extern "C" void choose(const TokenChoices* choices) { choose_rows(*choices); }
 
 extern "C" void draw_drafts(const DraftDraws* draws) { draw_all_drafts(*draws); }
 
-// On the calling thread alone: it is a link's, and the others compute.
+// Single-threaded: called on a link's thread while the others compute.
 extern "C" void pack_wire(const Wire* wire) { pack(*wire); }
 extern "C" void unpack_wire(const Wire* wire) { unpack(*wire); }
 extern "C" void add_up_payload(Payload* payload) { add_up(*payload); }

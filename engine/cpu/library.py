@@ -1,7 +1,7 @@
-"""The CPU kernels: C++ sources beside this file, compiled once per machine and kept in the user's cache.
+"""Build and loading of the CPU kernels: C++ sources beside this file, compiled once per machine and cached.
 
-Compiling takes some ten seconds, and only on a machine that has a C++ compiler; loading what is there, a millisecond. A
-machine without a compiler, or a model in another dtype than bf16, computes with torch alone: see `open_kernels`.
+Compiling takes about ten seconds and needs a C++ compiler; loading a cached library takes a millisecond. Without a
+compiler, or for dtypes other than bf16, torch computes everything; see `open_kernels`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,26 @@ from engine.cpu.structs import Call, DraftDraws, Payload, Step, StoredRows, Toke
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-# What both families of compilers call this processor: on ARM, -march=native is newer than many of them.
+# Name of the build machine's processor: on ARM, -march=native is missing in many compilers.
 _NATIVE = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
 FLAGS = ("-O3", _NATIVE, "-std=c++2a", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _COMPILE_S = 300.0
 
 
 class Kernels:
-    """The compiled functions. They run on torch's own threads: both use the same OpenMP library."""
+    """Compiled functions. They run on torch's OpenMP threads, since both use the same OpenMP library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the library cannot be loaded."""
+        """Load the library at `path`. Raises OSError."""
         library = ctypes.CDLL(str(path))
-        self.version = path.stem  # of sources, compiler and processor
-        self.memory = HugePages()  # for what they read in each step
-        library.may_use_tiles_here.restype = ctypes.c_bool  # one byte: what lies beside it is anything
-        self.has_tiles: bool = library.may_use_tiles_here()  # AMX, and the system lets us
+        # Hash of sources, compiler and processor.
+        self.version = path.stem
+        # Allocator for data that kernels read in every step.
+        self.memory = HugePages()
+        # The C function returns one byte; the default restype would read four.
+        library.may_use_tiles_here.restype = ctypes.c_bool
+        # True if the processor has AMX and the system permits its use.
+        self.has_tiles: bool = library.may_use_tiles_here()
         self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
         self.run.restype = None
@@ -59,32 +63,33 @@ class Kernels:
 
 
 def open_kernels(*, dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The kernels for models of this dtype on this device; None where torch alone is to compute."""
+    """Return the kernels for models of this dtype on this device; None to compute with torch."""
     return open_copies(device) if dtype == torch.bfloat16 else None
 
 
 def open_copies(device: torch.device) -> Kernels | None:
-    """The kernels that move bytes and choose tokens, whatever the model's dtype; None where torch is to do it."""
+    """Return the kernels that copy bytes and choose tokens, for any model dtype; None to use torch."""
     return load_kernels() if device.type == "cpu" else None
 
 
 class Program:
-    """Calls, in order, that one team of threads goes through. What they point to belongs to whoever made them."""
+    """Sequence of calls that one team of threads executes. The caller owns the memory that they point to."""
 
     def __init__(self, kernels: Kernels, calls: Sequence[Call]) -> None:
         self._run = kernels.run
-        self._calls = calls  # keeps their memory
+        # Keeps the call structs alive.
+        self._calls = calls
         self._addresses = (c_void_p * len(calls))(*(ctypes.addressof(call) for call in calls))
 
     def run(self, step: Step, *, first: int = 0, end: int | None = None) -> None:
-        """Carry out the calls [first, end), on as many threads as torch has been given."""
+        """Execute calls [first, end) on torch's number of threads."""
         step.threads = torch.get_num_threads()
         count = (len(self._calls) if end is None else end) - first
         self._run(ctypes.addressof(self._addresses) + first * ctypes.sizeof(c_void_p), count, ctypes.byref(step))
 
 
 def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure]) -> Callable[[object], None]:
-    """It takes a reference to such a struct."""
+    """Look up a function that takes a pointer to `argument`."""
     function: ctypes._NamedFuncPointer = getattr(library, name)
     function.argtypes = (ctypes.POINTER(argument),)
     function.restype = None
@@ -93,29 +98,30 @@ def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure])
 
 @lru_cache(maxsize=1)
 def load_kernels() -> Kernels | None:
-    """This machine's kernels, compiled if need be, once a process; None where that cannot be done."""
+    """Return this machine's kernels, compiled on first use and cached per process; None if unavailable."""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler is None:
-        logger.info("no C++ compiler: the engine computes with torch alone, more slowly")
+        logger.info("no C++ compiler found: CPU kernels disabled, using slower torch operations")
         return None
     try:
         path = _place(compiler)
         if path.exists():
             try:
                 return Kernels(path)
-            except (OSError, AttributeError) as error:  # damaged, or not ours
-                logger.warning("%s is made anew: %s", path, error)
+            # The cached library is damaged or foreign.
+            except (OSError, AttributeError) as error:
+                logger.warning("rebuilding CPU kernels path=%s error=%s", path, error)
                 path.unlink(missing_ok=True)
         _compile(compiler, path)
         return Kernels(path)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        logger.warning("the CPU kernels cannot be used, torch alone computes: %s", detail)
+        logger.warning("CPU kernels unavailable, using torch: %s", detail)
         return None
 
 
 def _place(compiler: str) -> Path:
-    """Of the library for these sources, this compiler and this processor."""
+    """Return the library's path for these sources, this compiler and this processor."""
     sources = sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")))
     facts = [compiler, _run(compiler, "--version"), *FLAGS, description(), *(path.read_text() for path in sources)]
     key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
@@ -123,11 +129,11 @@ def _place(compiler: str) -> Path:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Unless a neighbour has done so meanwhile."""
+    """Compile unless another process has done so; one process compiles, others wait for the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock"), timeout=_COMPILE_S):  # one compiles, its neighbours wait
+    with FileLock(path.with_suffix(".lock"), timeout=_COMPILE_S):
         if not path.exists():
-            logger.info("compiling the CPU kernels into %s", path)
+            logger.info("compiling CPU kernels path=%s", path)
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / path.name
                 _run(compiler, *FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built))

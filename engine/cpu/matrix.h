@@ -1,14 +1,14 @@
 // out = before(x) W^T: a packed matrix times up to a few thousand rows.
 //
-// A matrix (O outputs, I inputs) is packed into panels of 16 outputs. Inside a panel the inputs follow each other in
-// groups of 32 bits: two bf16 or four int8, each group for all 16 outputs:
+// A matrix (O outputs, I inputs) is packed into panels of 16 outputs. A panel is a sequence of 32-bit groups of inputs: two
+// bf16 or four int8, each group for all 16 outputs:
 //
 //     panel p, group g:   W[16p][2g] W[16p][2g+1]   W[16p+1][2g] W[16p+1][2g+1]   ...   W[16p+15][2g+1]
 //
-// One load so brings 16 outputs, and the lanes of a vector are outputs: nothing is added up across lanes, a panel is read
-// once from start to end, and the units that multiply pairs of bf16 or fours of int8 take the same layout.
-// Every output is summed up over the inputs in one order, whatever the number of rows: a row's result does not depend on
-// the rows beside it.
+// Vector lanes are outputs: one load fetches 16 outputs, sums never cross lanes, a panel is read once from start to end, and
+// the instructions for bf16 pairs and int8 quads use the same layout.
+// Every output is summed over the inputs in one order for any number of rows: a row's result does not depend on the other
+// rows.
 #pragma once
 #include "product.h"
 #include "tiles.h"
@@ -18,9 +18,9 @@
 
 namespace {
 
-constexpr int MOST_ROWS = PARTS == 1 ? 12 : 6;  // of one tile of registers
+constexpr int MOST_ROWS = PARTS == 1 ? 12 : 6;  // rows per register tile
 
-// ---- the two kinds of weights: how a row is kept, and how a tile of rows meets a few panels ----
+// ---- weight types: storage of a row, and the product of a tile of rows with a few panels ----
 
 struct Bf16 {
     static constexpr int GROUP = 2;
@@ -61,8 +61,8 @@ struct Bf16 {
     static inline Floats value(Sum sum, const ProductCall&, int64_t, float) { return sum; }
 };
 
-// Rows are quantised too, each with its own scale: codes of 7 bits and a sign. Where the units multiply unsigned by signed
-// bytes, they are shifted up.
+// Rows are quantized too, each with its own scale: codes of 7 bits and a sign. On units that multiply unsigned by signed
+// bytes, they are offset to unsigned.
 struct Int8 {
     static constexpr int GROUP = 4;
 #ifdef __ARM_FEATURE_DOTPROD
@@ -81,7 +81,7 @@ struct Int8 {
         }
         float most = greatest(sizes), none = sum(nones);
         for (; i < inputs; i++) most = std::max(most, std::fabs(y[i])), none += y[i] * 0.0f;
-        scale = std::max(most, 1e-30f) / 127 + none;  // no number, if one of them is not finite
+        scale = std::max(most, 1e-30f) / 127 + none;  // NaN if an input is not finite
         const float inverse = 1 / scale;
         for (int64_t i = 0; i < inputs; i++) kept[i] = uint8_t(int32_t(y[i] * inverse + 128.5f) - 128 + SHIFT);
     }
@@ -112,9 +112,9 @@ struct Int8 {
     }
 };
 
-// ---- multiplying ----
+// ---- products ----
 
-// Rows as they are multiplied: their scales, then their inputs.
+// Prepared rows: their scales, then their inputs.
 template <class Weights> struct Rows {
     typedef typename Weights::Input Input;
     int64_t count, groups, stride;
@@ -125,7 +125,7 @@ template <class Weights> struct Rows {
         : count(count), groups(round_up(p.inputs, Weights::GROUP) / Weights::GROUP), stride(stride_of(groups)), scales(reinterpret_cast<float*>(memory)),
           x(reinterpret_cast<Input*>(memory + scales_bytes())) {}
     int64_t scales_bytes() const { return round_up((count + SPARE_TILED_ROWS) * sizeof(float), 64); }
-    // Rows that are read sixteen at a time would drive each other out of a cache whose lines they share.
+    // Pads the stride, because sixteen rows read together would evict each other from the same cache sets.
     static int64_t stride_of(int64_t groups) {
         constexpr int64_t LINE = 64 / sizeof(Input);
         const int64_t inputs = groups * Weights::GROUP;
@@ -144,15 +144,15 @@ template <class Weights> struct Rows {
     }
 };
 
-// As many panels at once as the registers hold: few rows need many, or each sum would wait for the one before.
+// Uses as many panels at a time as registers hold: with few rows, more sums hide the latency.
 template <int ROWS>
 constexpr int PANELS_OF = PARTS == 1 ? std::min(8, 30 / (ROWS + 2)) : std::max(1, (REGISTERS - 1) / (PARTS * (ROWS + 1)));
 
-// Of all panels of a tile together, that are asked for before they are read: as long as memory takes to answer. (Zen 5, two
-// threads, 12 rows by 134 million weights: 10.5 ms without, 7.4 with 32 lines, 6.8 with 64 to 128.)
+// Prefetch distance over all panels of a tile; covers the memory latency. (Zen 5, two threads, 12 rows by 134 million
+// weights: 10.5 ms without prefetch, 7.4 with 32 lines, 6.8 with 64 to 128.)
 constexpr int LINES_AHEAD = 128;
 
-// ahead: a panel that is fetched meanwhile, if it FETCHES. Else this one's own lines are, which may have to come from memory.
+// ahead: a panel to prefetch if FETCHES. Otherwise this tile's own panels are prefetched, which may come from memory.
 template <class Weights, int ROWS, int PANELS, bool FETCHES>
 inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t panel, const char* ahead) {
     constexpr int COUNT = PANELS * PARTS, EACH_AHEAD = LINES_AHEAD / PANELS;
@@ -164,7 +164,7 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
     for (int64_t g = 0; g < groups; g++) {
         if constexpr (FETCHES) {
             __builtin_prefetch(ahead + g * 64, 0, 2);
-        } else {  // where a tile ends, for the next one
+        } else {  // near the end of a tile, prefetch the next one
             const uint32_t* later =
                 w + (g + EACH_AHEAD < groups ? g + EACH_AHEAD : (PANELS - 1) * groups + g + EACH_AHEAD) * LANES;
             for (int i = 0; i < PANELS; i++) __builtin_prefetch(later + i * groups * LANES);
@@ -181,7 +181,7 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
         }
 }
 
-// ahead: panels of which one is fetched with each tile.
+// ahead: panels to prefetch, one with each tile.
 template <class Weights, int ROWS, int PANELS = PANELS_OF<ROWS>>
 inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t first, int64_t end, Ahead& ahead) {
     for (; first + PANELS <= end; first += PANELS)
@@ -195,7 +195,7 @@ inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row,
         if (first < end) panels<Weights, ROWS, PANELS / 2>(p, rows, row, first, end, ahead);
 }
 
-// The first rows' panels come from memory. While the other rows meet them, those that come next are fetched.
+// The first rows load their panels from memory. While the other rows use them, the next panels are prefetched.
 template <class Weights>
 inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t end, int64_t first, int64_t last,
                     Ahead next) {
@@ -206,9 +206,8 @@ inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row
         });
 }
 
-// f(row, end of the rows, panel, end of the panels, end of those that come next) for this thread's part of the work: a
-// share of the panels with all rows; of many rows, block by block, whatever blocks the others leave: one that has lost
-// its processor has fewer.
+// Calls f(row, end row, panel, end panel, end of the following panels) for this thread's work: a share of the panels with all
+// rows; with many rows, blocks taken from a shared queue, so that a descheduled thread takes fewer.
 template <class F>
 inline void each_block(int64_t rows, int64_t panels, int64_t rows_at_once, int64_t at_once, Worker& me, const F& f) {
     if (rows <= BLOCK_ROWS) {
@@ -226,7 +225,7 @@ inline void each_block(int64_t rows, int64_t panels, int64_t rows_at_once, int64
     }
 }
 
-// Of panels that all rows of a block meet, one tile after the other: in the second cache.
+// Size of the panels that all rows of a block use tile by tile; fits the L2 cache.
 constexpr int64_t BYTES_AT_ONCE = 320 << 10;
 
 template <class Weights> bool is_by_tiles(const ProductCall& p, int64_t num_rows) {
@@ -235,8 +234,8 @@ template <class Weights> bool is_by_tiles(const ProductCall& p, int64_t num_rows
 
 #if HAS_TILES
 
-// f(row, end of the rows, panel, end of the panels) for this thread's part of the work, of at most so many panels. Processors
-// with tiles have a second cache of 2 MiB, and fill it from the third so slowly that panels should come once.
+// Calls f(row, end row, panel, end panel) for this thread's work, with at most most_panels panels. Processors with AMX have
+// 2 MiB of L2 and fill it slowly from L3, so panels should be read once.
 template <class Rows, class F>
 inline void each_tiled_block(const ProductCall& p, const Rows& rows, int64_t most_panels, Worker& me, const F& f) {
     constexpr int64_t ROWS_BYTES = 1 << 20, PIECES = 6;
@@ -244,7 +243,7 @@ inline void each_tiled_block(const ProductCall& p, const Rows& rows, int64_t mos
     const int64_t most_rows = std::max<int64_t>(BLOCK_ROWS, ROWS_BYTES / (rows.groups * 4));
     const int64_t down = (rows.count + most_rows - 1) / most_rows;
     const int64_t rows_at_once = round_up((rows.count + down - 1) / down, TILED_ROWS);
-    const int64_t share = panels * down / (PIECES * me.threads);  // for all threads to end together
+    const int64_t share = panels * down / (PIECES * me.threads);  // small enough that all threads finish together
     const int64_t at_once = std::max<int64_t>(2, std::min(most_panels, share) / 2 * 2);
     TileUnits units;
     units.use(rows.count);

@@ -1,5 +1,5 @@
-// One layer of a rank's KV pool: codes (blocks, 2, kv heads, block size, head dim), bf16, or in 8 bits with a bf16 scale
-// per row.
+// View of one layer of a rank's KV pool: codes (blocks, 2, kv heads, block size, head dim), bf16, or 8 bits with a bf16
+// scale per row.
 #pragma once
 #include <cmath>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-enum class Coding : int32_t { PLAIN, E4M3, INT8 };  // plain: the numbers themselves
+enum class Coding : int32_t { PLAIN, E4M3, INT8 };  // PLAIN: unquantized
 
 struct PoolView {
     void* codes;
@@ -15,7 +15,7 @@ struct PoolView {
     Coding coding;
     int64_t kv_heads, block_size, head_dim;
 
-    // Where a block's keys (kv 0) or values (kv 1) of one head begin, counted in rows of head_dim.
+    // Returns the first row (in units of head_dim) of a block's keys (kv 0) or values (kv 1) of one head.
     int64_t first_row(int64_t block, int64_t kv, int64_t head) const {
         return ((block * 2 + kv) * kv_heads + head) * block_size;
     }
@@ -23,11 +23,11 @@ struct PoolView {
     const char* address(int64_t row) const { return static_cast<const char*>(codes) + row * row_bytes(); }
 };
 
-// Both codings: `widen` is exact; `narrow` rounds to nearest, ties to even, what is at most MOST in size or NaN.
+// Codings: `widen` is exact; `narrow` rounds to nearest, ties to even, values of magnitude up to MOST or NaN.
 struct E4m3Codes {
     static constexpr float MOST = 448;
 
-    // e4m3's bits at the same end of a float are the same number with an exponent that is 120 too small.
+    // The bits of e4m3 at the top of a float are the same number with an exponent that is 120 too small.
     static Floats widen(Bytes codes) {
         const Ints bits = ::widen(codes) << 20 & Ints(Words{} + (1u << 31 | 0x7fu << 20));
         return Floats(bits) * 0x1p120f;
@@ -46,21 +46,21 @@ struct Int8Codes {
     static constexpr float MOST = 127;
 
     static Floats widen(Bytes codes) { return __builtin_convertvector(::widen(codes), Floats); }
-    static Bytes narrow(Floats x) {  // 1.5 * 2^23 leaves the nearest whole number in the low bits; NaN becomes 0
+    static Bytes narrow(Floats x) {  // adding 1.5 * 2^23 leaves the nearest integer in the low bits; NaN becomes 0
         const Floats magic = all(12582912.0f);
         const Ints whole = Ints(x + magic) - Ints(magic);
         return ::narrow(x == x ? whole : Ints{});
     }
 };
 
-// f(coding) with the one that it is, which is not PLAIN.
+// Calls f with the coding's type, which must not be PLAIN.
 template <class F> inline auto with_coding(Coding coding, F f) {
     return coding == Coding::INT8 ? f(Int8Codes{}) : f(E4m3Codes{});
 }
 
-// The codes of a row, and their scale, as in engine/kernels/quant/row_quantization.py.
+// Quantizes a row and returns its scale, as in engine/kernels/quant/row_quantization.py.
 template <class Codes> inline bf16 quantize_row(const bf16* x, int64_t dim, uint8_t* codes) {
-    uint16_t most = 0;  // the bits of sizes are in the order of the sizes, and NaN comes last
+    uint16_t most = 0;  // magnitudes order like their bits, NaN last
     for (int64_t i = 0; i < dim; i++) {
         const uint16_t size = x[i] & 0x7fff;
         most = size > most ? size : most;
@@ -83,7 +83,7 @@ template <class Codes> inline void widen_row(const uint8_t* codes, float scale, 
     for (; i < dim; i++) to[i] = narrow(Codes::widen(Bytes{} + int8_t(codes[i]))[0] * scale);
 }
 
-// Store a row, quantised if the pool has 8 bits.
+// Stores a row, quantized if the pool has 8 bits.
 inline void write_row(const PoolView& pool, int64_t row, const bf16* x) {
     const int64_t dim = pool.head_dim, start = row * dim;
     if (pool.coding == Coding::PLAIN) {

@@ -1,4 +1,4 @@
-"""What this machine's processor is, and what it can do beyond the usual."""
+"""Detection of the processor and its instruction sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-# Those that products and attention are quicker by, as Linux calls them; of x86, then of ARM.
+# Instruction sets that speed up products and attention, by their Linux names; x86, then ARM.
 _TELLING = (
     "avx2",
     "avx512f",
@@ -21,12 +21,12 @@ _TELLING = (
     "bf16",
     "sve",
 )
-# How a compiler tells them apart; of x86, then of ARM.
+# Lines of /proc/cpuinfo that determine a compiler's `native` target; x86, then ARM.
 _NAMING = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
 
 def description(cpuinfo: Path = CPUINFO) -> str:
-    """All that a compiler's `native` depends on."""
+    """Return everything that a compiler's `native` target depends on."""
     lines = _lines(cpuinfo)
     if lines is None:
         return platform.processor() + platform.machine()
@@ -34,7 +34,7 @@ def description(cpuinfo: Path = CPUINFO) -> str:
 
 
 def instruction_sets(cpuinfo: Path = CPUINFO) -> list[str]:
-    """Such as ["avx2", "avx512f", "avx512_vnni", "avx512_bf16"]; the machine's name where its flags are not told."""
+    """Return names such as ["avx2", "avx512f", "avx512_vnni", "avx512_bf16"]; the machine's name if none is listed."""
     flags = {word for line in _lines(cpuinfo) or () if line.startswith(("flags", "Features")) for word in line.split()}
     return [name for name in _TELLING if name in flags] or [platform.machine()]
 

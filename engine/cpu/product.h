@@ -1,4 +1,4 @@
-// One product of a step, whatever its weights: what its rows become before, and what its results become after.
+// Arguments of a product, the operations on its rows before, and those on its results after.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,27 +13,27 @@ enum Before : int32_t { NOTHING, NORM, SILU };
 
 struct ProductCall {
     Kind kind;
-    int32_t format;          // few bits: a FormatName of formats.h
-    // the matrix
+    int32_t format;          // low-bit matrices: FormatName of formats.h
+    // Matrix.
     const void* panels;
-    const float* scales;     // int8: one per output, which undoes its quantisation
+    const float* scales;     // int8: dequantization scale per output
     const int32_t* sums;     // int8: the sum of each output's codes
     const bf16* bias;        // or null
     int64_t outputs, inputs;
-    // what happens to the rows before
+    // Operation on the rows before the product.
     Before before;
     float eps;               // NORM
     const bf16* norm;        // NORM
-    // the rows: the step's tokens
+    // Rows: the step's tokens.
     const bf16* x;           // (rows, inputs); SILU: (rows, 2 inputs), gates and then ups
-    const bf16* residual;    // (rows, outputs) to add, or null; may be `out`
-    void* out;               // (rows, outputs): bf16, or floats that bf16 has
-    int64_t out_stride;      // from row to row of both
-    int32_t is_wide;         // they are floats
-    int64_t tile_rows;       // from so many rows on by tiles.h, where there are such units
+    const bf16* residual;    // (rows, outputs) added to the result, or null; may alias `out`
+    void* out;               // (rows, outputs): bf16, or fp32 rounded to bf16
+    int64_t out_stride;      // row stride of out and residual
+    int32_t is_wide;         // out is fp32
+    int64_t tile_rows;       // from this many rows on AMX is used (tiles.h), if available
 };
 
-// ---- what a row becomes before it is multiplied; rounds to bf16 wherever transformers does ----
+// ---- operations on a row before the product; round to bf16 wherever transformers does ----
 
 inline void copied(const ProductCall& p, const bf16* x, float* y) {
     int64_t i = 0;
@@ -78,7 +78,7 @@ inline void prepared(const ProductCall& p, int64_t row, float* y) {
     }
 }
 
-// ---- what a result becomes, of sixteen outputs of one row ----
+// ---- operations on the results, sixteen outputs of one row ----
 
 inline Halves finished(Floats value, const bf16* bias, const bf16* residual) {
     if (bias) value += widen(load<Halves>(bias));
@@ -94,7 +94,7 @@ inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) 
         const Halves done = finished(value, p.bias ? p.bias + first : nullptr, p.residual ? p.residual + place : nullptr);
         return p.is_wide ? store(wide, widen(done)) : store(out, done);
     }
-    bf16 bias[LANES] = {}, residual[LANES] = {};  // a panel that is not full
+    bf16 bias[LANES] = {}, residual[LANES] = {};  // the last panel may be partial
     if (p.bias) std::copy_n(p.bias + first, count, bias);
     if (p.residual) std::copy_n(p.residual + place, count, residual);
     const Halves done = finished(value, p.bias ? bias : nullptr, p.residual ? residual : nullptr);
@@ -103,7 +103,7 @@ inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) 
         else out[i] = done[i];
 }
 
-// work(N) for the first N of `count` rows, at most MOST: N is a constant, as a tile's rows have to be. Returns N.
+// Calls work(N) for the first N of `count` rows, at most MOST, with N a compile-time constant. Returns N.
 template <int MOST, class Work> inline int first_rows(int64_t count, const Work& work) {
     if constexpr (MOST > 1)
         if (count < MOST) return first_rows<MOST - 1>(count, work);
@@ -111,19 +111,19 @@ template <int MOST, class Work> inline int first_rows(int64_t count, const Work&
     return MOST;
 }
 
-constexpr int BLOCK_ROWS = 96;  // of one walk over the panels: their inputs stay in the second cache
+constexpr int BLOCK_ROWS = 96;  // per pass over the panels: their inputs fit the L2 cache
 
-// What this thread reads first of the panels, and goes on with: its share of them. Of more than BLOCK_ROWS rows a guess,
-// where threads take blocks as they come (matrix.h): nobody knows before whose they will be.
+// Returns the panels that this thread reads first: its share. With more than BLOCK_ROWS rows this is a guess, because
+// threads take blocks dynamically (matrix.h).
 inline Ahead panels_ahead(const ProductCall& p, int64_t panel_bytes, const Worker& me) {
     const int64_t panels = round_up(p.outputs, LANES) / LANES;
     const char* start = static_cast<const char*>(p.panels);
     return {start + me.first(panels) * panel_bytes, start + me.end(panels) * panel_bytes};
 }
 
-// All rows of the step as they are multiplied. `Rows` says how many bytes they take, and prepares some of them.
+// Prepares all rows of the step for the product. `Rows` defines their size and layout.
 template <class Rows> inline Rows prepared_rows(const ProductCall& p, int64_t count, int64_t panel_bytes, Worker& me) {
-    if (count == 1) {  // prepared sooner than waited for: each thread does it for itself
+    if (count == 1) {  // cheaper to prepare on each thread than to wait
         me.desk.kept.resize(std::max<size_t>(me.desk.kept.size(), Rows(p, 1).bytes()));
         const Rows rows(p, 1, me.desk.kept.data());
         rows.prepare(p, 0, 1, me.desk.row);

@@ -1,5 +1,5 @@
-// What lies between the projection and the attention: a norm on the heads, the rotation, and the keys' and values' way
-// into the pool. Rounds to bf16 wherever transformers does.
+// Between the projection and the attention: optional norm of the heads, rotation, and storing keys and values in the pool.
+// Rounds to bf16 wherever transformers does.
 #pragma once
 #include "pool.h"
 #include "team.h"
@@ -9,7 +9,7 @@ namespace {
 struct RotaryCall {
     Kind kind;
     PoolView pool;
-    bf16* heads;                     // (tokens, q heads + 2 kv heads, head_dim): queries, keys, values; turned in place
+    bf16* heads;                     // (tokens, q heads + 2 kv heads, head_dim): queries, keys, values; rotated in place
     const bf16 *q_norm, *k_norm;     // (head_dim), or null
     float eps;
     int64_t q_heads;
@@ -22,7 +22,7 @@ inline void norm_head(bf16* x, const bf16* weight, int64_t dim, float eps) {
     for (int64_t i = 0; i < dim; i++) x[i] = narrow(rounded(widen(x[i]) * inverse) * widen(weight[i]));
 }
 
-// Numbers of the first half of a head and those of the second: each pair is turned by its angle.
+// Rotates pairs of numbers from the first and second half of a head by their angles.
 template <class V> inline void turn(V& a, V& b, V cos, V sin) {
     auto product = [](V x, V y) { return widen(narrow(x * y)); };
     const V first = product(a, cos) - product(b, sin);

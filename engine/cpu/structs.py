@@ -1,4 +1,4 @@
-"""What the C++ sources take: structs of the same names and fields, and where each is described."""
+"""ctypes structs and enums of the C++ sources, with the same names and fields; documented in the named headers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Step(ctypes.Structure):
-    """team.h: what all calls of a run have in common."""
+    """Arguments shared by all calls of a run; see team.h."""
 
     _fields_ = (
         ("tokens", c_int64),
@@ -28,7 +28,7 @@ class Step(ctypes.Structure):
 
 
 class Kind(IntEnum):
-    """team.h: what a call does; every struct below begins with it."""
+    """Operation of a call, the first field of every call struct; see team.h."""
 
     MULTIPLY_BF16 = 0
     MULTIPLY_INT8 = 1
@@ -38,7 +38,7 @@ class Kind(IntEnum):
 
 
 class FormatName(IntEnum):
-    """formats.h: how a matrix of few bits is stored. GGUF's names, and AWQ's and GPTQ's groups of so many inputs."""
+    """Storage format of a low-bit matrix: GGUF names, and AWQ or GPTQ by group size; see formats.h."""
 
     Q4_0 = 0
     Q4_1 = 1
@@ -54,7 +54,7 @@ class FormatName(IntEnum):
 
 
 class ProductCall(ctypes.Structure):
-    """product.h"""
+    """Matrix product; see product.h."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -78,7 +78,7 @@ class ProductCall(ctypes.Structure):
 
 
 class StoredRows(ctypes.Structure):
-    """few_bits.h"""
+    """Rows to dequantize; see few_bits.h."""
 
     _fields_ = (
         ("format", c_int32),
@@ -91,7 +91,7 @@ class StoredRows(ctypes.Structure):
 
 
 class Coding(IntEnum):
-    """pool.h: what the codes of a pool or of a payload are."""
+    """Encoding of codes in a pool or payload; see pool.h."""
 
     PLAIN = 0
     E4M3 = 1
@@ -106,7 +106,7 @@ _CODINGS = {torch.float8_e4m3fn: Coding.E4M3, torch.int8: Coding.INT8}
 
 
 class PoolView(ctypes.Structure):
-    """pool.h"""
+    """View of a KV pool; see pool.h."""
 
     _fields_ = (
         ("codes", c_void_p),
@@ -119,7 +119,7 @@ class PoolView(ctypes.Structure):
 
 
 class RotaryCall(ctypes.Structure):
-    """rotary.h"""
+    """Norm, rotation and KV store; see rotary.h."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -133,7 +133,7 @@ class RotaryCall(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """pieces.h"""
+    """Attention call; see pieces.h."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -151,9 +151,10 @@ Call = ProductCall | RotaryCall | AttentionCall
 
 
 class Wire(ctypes.Structure):
-    """wire.h"""
+    """Transfer between pool and payload; see wire.h."""
 
-    tensors: tuple[object, ...]  # kept as long as this is
+    # Keeps the tensors alive that the struct points to.
+    tensors: tuple[object, ...]
 
     _fields_ = (
         ("pool", PoolView),
@@ -169,13 +170,13 @@ class Wire(ctypes.Structure):
 
 
 class Payload(ctypes.Structure):
-    """wire.h"""
+    """Payload to checksum; see wire.h."""
 
     _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
 
 
 class DraftDraws(ctypes.Structure):
-    """draft_draws.h"""
+    """Drawing of draft tokens; see draft_draws.h."""
 
     _fields_ = (
         ("logits", c_void_p),
@@ -193,7 +194,7 @@ class DraftDraws(ctypes.Structure):
 
 
 class TokenChoices(ctypes.Structure):
-    """choice.h; `row` is the address of an array of CHOICE_ROW"""
+    """Choice of tokens; see choice.h. `row` is the address of an array of CHOICE_ROW."""
 
     _fields_ = (("row", c_void_p), ("rows", c_int64), ("vocabulary", c_int64), ("threads", c_int32))
 

@@ -1,4 +1,4 @@
-// The threads that go through a run together: shares, pieces, and the place where they wait for each other.
+// Threads of a run: static shares, a shared queue of pieces, and a barrier.
 #pragma once
 #include <sched.h>
 
@@ -14,9 +14,9 @@
 
 namespace {
 
-enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, MULTIPLY_FEW_BITS, ROTATE, ATTEND };  // of a call; its arguments begin with it
+enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, MULTIPLY_FEW_BITS, ROTATE, ATTEND };  // operation; first field of every call's arguments
 
-// What the rows of a step are, and where they belong. The same for every layer.
+// Arguments of a step, the same for every layer.
 struct Step {
     int64_t tokens, sequences, table_width;
     const int64_t* slots;                      // (tokens)
@@ -33,20 +33,20 @@ inline void relax() {
 }
 
 struct Team {
-    alignas(64) std::atomic<int64_t> next{0};   // of the pieces that whoever is free takes
+    alignas(64) std::atomic<int64_t> next{0};   // next piece of the shared queue
     alignas(64) std::atomic<int32_t> arrived{0};
     alignas(64) std::atomic<uint32_t> round{0};
-    char* const scratch;                        // of all of them
+    char* const scratch;                        // shared by all threads
 
     explicit Team(char* scratch) : scratch(scratch) {}
 };
 
-// What a thread needs for itself; kept from one call to the next.
+// Per-thread buffers, kept from one call to the next.
 struct Desk {
     std::vector<float> row;
     std::vector<char> kept, copy;
-    std::vector<Floats> q, out, totals, most, columns, values, spare;  // of attention, see there
-    Fetches ahead;                           // of attention, too
+    std::vector<Floats> q, out, totals, most, columns, values, spare;  // attention.h
+    Fetches ahead;                           // attention.h
 };
 
 class Worker {
@@ -57,12 +57,12 @@ public:
 
     Worker(Team& team, int64_t index, int64_t threads, Desk& desk) : team(team), index(index), threads(threads), desk(desk) {}
 
-    int64_t first(int64_t total) const { return total * index / threads; }  // of this thread's share
+    int64_t first(int64_t total) const { return total * index / threads; }  // bounds of this thread's share
     int64_t end(int64_t total) const { return total * (index + 1) / threads; }
     int64_t take() { return team.next.fetch_add(1, std::memory_order_relaxed); }
 
-    // Until all have come. A wait of microseconds is spent fetching what comes next; a longer one, when another thread
-    // has lost its processor, leaves this one to others: who sleeps is also woken sooner than who yields.
+    // Barrier. Short waits (microseconds) prefetch the next call's memory. In longer ones, when another thread has lost its
+    // processor, the thread sleeps, which frees its processor and wakes faster than yielding.
     void wait(Ahead ahead = {}) {
         const uint32_t round = team.round.load(std::memory_order_relaxed);
         if (team.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
@@ -83,7 +83,7 @@ public:
     }
 
 private:
-    static constexpr int PATIENCE = 2000;  // pauses of 20 to 60 ns
+    static constexpr int PATIENCE = 2000;  // spins of 20 to 60 ns
 
     void sleep(uint32_t round) {
 #ifdef __cpp_lib_atomic_wait

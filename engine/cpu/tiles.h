@@ -1,14 +1,14 @@
-// Products by AMX: a tile of 16 rows meets a tile of 16 outputs, 64 bytes of inputs of each at a time, with the sums in
-// tiles, too. A panel of matrix.h is laid out as these units want it: sixteen groups of it are a tile.
+// Products with AMX: a tile of 16 rows times a tile of 16 outputs, 64 bytes of inputs at a time, summed in tiles. The panels
+// of matrix.h already have the required layout: sixteen groups form a tile.
 //
-// Whole numbers come out as they do without; sums of bf16 are added up in another order.
+// Integer results equal those without AMX; bf16 sums are accumulated in another order.
 #pragma once
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_TILES 1
-#elif defined(EMULATED_TILES) && defined(__AVX512BF16__)  // by tests, where there are no such units
+#elif defined(EMULATED_TILES) && defined(__AVX512BF16__)  // for tests on machines without AMX
 #define HAS_TILES 1
 #else
 #define HAS_TILES 0
@@ -23,8 +23,8 @@
 namespace {
 
 constexpr int TILE_ROWS = 16, TILE_BYTES = 64;
-constexpr int64_t TILED_ROWS = 2 * TILE_ROWS;  // that meet two panels at once: each tile that is loaded serves twice
-constexpr int64_t SPARE_TILED_ROWS = HAS_TILES ? TILED_ROWS - 1 : 0;  // beyond the last one, at which tiles may look
+constexpr int64_t TILED_ROWS = 2 * TILE_ROWS;  // multiplied with two panels at a time, so that each loaded tile is used twice
+constexpr int64_t SPARE_TILED_ROWS = HAS_TILES ? TILED_ROWS - 1 : 0;  // rows past the last one that tiles may read
 
 #if HAS_TILES
 
@@ -33,17 +33,17 @@ struct alignas(64) TileShapes {
     uint16_t row_bytes[16] = {TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES};
     uint8_t rows[16] = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS};
 
-    // Sums, and the tile of the rows that they are of, have so many.
+    // num_rows: rows of the sum tiles and of the input tile.
     constexpr explicit TileShapes(int num_rows) {
         for (int tile = 0; tile <= 4; tile++) rows[tile] = num_rows;
     }
 };
 
-// No local ones: compilers believe that only their first bytes are read.
+// Static, because compilers assume that only the first bytes of a local one are read.
 template <int... N> struct Shapes { static constexpr TileShapes OF_ROWS[] = {TileShapes(N + 1)...}; };
 template <int... N> constexpr const TileShapes* shapes(std::integer_sequence<int, N...>) { return Shapes<N...>::OF_ROWS; }
 
-// The system has to be asked once for a process, before anybody uses them. False: it does not let us.
+// Requests AMX permission from the system, once per process, before first use. Returns false if denied.
 inline bool may_use_tiles() {
 #ifdef EMULATED_TILES
     return true;
@@ -60,13 +60,13 @@ inline void zero_four() {
     _tile_zero(3);
 }
 
-// Their use, by one thread, until this ends.
+// RAII: configures AMX for this thread.
 class TileUnits {
 public:
     ~TileUnits() {
         if (are_used) _tile_release();
     }
-    // num_rows: what fewer rows than a tile has do not fill is neither read nor computed.
+    // num_rows: with fewer rows than a tile has, the rest is neither read nor computed.
     void use(int64_t num_rows = TILE_ROWS) {
         if (are_used) return;
         constexpr const TileShapes* OF_ROWS = shapes(std::make_integer_sequence<int, TILE_ROWS>());
@@ -78,12 +78,12 @@ private:
     bool are_used = false;
 };
 
-// What tiles have added up becomes results while the next ones are added up: units for tiles leave the others free.
+// Writes finished sums while the next ones are computed: AMX leaves the vector units free.
 template <class Weights, class Rows> class Results {
 public:
     Results(const ProductCall& p, const Rows& rows) : p(p), rows(rows) {}
 
-    // Of rows [row, end) and panels [panel, last), as they lie in the tiles. Those before must have been put.
+    // Takes the sums of rows [row, end) and panels [panel, last) from the tiles. Earlier results must have been written.
     void take(int64_t row, int64_t end, int64_t panel, int64_t last) {
         first_row = at_row = row, end_row = end, first_panel = at_panel = panel, end_panel = last;
         _tile_stored(0, sums[0], TILE_BYTES);
@@ -109,12 +109,12 @@ private:
     int64_t first_row, at_row = 0, end_row = 0, first_panel, at_panel = 0, end_panel;
 };
 
-// The instruction's operands are names of tiles, which no variable can hold.
+// The operands are tile names, which cannot be variables.
 #define ADD_TILE(SUM, X, W) \
     if constexpr (std::is_same_v<Sum, Floats>) _tile_dpbf16ps(SUM, X, W); \
     else _tile_dpbusd(SUM, X, W)
 
-// Adds up two tiles of rows with two panels. meanwhile(at): is called for each 64 bytes of inputs.
+// Multiplies two tiles of rows with two panels. meanwhile(at): called for each 64 bytes of inputs.
 template <class Sum, class F>
 inline void two_by_two(const char* x, int64_t stride, const char* w, const char* next, int64_t bytes, const F& meanwhile) {
     const char* below = x + TILE_ROWS * stride;
@@ -131,7 +131,7 @@ inline void two_by_two(const char* x, int64_t stride, const char* w, const char*
     }
 }
 
-// One tile of rows with four panels: as many as have room.
+// Multiplies one tile of rows with four panels, the maximum that fits.
 template <class Sum, class F>
 inline void one_by_four(const char* x, int64_t stride, const char* const (&w)[4], int64_t bytes, const F& meanwhile) {
     for (int64_t at = 0; at < bytes; at += TILE_BYTES) {
@@ -151,7 +151,7 @@ inline void one_by_four(const char* x, int64_t stride, const char* const (&w)[4]
 
 #undef ADD_TILE
 
-// Sums of TILES tiles of rows (of pairs of bf16, as words) by two tiles' width of words.
+// Multiplies TILES tiles of rows (pairs of bf16, as words) with two tile widths of words.
 template <int TILES> struct Tiles {
     static void load(const float* sums, int64_t stride) {
         _tile_loadd(0, sums, stride * 4);
@@ -167,7 +167,7 @@ template <int TILES> struct Tiles {
         _tile_stored(2, sums + TILE_ROWS * stride, stride * 4);
         _tile_stored(3, sums + TILE_ROWS * stride + LANES, stride * 4);
     }
-    // words: (num_words, 2 LANES), two columns as in words.h. num_words: whole tiles.
+    // words: (num_words, 2 LANES), in two columns as in words.h. num_words: a multiple of the tile width.
     static void add(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t height, int64_t num_words) {
         const char *x = reinterpret_cast<const char*>(rows), *first = reinterpret_cast<const char*>(words);
         const char* second = first + height * TILE_BYTES;
@@ -182,18 +182,18 @@ template <int TILES> struct Tiles {
     }
 };
 
-// Whoever loads tiles waits for memory longer than one who reads line by line: each tile that is read there is asked for
-// two before it. Of 5 to 32 rows products take 4 to 25 % less time.
+// Prefetches tiles two ahead, because tile loads hide less latency than line-by-line loads. Saves 4 to 25 % of the time of
+// products with 5 to 32 rows.
 inline void fetch_tiles(const char* const (&w)[4], int count, int64_t at, int64_t bytes) {
     constexpr int64_t AHEAD = 2 * TILE_BYTES;
-    const int64_t next = at + AHEAD < bytes ? 0 : (count - 1) * bytes;  // where a panel ends, of those that come next
+    const int64_t next = at + AHEAD < bytes ? 0 : (count - 1) * bytes;  // at the end of a panel, continue with the next ones
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 16
         for (int line = 0; line < TILE_ROWS; line++)
             __builtin_prefetch(w[i] + (at + AHEAD + next) * TILE_ROWS + line * TILE_BYTES, 0, 2);
 }
 
-// Rows [row, end) by panels [first, last), of which the first lies at `panels`. Inputs fill whole tiles.
+// Multiplies rows [row, end) by panels [first, last), the first one at `panels`. Inputs fill whole tiles.
 template <class Weights, class Rows>
 inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, int64_t first, int64_t last,
                           const char* panels) {
@@ -210,7 +210,7 @@ inline void tiled_rows_of(const ProductCall& p, const Rows& rows, int64_t row, i
             const char* const w[4] = {address(panel), address(panel + 1), address(panel + 2), address(panel + 3)};
             const auto meanwhile = [&](int64_t at) {
                 results.put_some(at_once);
-                if (row == begin) fetch_tiles(w, wide, at, row_bytes);  // the other rows find them in a cache
+                if (row == begin) fetch_tiles(w, wide, at, row_bytes);  // other rows find them in the cache
             };
             zero_four();
             if (is_tall) two_by_two<typename Weights::Sum>(x, stride, w[0], w[1], row_bytes, meanwhile);

@@ -1,4 +1,4 @@
-// Sixteen numbers at a time, in the compilers' portable vector types: AVX-512, AVX2 and NEON from one source.
+// Vectors of sixteen numbers in the compilers' portable vector types: AVX-512, AVX2 and NEON from one source.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -20,8 +20,8 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
 
-// What one register holds. Compilers keep wider vectors in memory: where sums must stay in registers, each vector of
-// sixteen is PARTS of these.
+// Width of one register. Compilers spill wider vectors to memory: where sums must stay in registers, each vector of sixteen
+// is PARTS of these.
 #if defined(__AVX512F__)
 constexpr int PARTS = 1, REGISTERS = 32;
 #elif defined(__AVX2__)
@@ -37,7 +37,7 @@ typedef int32_t IntPart __attribute__((vector_size(64 / PARTS)));
 typedef uint32_t WordPart __attribute__((vector_size(64 / PARTS)));
 typedef uint16_t HalfPart __attribute__((vector_size(32 / PARTS)));
 
-template <class V> inline V load(const void* from) {  // no alignment needed
+template <class V> inline V load(const void* from) {  // unaligned
     V v;
     std::memcpy(&v, from, sizeof v);
     return v;
@@ -46,8 +46,8 @@ template <class V> inline void store(void* to, V v) { std::memcpy(to, &v, sizeof
 
 inline Floats all(float x) { return x - Floats{}; }  // -0.0 stays -0.0
 
-// Whole numbers, wider and narrower. gcc 12 makes four instructions of what AVX-512 does in one, and goes number by number
-// from bytes to words: by way of 16 bits it does not.
+// Conversions between integer widths. gcc 12 uses four instructions for one of AVX-512, and converts bytes to words element
+// by element unless it goes through 16 bits.
 typedef int16_t Shorts __attribute__((vector_size(32)));
 #ifdef __AVX512F__
 inline Words words_of(Halves x) { return Words(_mm512_cvtepu16_epi32(__m256i(x))); }
@@ -61,13 +61,13 @@ inline Ints widen(Bytes x) { return __builtin_convertvector(__builtin_convertvec
 inline Bytes narrow(Ints x) { return __builtin_convertvector(__builtin_convertvector(x, Shorts), Bytes); }
 #endif
 
-inline float sum(Floats x) {  // always in this order
+inline float sum(Floats x) {  // fixed order
     float total = 0;
     for (int i = 0; i < LANES; i++) total += x[i];
     return total;
 }
 
-// Half of the lanes by the other half, and again.
+// Halves the vector repeatedly.
 template <class V> inline float greatest(V x) {
     constexpr int COUNT = sizeof(V) / sizeof(float);
     typedef decltype(x < x) Whole;
@@ -81,7 +81,7 @@ template <class V> inline float greatest(V x) {
     return x[0];
 }
 
-// bfloat16 is the upper half of a float. Rounded to nearest, ties to even; infinities and quiet NaNs stay what they are.
+// bfloat16 is the upper half of a float. Rounds to nearest, ties to even; infinities and quiet NaNs are unchanged.
 typedef uint16_t bf16;
 inline float widen(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -101,7 +101,7 @@ inline FloatPart widen_part(const bf16* x) {
 inline Floats widen(Halves x) { return Floats(words_of(x) << 16); }
 inline Halves narrow(Floats f) {
 #if defined(__AVX512BF16__)
-    return Halves(_mm512_cvtneps_pbh(__m512(f)));  // what is below 2^-126 becomes 0, as in products
+    return Halves(_mm512_cvtneps_pbh(__m512(f)));  // values below 2^-126 become 0, as in products
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     HalfPart parts[PARTS];
     for (int i = 0; i < PARTS; i++) parts[i] = HalfPart(vcvt_bf16_f32(load<float32x4_t>(reinterpret_cast<const char*>(&f) + 16 * i)));
@@ -119,7 +119,7 @@ inline void store_narrow(void* to, Floats first, Floats second) {
 }
 #endif
 
-// Each word is a pair of bf16, which are multiplied by those of one pair and added up together.
+// Multiplies words, each a pair of bf16, with one pair and adds both products.
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS_OF_BF16
 inline FloatPart add_pairs(FloatPart sum, WordPart words, uint32_t pair) {
@@ -133,8 +133,7 @@ inline FloatPart add_pairs(FloatPart sum, WordPart words, uint32_t pair) {
 #endif
 
 
-// 2^x within 3e-6 of it, for x <= 0; exactly 1 for 0, 0 where it would leave the normal range, so for -inf, and no number
-// for what is none.
+// 2^x with an error below 3e-6, for x <= 0. Exactly 1 for 0; 0 below the normal range, including -inf; NaN for NaN.
 // 2^x = 2^n 2^f with |f| <= 1/2: n by rounding, 2^f by a polynomial of least relative error there.
 template <class V> inline V power_of_two(V x) {
     typedef decltype(x < x) Whole;
@@ -150,10 +149,10 @@ template <class V> inline V power_of_two(V x) {
     return x <= -126.0f ? V{} : scaled;
 }
 
-// Below, `about_` is within 9e-5 of it, for any x, and infinite from 2^128 on: for what becomes bf16.
+// `about_` below: error within 9e-5 for any x, infinite from 2^128 on; for results rounded to bf16.
 #ifdef __AMX_TILE__
-// Both in fewer instructions: processors with AMX carry out each of them in half a cycle. On others nobody has looked.
-constexpr int WHOLE_BELOW = 9;  // _mm512_reduce_ps: x less the next whole number below, which scalef puts into the exponent
+// Both in fewer instructions: processors with AMX execute each in half a cycle. Not measured on others.
+constexpr int WHOLE_BELOW = 9;  // _mm512_reduce_ps: x minus floor(x), which scalef puts into the exponent
 
 inline Floats scaled(Floats fraction, Floats x) {
     const auto is_normal = _mm512_cmp_ps_mask(__m512(x), _mm512_set1_ps(-126.0f), _CMP_NLE_UQ);
@@ -181,7 +180,7 @@ inline Floats about_power_of_two(Floats x) {
 }
 #endif
 
-// 1 / x within 2 ulp, for numbers of ordinary size.
+// Returns 1 / x within 2 ulp, for normal numbers.
 inline Floats reciprocal(Floats x) {
 #ifdef __AVX512F__
     const Floats guess = Floats(_mm512_rcp14_ps(__m512(x)));
@@ -191,7 +190,7 @@ inline Floats reciprocal(Floats x) {
 #endif
 }
 
-// One round of a transposition: what lies off the diagonal in each square of 2 STEP by 2 STEP changes places.
+// One round of a transposition: swaps the off-diagonal quadrants of each 2 STEP by 2 STEP square.
 template <int STEP, int... J> inline void swap_corners(FloatPart m[PART_LANES], std::integer_sequence<int, J...>) {
 #pragma GCC unroll 16
     for (int i = 0; i < PART_LANES; i++) {
@@ -202,7 +201,7 @@ template <int STEP, int... J> inline void swap_corners(FloatPart m[PART_LANES], 
     }
 }
 
-// Rows become columns, in a square of as many as a register has lanes.
+// Transposes a square of PART_LANES by PART_LANES.
 template <int STEP = 1> inline void transpose(FloatPart m[PART_LANES]) {
     swap_corners<STEP>(m, std::make_integer_sequence<int, PART_LANES>());
     if constexpr (2 * STEP < PART_LANES) transpose<2 * STEP>(m);

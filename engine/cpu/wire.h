@@ -1,8 +1,8 @@
-// Between a pool and the payload of a segment, one layer at a time; and the checksum of a payload.
+// Copies between a pool and a segment's payload, one layer at a time; and the checksum of a payload.
 //
-// A payload's rows lie in the order (token, kv, head): keys, then values. Raw, they are the pool's own bytes, of whatever
-// dtype; quantised, in 8 bits with a bf16 scale per row, out of and into a pool of bf16. On the calling thread alone: it is a
-// link's, and the others compute.
+// Payload rows are ordered (token, kv, head): keys, then values. A raw payload has the pool's own bytes, of any dtype. A
+// quantized one has 8 bits with a bf16 scale per row, from and to a bf16 pool. Single-threaded: called on a link's thread
+// while the others compute.
 #pragma once
 #include <algorithm>
 
@@ -11,8 +11,8 @@
 namespace {
 
 struct Wire {
-    PoolView pool;           // its scales and coding are not looked at
-    Coding coding;           // of the payload; plain: it is raw
+    PoolView pool;           // scales and coding are ignored
+    Coding coding;           // of the payload; PLAIN: raw
     int64_t row_bytes;       // of the pool
     void* codes;             // (tokens, 2, heads) rows
     bf16* scales;            // (tokens, 2, heads), or null for a raw payload
@@ -26,7 +26,7 @@ inline void copy_row(uint8_t* to, const uint8_t* from, int64_t num_bytes) {
     std::memcpy(to + i, from + i, num_bytes - i);
 }
 
-// f(row of the payload, row of the pool) for each. The tokens that follow each other in a block are one run of the pool.
+// Calls f(payload row, pool row) for each. Tokens adjacent in a block form one run of the pool.
 template <class F> inline void for_each_row(const Wire& w, F f) {
     for (int64_t token = 0, count; token < w.tokens; token += count) {
         const int64_t block = w.slots[token] / w.pool.block_size, offset = w.slots[token] % w.pool.block_size;
@@ -75,10 +75,10 @@ inline void unpack(const Wire& w) {
 struct Payload {
     const uint8_t* bytes;
     int64_t num_words;  // of 8 bytes
-    uint64_t sum;       // out
+    uint64_t sum;       // result
 };
 
-// sum over i of word[i] * (2 i + 1), as engine/kv/checksum.py draws it.
+// Computes the sum over i of word[i] * (2 i + 1), as engine/kv/checksum.py defines it.
 inline void add_up(Payload& p) {
     typedef uint64_t Longs __attribute__((vector_size(64)));
     constexpr int64_t WORDS = 8;

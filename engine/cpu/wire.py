@@ -1,4 +1,4 @@
-"""KV between a pool and a payload by the CPU kernels, on the calling thread and without Python's lock. See wire.h."""
+"""KV packing between pool and payload with the CPU kernels, on the calling thread without the GIL; see wire.h."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from engine.cpu.library import Kernels
 from engine.cpu.structs import Coding, Payload, PoolView, Wire
 
-# T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim; 2: keys, then values
+# T tokens, B blocks, P kv heads of the pool, K transferred heads, S block_size, D head_dim; 2: keys, then values
 
 
 def can_carry(pool_B2PSD: Tensor, *, is_quantized: bool) -> bool:
-    """Raw, rows of any dtype; quantised, those of bf16 only."""
+    """Return True if the kernels support this pool. Raw: any dtype; quantized: bf16 pools only."""
     return pool_B2PSD.dtype == torch.bfloat16 or not is_quantized
 
 
 def wire_of(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Wire:
-    """What `Kernels.pack_wire` and `unpack_wire` take: as engine.kernels.kv_wire.pack_kv."""
+    """Build the argument of `Kernels.pack_wire` and `unpack_wire`; arguments as engine.kernels.kv_wire.pack_kv."""
     num_tokens, _, num_heads, dim = codes_T2KD.shape
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous() and slots_T.is_contiguous()
     assert len(slots_T) == num_tokens and slots_T.dtype == torch.int64
@@ -36,12 +36,13 @@ def wire_of(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tenso
         first_head=heads.start,
         heads=num_heads,
     )
-    wire.tensors = pool_B2PSD, slots_T, codes_T2KD, scales_T2K  # it holds their addresses only
+    # The struct holds their addresses only.
+    wire.tensors = pool_B2PSD, slots_T, codes_T2KD, scales_T2K
     return wire
 
 
 def sum_words(kernels: Kernels, words: Tensor) -> int:
-    """sum over i of word[i] * (2 i + 1)  mod 2^64. words: uint8, contiguous, a whole number of 8 bytes."""
+    """Return the sum over i of word[i] * (2 i + 1)  mod 2^64. words: contiguous uint8, whole 8-byte words."""
     payload = Payload(bytes=words.data_ptr(), num_words=words.numel() // 8)
     kernels.add_up_payload(byref(payload))
     return int(payload.sum)

@@ -1,5 +1,5 @@
-// What attention multiplies: words of 32 bits. Where the processor multiplies pairs of bf16, a word is two numbers that are
-// multiplied and added up together; elsewhere it is one float.
+// 32-bit operands of attention. On processors that multiply pairs of bf16, a word is a pair whose products are added;
+// elsewhere it is one float.
 #pragma once
 #include "pool.h"
 #include "vectors.h"
@@ -20,10 +20,10 @@ struct Word {
         std::memcpy(words, x, dim * sizeof(bf16));
     }
 
-    // Whether the rows of a pool are words as they lie.
+    // Returns true if the pool's rows can be used as words in place.
     static bool are_in(const PoolView& pool) { return pool.coding == Coding::PLAIN && pool.head_dim % (2 * LANES) == 0; }
 
-    // A row of any other pool as words, at `room`: without its scale.
+    // Converts a row of any other pool to words at `room`, without applying its scale.
     static const char* of_row(const PoolView& pool, int64_t row, uint32_t* room) {
         const int64_t dim = pool.head_dim, start = row * dim;
         if (pool.coding == Coding::PLAIN) {
@@ -41,8 +41,8 @@ struct Word {
         return reinterpret_cast<const char*>(room);
     }
 
-    // Of two rows the numbers in a register of words, from byte `at` on: those with even places, and then those with odd ones,
-    // each with the other row's beside it.
+    // Pairs two rows: the numbers of a register of words from byte `at` on, even places first, then odd ones, each next to
+    // the other row's.
     static void pair(const char* const* rows, int64_t at, WordPart to[NUMBERS]) {
         const WordPart x = load<WordPart>(rows[0] + at), y = load<WordPart>(rows[1] + at);
         to[0] = (x & 0xffffu) | y << 16;
@@ -53,7 +53,7 @@ struct Word {
         store(words, narrow(weights));
     }
 
-    // Of sums in the order of `pair`.
+    // Converts sums in the order of `pair` to numbers.
     static void to_numbers(const float* sums, float total, int64_t dim, bf16* out) {
         for (int64_t i = 0; i < dim; i += 2 * LANES) {
             Floats even, odd;
@@ -68,7 +68,7 @@ struct Word {
     }
 
 private:
-    // Of numbers that bf16 has.
+    // For floats that are exact in bf16.
     static Halves upper_half(Floats x) { return halves_of(Words(x) >> 16); }
 };
 
@@ -110,7 +110,7 @@ struct Word {
         return reinterpret_cast<const char*>(room);
     }
 
-    // The words of one row, from byte `at` on.
+    // Returns the words of one row, starting at byte `at`.
     static void pair(const char* const* rows, int64_t at, WordPart to[NUMBERS]) { to[0] = load<WordPart>(rows[0] + at); }
 
     static void of_weights(Floats weights, uint32_t* words) { store(words, weights); }
@@ -126,7 +126,7 @@ struct Word {
 #endif
 
 constexpr int ROWS_AT_ONCE = 6;
-// As many vectors of sums as the registers hold beside each other, of few rows.
+// Vectors of sums that fit in registers, for few rows.
 constexpr int VECTORS_AT_ONCE = REGISTERS == 16 ? 2 : 4;
 
 template <int ROWS, int COUNT, class Begin, class End>
@@ -147,8 +147,8 @@ inline void few_vectors(const uint32_t* rows, int64_t stride, const uint32_t* wo
         for (int c = 0; c < COUNT; c++) end(r, at + c * PART_LANES, sums[r][c]);
 }
 
-// sum of rows (ROWS, num_words, a row every `stride`) by words (num_words, count), which `begin` begins and `end` takes: (row,
-// place of the first lane). Words lie in columns of one register's width, each of `height` rows: as tiles want them, too.
+// Computes the sum of rows (ROWS, num_words; row stride `stride`) times words (num_words, count); `begin` initializes and
+// `end` receives it: (row, first lane's place). Words are in columns of one register's width and `height` rows, as for tiles.
 template <int ROWS, class Begin, class End>
 inline void by_words(const uint32_t* rows, int64_t stride, const uint32_t* words, int64_t height, int64_t num_words,
                      int64_t count, const Begin& begin, const End& end) {

@@ -1,4 +1,4 @@
-"""sum over i of word[i] * (2 i + 1)  mod 2^64, over the 8-byte words of a payload, the last one padded with zeros."""
+"""Checksum kernel: sum over i of word[i] * (2 i + 1)  mod 2^64, over 8-byte words, the last one padded with zeros."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 from engine.kernels.language import cdiv, jit, tl
 
-_BLOCK = 4096  # words of a program
+# Words per program.
+_BLOCK = 4096
 
 
 def launch_word_sum(payload: Tensor) -> Tensor:
-    """payload: uint8, contiguous, at an address that 8 divides. Returns (1,) int64, on its device."""
+    """Sum a payload: contiguous uint8, 8-byte aligned. Returns (1,) int64 on its device."""
     total = torch.zeros(1, dtype=torch.int64, device=payload.device)
     num_words = payload.numel() // 8
     words, tail = payload[: num_words * 8].view(torch.int64), payload[num_words * 8 :]
@@ -26,7 +27,7 @@ def launch_word_sum(payload: Tensor) -> Tensor:
 def _word_sum(
     words: tl.tensor, tail: tl.tensor, total: tl.tensor, num_words: tl.tensor, num_tail: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """One program: BLOCK words, the first one the bytes after the last whole word, too. Sums wrap, as they should."""
+    """One program: BLOCK words; the first program adds the bytes after the last whole word. Sums wrap mod 2^64."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     part = tl.sum(tl.load(words + i, mask=i < num_words, other=0) * (2 * i + 1))
     if tl.program_id(0) == 0:

@@ -1,8 +1,8 @@
-"""KV between a pool and the payload of a segment: gathered, re-sliced by heads, and quantised if the wire has 8 bits.
+"""Packing of KV between a pool and a segment's payload: gathers, selects heads, and quantizes for 8-bit wires.
 
-A payload's rows lie in the order (token, side, head), where side is keys, then values: so a segment's heads of a rank
-that holds more of them, or fewer, are picked while copying. One layer at a time. A latent layout has one side; on a
-wire of 8 bits its rows are longer than in the pool, for their last numbers travel in bf16 (quantize_rows).
+Payload rows are ordered (token, side, head), side being keys, then values. Copying selects the heads of a segment, so
+ranks may hold more or fewer heads on the other side. Works one layer at a time. A latent layout has one side; its rows
+are longer on an 8-bit wire than in the pool, because their last numbers are sent in bf16 (quantize_rows).
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from engine.cpu.wire import can_carry, wire_of
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_code, quantize_row, quantize_rows
 
-# T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim;
+# T tokens, B blocks, P kv heads of the pool, K transferred heads, S block_size, D head_dim;
 # 2: the sides, keys, then values
 
 _VALUES_PER_PROGRAM = 4096
-_MAX_ROWS = 512  # of a program: scales are rows of one number
+# Rows per program; scales are rows of one number.
+_MAX_ROWS = 512
 
 
 def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> None:
-    """Copy the heads' keys and values at `slots_T` (int64) out of a pool's layer into a payload.
+    """Copy the heads' keys and values at `slots_T` (int64) from a pool's layer into a payload.
 
-    codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn or int8 with scales (T, 2, K) bf16, for a
-    pool (B, 2, P, S, D) of bf16, fp16 or fp32, which is quantised on the way.
+    codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn or int8 with scales (T, 2, K) bf16, quantized
+    from a pool (B, 2, P, S, D) of bf16, fp16 or fp32.
     """
     if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
         launch_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
@@ -38,7 +39,7 @@ def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tenso
 
 
 def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice) -> None:
-    """The inverse of `pack_kv`: write a payload's rows to a pool's layer at `slots_T`."""
+    """Write a payload's rows to a pool's layer at `slots_T`; the inverse of `pack_kv`."""
     if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
         launch_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
     elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
@@ -48,7 +49,7 @@ def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor,
 
 
 def _compiled_for(pool_B2PSD: Tensor, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Kernels | None:
-    """The CPU kernels, where there are any for this: see engine/cpu/wire.py."""
+    """Return the CPU kernels if they support this copy; see engine/cpu/wire.py."""
     if pool_B2PSD.shape[1] != 2 or _exact(pool_B2PSD, codes_T2KD):
         return None
     return open_copies(pool_B2PSD.device) if can_carry(pool_B2PSD, is_quantized=scales_T2K is not None) else None
@@ -109,7 +110,7 @@ def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[i
 
 
 def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
-    """How many numbers at the end of each row are not quantised."""
+    """Return the number of trailing values of each row that are not quantized."""
     return codes_T2KD.shape[-1] - pool_B2PSD.shape[-1]
 
 
@@ -126,7 +127,7 @@ def _rows(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """-> for each row of this program: its number in the payload, where its values lie in both, and what is real."""
+    """Return each row's index in the payload, its offsets in payload and pool, and masks."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     token, side, head = row // (SIDES * K), row // K % SIDES, row % K
     is_row = token < num_tokens

@@ -1,7 +1,7 @@
-"""Triton, where something can run it: a CUDA device, or Triton's own interpreter (TRITON_INTERPRET=1).
+"""Import of Triton, where it can run: on a CUDA device, or in Triton's interpreter (TRITON_INTERPRET=1).
 
-Everywhere else kernels are names that refuse to be launched, and what calls them takes the torch reference: one rule,
-`x.is_cuda`. So a CPU worker neither needs Triton nor waits for its import.
+Elsewhere kernels are placeholders that cannot be launched, and callers use the torch reference unless `x.is_cuda`. A
+CPU worker thus neither needs Triton nor waits for its import.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ __all__ = [
     "tl",
 ]
 
-_CAN_LAUNCH = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"  # see is_interpreted
+# See is_interpreted.
+_CAN_LAUNCH = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 
 if TYPE_CHECKING or _CAN_LAUNCH:
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where nobody says which; 3.10 will not fuse
+    # Triton 3.9 warns if this is unset; 3.10 changes the default to no fusion.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -40,21 +42,23 @@ else:
 
 
 class Kernel(Protocol):
-    """A function in Triton's language. Its arguments are pointers, numbers and tiles (all of them tl.tensor), or values
-    that it is compiled for (tl.constexpr)."""
+    """Triton function. Arguments are pointers, numbers and tiles (tl.tensor), or compile-time values (tl.constexpr)."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """What launches so many programs; a tensor of torch is given where the kernel takes a pointer."""
+        """Return a launcher for a grid of programs; torch tensors are passed for pointers."""
         ...
 
     def __call__(self, *arguments: Any) -> Any:
-        """Inside another kernel only."""
+        """Call from inside another kernel."""
         ...
 
 
 def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = (), anywhere: Sequence[str] = ()) -> Kernel:
-    """triton.jit, where kernels can be launched. do_not_specialize: numbers whose value is not worth compiling for.
-    anywhere: pointers for which it is not worth either that they are multiples of 16."""
+    """Apply triton.jit if kernels can be launched.
+
+    do_not_specialize: integers whose value is not worth a specialized compilation. anywhere: pointers that are not
+    specialized for 16-byte alignment.
+    """
     if not _CAN_LAUNCH:
         return cast(Kernel, function)
     options = {"do_not_specialize": do_not_specialize, "do_not_specialize_on_alignment": anywhere}
@@ -70,38 +74,37 @@ def cdiv(a: int, b: int) -> int:
 
 
 def descriptor(x: Tensor, block: list[int]) -> Any:
-    """What a kernel loads tiles of that shape with, by the device's own copies where it has them. x: of two dimensions,
-    rows of a multiple of 16 bytes."""
+    """Return a descriptor that loads tiles of `block`, by TMA where available. x: 2-D, with 16-byte aligned rows."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is not below n: Triton's tiles have no other sizes."""
+    """Return the smallest power of two not below n, as Triton's tile sizes require."""
     return 1 << (n - 1).bit_length()
 
 
 def has_fp8_casts(device: torch.device) -> bool:
-    """Whether the device turns e4m3 into other floats itself. Elsewhere (and in the interpreter) we move the bits."""
+    """Return True if the device converts e4m3 natively. Otherwise (and in the interpreter) kernels shift bits."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def has_tile_copies(device: torch.device) -> bool:
-    """Whether the device copies whole tiles into shared memory by itself. (So does the interpreter.)"""
+    """Return True if the device copies tiles to shared memory by TMA, or in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def has_tensor_memory(device: torch.device) -> bool:
-    """Whether matrix units sum in a memory of their own: 512 columns of 128 numbers, for what a program has of each."""
+    """Return True if matrix units accumulate in tensor memory: 512 columns of 128 numbers per program."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 11)
 
 
 def reuses_tensor_memory() -> bool:
-    """Whether Triton has one place there for each sum of a program, as 3.9; 3.6 to 3.8 have up to two a product."""
+    """Return True if Triton reuses tensor memory for each sum (3.9 on); 3.6 to 3.8 use up to two areas per product."""
     return _version() >= (3, 9)
 
 
 def spares_registers() -> bool:
-    """Whether Triton compiles long loops with fewer registers, as 3.8 and 3.9 do; 3.6 and 3.7 need more."""
+    """Return True if Triton compiles long loops with fewer registers (3.8 and 3.9, unlike 3.6 and 3.7)."""
     return _version() >= (3, 8)
 
 

@@ -1,4 +1,4 @@
-"""What makes log-probabilities of logits: ln sum(exp(x)) of each row, in fp32. A row's bits do not depend on others."""
+"""Log-sum-exp of logits: ln sum(exp(x)) of each row, in fp32. A row's result does not depend on other rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCK, _NUM_WARPS = 4096, 16
 
 
 def launch_log_norms(logits_NV: Tensor) -> Tensor:
-    """Returns (N, 1) fp32, not finite where the logits are not. logits_NV: fp32, dense in V."""
+    """Return (N, 1) fp32, not finite where logits are not. logits_NV: fp32, dense in V."""
     num_rows, vocabulary = logits_NV.shape
     assert logits_NV.stride(1) == 1 and logits_NV.dtype is torch.float32
     norms_N1 = torch.empty(num_rows, 1, dtype=torch.float32, device=logits_NV.device)
@@ -37,5 +37,6 @@ def _log_norm(
     for begin in range(0, vocabulary, BLOCK):
         is_there = begin + i < vocabulary
         x = tl.load(logits + begin + i, mask=is_there, other=0.0)
-        total += tl.where(is_there, tl.exp(x - most), 0.0)  # inf - inf is not a number: nor is the sum
+        # inf - inf is NaN, which makes the sum NaN as intended.
+        total += tl.where(is_there, tl.exp(x - most), 0.0)
     tl.store(norms + row, most + tl.log(tl.sum(total, axis=0)))

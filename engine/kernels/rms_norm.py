@@ -1,4 +1,4 @@
-"""RMSNorm, and the additions to the residual stream that come before it: Zhang and Sennrich 2019, arXiv:1910.07467.
+"""RMSNorm fused with the preceding additions to the residual stream: Zhang and Sennrich 2019, arXiv:1910.07467.
 
 norm(x) = round(x / sqrt(mean(x^2) + eps)) * weight          round: to the activations' dtype, as transformers does
 """
@@ -16,17 +16,16 @@ from engine.kernels.moe.expert_sum import ExpertSum, sum_of_experts
 
 
 def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """x: (..., E), dense in E. Computed in fp32; returns (..., E) in x's dtype."""
+    """Norm x: (..., E), dense in E. Computed in fp32; returns (..., E) in x's dtype."""
     return launch_rms_norm(x_E, weight_E, eps) if x_E.is_cuda else reference_rms_norm(x_E, weight_E, eps)
 
 
 def add_rms_norm(
     x_E: Tensor, update_E: Tensor | None, weight_E: Tensor, eps: float, *, experts: ExpertSum | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (x + experts) + update, each sum rounded to x's dtype, and the norm of that; both (..., E), read and
-    written once.
+    """Return (x + experts) + update, each sum rounded to x's dtype, and its norm; both (..., E), read and written once.
 
-    update: None where there are experts only. experts: of x's rows; x is (T, E) then.
+    update: None if only experts are added. experts: sum over x's rows; x is then (T, E).
     """
     add = launch_add_rms_norm if x_E.is_cuda else reference_add_rms_norm
     return add(x_E, update_E, weight_E, eps, experts=experts)
@@ -45,7 +44,7 @@ def reference_add_rms_norm(
 
 
 def launch_rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Rows may be spread out, as the heads of queries inside a fused projection are: x is (N, E) or (T, H, E)."""
+    """Launch the kernel. Rows may be strided, as the query heads of a fused projection: x is (N, E) or (T, H, E)."""
     num_features, out_E = x_E.shape[-1], torch.empty(x_E.shape, dtype=x_E.dtype, device=x_E.device)
     assert x_E.stride(-1) == 1 and x_E.dim() in (2, 3)
     heads, head_stride = (x_E.shape[1], x_E.stride(1)) if x_E.dim() == 3 else (1, 0)
@@ -88,7 +87,7 @@ def launch_add_rms_norm(
 
 
 def _num_warps(num_features: int) -> int:
-    """So that each thread has 16 numbers; a head takes one warp, of which a processor holds more than of programs."""
+    """Return the warps for 16 numbers per thread; one warp for heads, so that a multiprocessor holds more programs."""
     return max(1, min(16, power_of_2(num_features) // 512))
 
 
@@ -96,7 +95,7 @@ def _num_warps(num_features: int) -> int:
 def normed(
     value: tl.tensor, weight: tl.tensor, num_features: tl.tensor, eps: tl.tensor, dtype: tl.constexpr
 ) -> tl.tensor:
-    """A row of fp32, zero past its last feature, and the weights likewise -> its norm in `dtype`."""
+    """Norm a fp32 row; row and weights are zero past the last feature. Returns `dtype`."""
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / num_features + eps)
     return ((value * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 

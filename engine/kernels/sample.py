@@ -1,11 +1,11 @@
-"""The next token of each row from its logits: the greatest, or one that is drawn. One launch, nothing waits for it.
+"""Sampling kernel: the next token of each row from its logits, greedy or drawn, in one launch without a sync.
 
-    z = (greatest - x) / temperature      w = exp(-z)      kept: z <= limit, the least of what top-k, top-p, min-p say
-    the first token, in the order of ids, at which the running sum of kept w is above draw * their sum
+    z = (greatest - x) / temperature      w = exp(-z)      kept: z <= limit, the least limit of top-k, top-p and min-p
+    the first token, in the order of ids, at which the running sum of kept w exceeds draw * their total
 
-Nothing is sorted: floats that are not negative have the order of their bits, so that a limit is found by narrowing an
-interval of bits, each time to a quarter or to what lies in it. The reference is the sampler's torch path; it adds up in
-fp64, this in fp32 over an order of its own, which depends on the vocabulary alone.
+Nothing is sorted: non-negative floats order like their bits, so a limit is found by narrowing an interval of bits, each
+time to a quarter or to its contents. The reference is the sampler's torch path, which accumulates in fp64; this kernel
+uses fp32 in an order that depends on the vocabulary size only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from engine.kernels.language import jit, tl
 
 # R rows, V vocabulary
 
-NUM_NUMBERS = 6  # of a row that draws: temperature (0: the greatest), top-k, top-p, ln(min-p); the draw in two parts
-DRAW_BITS = 24  # of either part
-NO_LOGIT_IS_FINITE, NOT_FINITE = -2, -1  # instead of a token: all are impossible; one is infinite, or not a number
+# Per sampling row: temperature (0: greedy), top-k, top-p, ln(min-p), and the draw in two parts.
+NUM_NUMBERS = 6
+# Bits of each part of the draw.
+DRAW_BITS = 24
+# Error codes in place of a token: all logits are -inf; a logit is infinite or NaN.
+NO_LOGIT_IS_FINITE, NOT_FINITE = -2, -1
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a program, which has a row to itself, goes through it."""
+    """Tile size of the pass over a row by its program."""
 
     block: int = 4096
     num_warps: int = 16
@@ -36,9 +39,9 @@ TILING = Tiling()
 
 
 def launch_choice(logits_RV: Tensor, numbers_R6: Tensor | None, tiling: Tiling = TILING) -> Tensor:
-    """Returns (R,) int32: tokens, or why there is none. logits_RV: fp32, dense in V.
+    """Return (R,) int32: tokens, or error codes. logits_RV: fp32, dense in V.
 
-    numbers_R6: int32, see NUM_NUMBERS, fractions as the bits of fp32; a top-k of 0 is none. None: no row draws.
+    numbers_R6: int32, see NUM_NUMBERS, fractions as the bits of fp32; top-k 0 disables it. None: all rows are greedy.
     """
     num_rows, vocabulary = logits_RV.shape
     assert logits_RV.stride(1) == 1 and logits_RV.dtype is torch.float32
@@ -106,7 +109,8 @@ def _draw(
     top_p = tl.load(numbers + 2).to(tl.float32, bitcast=True)
     least = tl.load(numbers + 3).to(tl.float32, bitcast=True)
     draw = (tl.load(numbers + 4).to(tl.float64) * 16777216.0 + tl.load(numbers + 5).to(tl.float64)) / 281474976710656.0
-    end = most.to(tl.int32, bitcast=True) * 0 + 0x7F800000  # of the bits that are kept: all but infinity
+    # Exclusive upper bound of the kept bits: infinity.
+    end = most.to(tl.int32, bitcast=True) * 0 + 0x7F800000
     if top_k > 0:
         end = _limit(logits, vocabulary, most, temperature, top_k.to(tl.float32), end, False, BLOCK)
     if top_p < 1.0:
@@ -121,7 +125,7 @@ def _draw(
         w = _weights(logits, begin + i, vocabulary, most, temperature, end)
         total = tl.sum(w, axis=0).to(tl.float64)
         if total > 0.0:
-            # By rounding the last tile may not reach the target: then it is the last token that is kept.
+            # Rounding may keep the last tile below the target: use the last kept token.
             token = tl.max(tl.where(w > 0.0, begin + i, -1), axis=0)
         if before + total > target:
             missing = (target - before).to(tl.float32)
@@ -144,10 +148,13 @@ def _limit(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """How far the bits of z may go, exclusively, for the tokens below to reach the goal together, in number or in mass;
-    at most `end`."""
+    """Return the least bound on the bits of z, exclusive, below which tokens reach the goal by count or by mass.
+
+    At most `end`.
+    """
     i = tl.arange(0, BLOCK)
-    low, high, reached = end * 0, end, goal * 0.0  # what is below `low` does not reach it
+    # Tokens below `low` do not reach the goal.
+    low, high, reached = end * 0, end, goal * 0.0
     while high - low > 1:
         quarter = (high - low + 3) // 4
         first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
@@ -207,6 +214,6 @@ def _weights(
 def _distances(
     logits: tl.tensor, i: tl.tensor, vocabulary: tl.tensor, most: tl.tensor, temperature: tl.tensor
 ) -> tl.tensor:
-    """z, none of them negative: so the order of their bits is theirs."""
+    """Return z. It is non-negative, so its bits order like its values."""
     x = tl.load(logits + i, mask=i < vocabulary, other=float("-inf"))
     return (most - x) / temperature

@@ -1,4 +1,4 @@
-"""silu(gate) * up, where silu(x) = x / (1 + exp(-x)): SwiGLU, Shazeer 2020, arXiv:2002.05202."""
+"""SwiGLU activation, silu(gate) * up with silu(x) = x / (1 + exp(-x)): Shazeer 2020, arXiv:2002.05202."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 def silu_mul(gate_up_T2I: Tensor) -> Tensor:
-    """gate_up: (T, 2 I), the gate in the first half of the features, up in the second. Returns (T, I)."""
+    """Compute silu(gate) * up. gate_up: (T, 2 I), the gate in the first half, up in the second. Returns (T, I)."""
     return launch_silu_mul(gate_up_T2I) if gate_up_T2I.is_cuda else reference_silu_mul(gate_up_T2I)
 
 

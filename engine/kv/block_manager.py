@@ -1,4 +1,4 @@
-"""Who owns which block of a rank's pool, and which blocks hold a prefix that may be used again."""
+"""Block manager of one replica: reference counts of KV blocks, and the index of reusable prefix blocks."""
 
 from __future__ import annotations
 
@@ -7,48 +7,53 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.kv.eviction import Eviction, LeastRecentlyUsed, Origin
 
-# The life of a block:
+# Lifecycle of a block:
 #
-#     free ──allocate──> held ──free, no hash──> free
-#                        │ └──free, sealed──> cached ──allocate, by hash──> held
-#                        │                     └──evicted, worth least first──> held by someone else
+#     free ──allocate──> held ──free, no hash────> free
+#                        │ └──free, with hash────> cached ──allocate, by hash──> held
+#                        │                          └──evicted, lowest value first──> held by another sequence
 #                        └──quarantine──> quarantined ──release──> free
-#     free ──adopt──> cached                       content of an earlier life
+#     free ──adopt──> cached                       content written by an earlier process
 #
-# free + held + cached + quarantined == total, always.
+# Invariant: free + held + cached + quarantined == total.
 
 
 class BlockManager:
-    """The block tables of one replica. Owned by the step thread; its ranks' pools all follow it.
+    """Block allocator and prefix cache of one replica. Owned by the step thread; the pools of all ranks follow it.
 
-    Blocks are counted by reference: sequences that share a prefix hold the same blocks. A full block whose content is
-    final can be sealed under its prefix hash; then it outlives its sequences until the space is needed. Whose space is
-    taken first, `eviction` decides; it belongs to this manager alone.
+    Blocks are reference-counted: sequences that share a prefix hold the same blocks. A full block whose content is
+    final can be registered under its prefix hash; it then stays cached after its sequences end, until its space is
+    needed. `eviction` picks the cached block to reuse, and belongs to this manager alone.
     """
 
     def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
         self.num_blocks = num_blocks
         self._free: deque[int] = deque(range(num_blocks))
-        self._refs: dict[int, int] = {}  # held blocks
-        self._cached: Eviction = LeastRecentlyUsed() if eviction is None else eviction  # sealed and held by nobody
-        self._origins: dict[int, Origin] = {}  # held blocks that were not found in the cache
+        # Reference counts of held blocks.
+        self._refs: dict[int, int] = {}
+        # Blocks with a hash and no reference.
+        self._cached: Eviction = LeastRecentlyUsed() if eviction is None else eviction
+        # Held blocks that were not cache hits.
+        self._origins: dict[int, Origin] = {}
         self._quarantined: set[int] = set()
-        self._hash_of: dict[int, bytes] = {}  # sealed blocks, held or cached
+        # Blocks with a hash, held or cached.
+        self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._changes: dict[bytes, bool] = {}
-        self.on_evict: Callable[[int, bytes], None] = lambda block, prefix_hash: None  # its content is still there
+        # Called with (block, hash) before an evicted block is overwritten.
+        self.on_evict: Callable[[int, bytes], None] = lambda block, prefix_hash: None
 
     def __contains__(self, prefix_hash: bytes) -> bool:
-        """Whether this block can be matched now, whatever came before it."""
+        """Return True if this block is cached or held now, regardless of its predecessors."""
         return prefix_hash in self._block_of
 
     def block_of(self, prefix_hash: bytes) -> int:
-        """Where a block is that can be matched now. Raises KeyError."""
+        """Return the block id registered under `prefix_hash`. Raises KeyError."""
         return self._block_of[prefix_hash]
 
     @property
     def num_full(self) -> int:
-        """Blocks that can be matched now."""
+        """Number of blocks that can be matched now."""
         return len(self._block_of)
 
     @property
@@ -61,20 +66,20 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out."""
+        """Number of blocks that `allocate` can hand out."""
         return len(self._free) + len(self._cached)
 
     def match(self, hashes: Sequence[bytes], *, after: int = 0) -> int:
-        """How many leading blocks of this prefix are here; the first `after` are known to be. Looks only."""
+        """Count the leading blocks of this prefix that are present; the first `after` are known to be. Read-only."""
         for depth in range(after, len(hashes)):
             if hashes[depth] not in self._block_of:
                 return depth
         return len(hashes)
 
     def allocate(self, hashes: Sequence[bytes], num_blocks: int) -> tuple[list[int], int] | None:
-        """Take `num_blocks` blocks, of which the leading ones are those that `hashes` find in the cache.
+        """Take `num_blocks` blocks, reusing the leading ones that `hashes` find in the cache.
 
-        Returns (block ids, how many of them were cached), or None, taking nothing, if there is no room.
+        Returns (block ids, number of cache hits). Returns None and takes nothing if the pool is full.
         """
         if self.num_needed(hashes, num_blocks) > self.num_available:
             return None
@@ -87,15 +92,15 @@ class BlockManager:
         return matched + self._take(num_blocks - num_matched, origin), num_matched
 
     def num_needed(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """How many of the available blocks `allocate` would take: all but those that a sequence already holds."""
+        """Count the available blocks that `allocate` would take: all but those that a sequence already holds."""
         num_matched = self.match(hashes[:num_blocks])
         num_held = sum(self._block_of[prefix_hash] in self._refs for prefix_hash in hashes[:num_matched])
         return num_blocks - num_held
 
     def extend(self, blocks: list[int], num_blocks: int) -> bool:
-        """Append blocks to a sequence's table, for what it generates, until it has `num_blocks`.
+        """Append blocks for generated tokens to a sequence's table until it has `num_blocks`.
 
-        False, taking nothing, if there is no room.
+        Returns False and takes nothing if the pool is full.
         """
         missing = num_blocks - len(blocks)
         if missing > self.num_available:
@@ -104,7 +109,7 @@ class BlockManager:
         return True
 
     def extend_each(self, tables: Sequence[list[int]]) -> bool:
-        """Append a block to each of these tables. False, taking nothing, if there is no room for all."""
+        """Append one block to each table. Returns False and takes nothing if the pool is full."""
         if len(tables) > self.num_available:
             return False
         for table, block in zip(tables, self._take(len(tables), Origin.GENERATED), strict=True):
@@ -112,8 +117,9 @@ class BlockManager:
         return True
 
     def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
-        """Take a block for each of these hashes, sealing those that are not here yet: their content comes from
-        elsewhere, and the caller sees to it. Returns the blocks, held; None, taking nothing, if there is no room.
+        """Take a block for each hash and register those that are missing; the caller fills in their content.
+
+        Returns the held blocks. Returns None and takes nothing if the pool is full.
         """
         here = [prefix_hash for prefix_hash in hashes if prefix_hash in self._block_of]
         missing = [prefix_hash for prefix_hash in hashes if prefix_hash not in self._block_of]
@@ -133,8 +139,10 @@ class BlockManager:
         return [self._block_of[prefix_hash] for prefix_hash in hashes]
 
     def adopt(self, content: Mapping[int, bytes]) -> None:
-        """These blocks hold sealed content already: those that are free are cached from now on. The first in order is
-        evicted first; a hash that is already known keeps its block."""
+        """Cache those free blocks whose content survives from an earlier process.
+
+        The first in order is evicted first. A hash that is already known keeps its block.
+        """
         free = set(self._free)
         for block, prefix_hash in content.items():
             if block in free and prefix_hash not in self._block_of:
@@ -146,7 +154,7 @@ class BlockManager:
         self._free = deque(block for block in self._free if block in free)
 
     def discard(self, prefix_hash: bytes) -> None:
-        """The content of this block is lost. Does nothing while somebody holds it, or when it is not here."""
+        """Drop a cached block whose content is lost. No-op if a sequence holds it or it is absent."""
         block = self._block_of.get(prefix_hash)
         if block is not None and block in self._cached:
             self._cached.used(block, prefix_hash)
@@ -155,7 +163,7 @@ class BlockManager:
             self._free.append(block)
 
     def unfill(self, prefix_hash: bytes) -> None:
-        """Nobody is to find this content again, not even while somebody holds it."""
+        """Remove a hash from the index so that it is never matched again, even while its block is held."""
         self.discard(prefix_hash)
         block = self._block_of.get(prefix_hash)
         if block is not None:
@@ -163,13 +171,13 @@ class BlockManager:
             self._forget(block)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference to each of these held blocks: a sequence forks."""
+        """Take one more reference to each of these held blocks, for a sequence that forks."""
         for block in blocks:
             assert block in self._refs, f"block {block} is not held"
             self._refs[block] += 1
 
     def fill_block(self, block: int, prefix_hash: bytes) -> None:
-        """A held block is full and final: let others find it. A hash that is already known keeps its first block."""
+        """Register a held, full, final block under its hash. A hash that is already known keeps its first block."""
         assert block in self._refs, f"block {block} is not held"
         if prefix_hash in self._block_of or block in self._hash_of:
             return
@@ -181,7 +189,7 @@ class BlockManager:
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block of a table.
 
-        The table's tail becomes evictable before its head, for a tail cannot be found without its head.
+        The tail becomes evictable before the head, because a tail cannot be matched without its head.
         """
         for block in reversed(blocks):
             if self._drop(block):
@@ -192,15 +200,17 @@ class BlockManager:
                     self._free.append(block)
 
     def spare(self, hashes: Iterable[bytes]) -> None:
-        """Another replica holds these blocks too: where nobody here needs them, let them go early."""
+        """Evict first: cached blocks that another replica also holds."""
         for prefix_hash in hashes:
             block = self._block_of.get(prefix_hash)
             if block is not None and block in self._cached:
                 self._cached.spare(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each block, and keep those that nobody else holds from being used again until
-        `release`: a peer may still write to them."""
+        """Drop one reference to each block and block the reuse of unreferenced ones until `release`.
+
+        A peer may still be writing to them.
+        """
         for block in blocks:
             if self._drop(block):
                 self._origins.pop(block, None)
@@ -209,23 +219,23 @@ class BlockManager:
                 self._quarantined.add(block)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Nothing can write to these blocks any more. Those not in quarantine are passed over."""
+        """Free quarantined blocks that no peer can write to any more. Other blocks are ignored."""
         for block in blocks:
             if block in self._quarantined:
                 self._quarantined.remove(block)
                 self._free.append(block)
 
     def take_changes(self) -> dict[bytes, bool]:
-        """Every hash whose block was stored or removed since the last call, and whether it can be matched now."""
+        """Return the hashes stored or removed since the last call, with True if the hash can be matched now."""
         changes, self._changes = self._changes, {}
         return changes
 
     def full_hashes(self) -> list[bytes]:
-        """Every prefix hash that can be matched now."""
+        """Return every prefix hash that can be matched now."""
         return list(self._block_of)
 
     def num_freed_by(self, released: Iterable[Sequence[int]]) -> int:
-        """Blocks that nobody would hold any more if each of these lists were released."""
+        """Count the blocks that would have no reference left if each of these lists were released."""
         counts = Counter(block for blocks in released for block in blocks)
         return sum(self._refs[block] == count for block, count in counts.items())
 
@@ -234,18 +244,20 @@ class BlockManager:
         cached = {block for block in self._hash_of if block in self._cached}
         states = [set(self._free), set(self._refs), cached, self._quarantined]
         union = set().union(*states)
-        assert len(self._free) == len(set(self._free)), "a block is free twice"
+        assert len(self._free) == len(set(self._free)), "a block is in the free list twice"
         assert sum(map(len, states)) == len(union) == self.num_blocks, (
-            f"blocks lost or double: {list(map(len, states))}"
+            f"blocks lost or duplicated, by state: {list(map(len, states))}"
         )
-        assert all(count > 0 for count in self._refs.values()), "held without a reference"
+        assert all(count > 0 for count in self._refs.values()), "held block without a reference"
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash tables disagree"
-        assert len(self._cached) == len(cached), "an evictable block is not sealed"
-        assert set(self._hash_of) <= cached | set(self._refs), "sealed in a wrong state"
-        assert set(self._origins) <= set(self._refs), "an origin is known of a block that nobody holds"
+        assert len(self._cached) == len(cached), "a cached block has no hash"
+        assert set(self._hash_of) <= cached | set(self._refs), (
+            "a hash belongs to a block that is neither cached nor held"
+        )
+        assert set(self._origins) <= set(self._refs), "an origin is stored for a block that is not held"
 
     def _drop(self, block: int) -> bool:
-        """Drop one reference; True if it was the last."""
+        """Drop one reference. Returns True if it was the last."""
         self._refs[block] -= 1
         if self._refs[block]:
             return False

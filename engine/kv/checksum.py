@@ -14,9 +14,9 @@ from engine.kernels.checksum import launch_word_sum
 
 
 def checksum(payload: Tensor) -> int:
-    """A 64-bit sum that changes with any one 8-byte word and with the order of words; runs on the payload's device.
+    """Return a 64-bit sum over 8-byte words that depends on their order; runs on the payload's device.
 
-    sum over i of word[i] * (2 i + 1)  mod 2^64        the last word padded with zeros
+    sum over i of word[i] * (2 i + 1)  mod 2^64, with the last word padded with zeros. Any one-word change alters it.
     """
     if payload.is_cuda:
         return int(launch_word_sum(payload)) % 2**64
@@ -33,5 +33,5 @@ def checksum(payload: Tensor) -> int:
 
 @lru_cache(maxsize=16)
 def _odd_numbers_at_least(count: int) -> Tensor:
-    """All links' threads share one: made on the host, and on no thread's stream."""
+    """Return the odd weights. Host memory shared by the threads of all links, bound to no CUDA stream."""
     return torch.from_numpy(np.arange(count, dtype=np.int64) * 2 + 1)

@@ -1,7 +1,7 @@
-"""Which cached block gives its space away.
+"""Eviction policies for cached KV blocks.
 
-Most blocks of a prompt are never asked for again, and a plain LRU throws out the rest to keep them. `ReuseValue` sorts
-blocks into kinds that behave alike, learns how soon each kind is used again, and lets go of what is worth least.
+Most prompt blocks are never reused, and plain LRU evicts the useful rest to keep them. `ReuseValue` sorts blocks into
+kinds with similar reuse, learns how soon each kind is used again, and evicts the block with the lowest expected value.
 """
 
 from __future__ import annotations
@@ -17,55 +17,59 @@ from engine.kv.reuse_history import ReuseHistory
 
 
 class Origin(IntEnum):
-    """How a block came to be: what is known of it before anyone has asked for it again."""
+    """Origin of a block; predicts its reuse before its first reuse.
 
-    FIRST = 0  # of a prompt of which nothing, or only what everyone begins with, was known
-    CONTINUED = 1  # of a prompt that goes on where an earlier one ended
-    GENERATED = 2  # of an answer
+    FIRST: prompt block after an unknown or very common prefix. CONTINUED: prompt block that extends a known sequence.
+    GENERATED: block of an answer.
+    """
+
+    FIRST = 0
+    CONTINUED = 1
+    GENERATED = 2
 
 
 class Eviction(Protocol):
-    """The order in which cached blocks are given up. Owned by a block manager, and by its thread."""
+    """Order in which cached blocks are evicted. Owned by one block manager and its thread."""
 
     def __len__(self) -> int: ...
 
     def __contains__(self, block: int) -> bool: ...
 
     def origin_after(self, parent: bytes | None) -> Origin:
-        """The origin of a prompt's new blocks, `parent` being the last block of it that was known."""
+        """Return the origin of a prompt's new blocks. `parent` is the last known block of the prompt."""
         ...
 
     def full(self, prefix_hash: bytes) -> None:
-        """A block with this content was computed, or computed again."""
+        """Record that a block with this content was computed, possibly again."""
         ...
 
     def restored(self, prefix_hash: bytes) -> None:
-        """A block with this content came from elsewhere; it is `used` as soon as it is asked for."""
+        """Record that a block with this content came from elsewhere. Its first request calls `used`."""
         ...
 
     def used(self, block: int, prefix_hash: bytes) -> None:
-        """A sealed block was found and is held, perhaps by one more; it is no candidate (any more)."""
+        """Record a cache hit and remove the block from the candidates. It may already be held."""
         ...
 
     def add(self, block: int, prefix_hash: bytes, origin: Origin) -> None:
-        """A sealed block is held by nobody: a candidate from now on."""
+        """Make a block with a hash and no reference a candidate for eviction."""
         ...
 
     def spare(self, block: int) -> None:
-        """Another replica holds this candidate's content too: let it go early."""
+        """Evict this candidate early: another replica holds its content too."""
         ...
 
     def forget(self, prefix_hash: bytes) -> None:
-        """A block that is held has lost its content."""
+        """Record that a held block has lost its content."""
         ...
 
     def pop(self) -> int:
-        """Give up one candidate. Raises KeyError when there is none."""
+        """Evict one candidate and return it. Raises KeyError if there is none."""
         ...
 
 
 class LeastRecentlyUsed:
-    """The one that was held last stays longest."""
+    """Evict the block that was released longest ago."""
 
     def __init__(self) -> None:
         self._candidates: OrderedDict[int, None] = OrderedDict()
@@ -101,36 +105,42 @@ class LeastRecentlyUsed:
         return self._candidates.popitem(last=False)[0]
 
 
-# The kinds: one for each origin as long as nobody has asked for the block again, and then
+# Kinds: one per origin until the first reuse, then one for a single use and one for several.
 _USED_ONCE = len(Origin)
 _USED_OFTEN = _USED_ONCE + 1
 _NUM_KINDS = _USED_OFTEN + 1
-_SPARE = _NUM_KINDS  # the queue of those that others hold too
-_PRIOR = [1.0, 0.5, 0.5, 2.0, 4.0]  # of each kind to be used again, before anything is known
+# Queue of the blocks that another replica also holds.
+_SPARE = _NUM_KINDS
+# Prior of each kind's reuse, relative to the average.
+_PRIOR = [1.0, 0.5, 0.5, 2.0, 4.0]
 
-_POPULAR_USES = 8  # what was used so often is a common beginning, not somebody's conversation
-_SAMPLE_BITS = 0x07  # one block in eight is watched to learn from; the hash decides
-_LOOK_EVERY = 16  # so many are given up before the queues are compared again
-_KEEP = 0.9  # of what was learnt, at each learning
+# A block with this many uses belongs to a prefix common to many requests, not to one conversation.
+_POPULAR_USES = 8
+# Sample one block in eight for learning, selected by its hash.
+_SAMPLE_BITS = 0x07
+# Evictions between two comparisons of the queues.
+_LOOK_EVERY = 16
+# Share of the counts that survives each round of learning.
+_KEEP = 0.9
 
 
 class _Past:
-    """What became of one prefix hash, whether its block is here or not."""
+    """Reuse record of one prefix hash, cached or evicted."""
 
     __slots__ = ("kind", "since_s", "uses")
 
     def __init__(self, kind: int, since_s: float) -> None:
         self.kind = kind
-        self.since_s = since_s  # when it was last let go
+        # Time of the last release.
+        self.since_s = since_s
         self.uses = 0
 
 
 class ReuseValue:
-    """Gives up the block whose Gittins index is least; see `engine.kv.reuse_history`.
+    """Evict the block with the lowest Gittins index; see `engine.kv.reuse_history`.
 
-    Within a kind the oldest goes first, so only the heads of a few queues are compared. Blocks that were given up are
-    remembered for a while (`num_ghosts` of them, some 250 bytes each): one that comes back counts as used.
-    `clock` returns seconds.
+    Within a kind the oldest block goes first, so only the heads of a few queues are compared. `num_ghosts` evicted
+    blocks are remembered (about 250 bytes each): one that returns counts as used. `clock` returns seconds.
     """
 
     def __init__(self, *, num_ghosts: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,9 +151,12 @@ class ReuseValue:
         self._past: dict[bytes, _Past] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._max_ghosts = num_ghosts
-        self._victims = 0  # the queue that gives
-        self._pops_left = 0  # until the queues are compared again
-        self._adds_left = 256  # until we learn; it doubles up to the size of the memory
+        # Queue that evictions are taken from.
+        self._victims = 0
+        # Evictions until the queues are compared again.
+        self._pops_left = 0
+        # Additions until the next round of learning; doubles up to the size of the memory.
+        self._adds_left = 256
 
     def __len__(self) -> int:
         return len(self._queue_of)
@@ -212,13 +225,13 @@ class ReuseValue:
         return block
 
     def _least(self) -> int:
-        """The queue whose oldest block is worth least."""
+        """Return the queue whose oldest block has the lowest index."""
         if self._queues[_SPARE]:
             return _SPARE
         now = self._clock()
         heads = [(kind, next(iter(queue.values()))) for kind, queue in enumerate(self._queues) if queue]
         if not heads:
-            raise KeyError("nothing is cached")
+            raise KeyError("no cached block to evict")
         return min(heads, key=lambda head: self._history.index(head[0], now - self._past[head[1]].since_s))[0]
 
     def _count_use(self, prefix_hash: bytes) -> None:
@@ -237,15 +250,17 @@ class ReuseValue:
         self._adds_left = max(256, min(len(self._past), self._max_ghosts) // 2)
 
 
-_GHOSTS = 2  # evicted blocks remembered, for each one held
-_MAX_GHOSTS = 200_000  # some 50 MB
+# Evicted blocks remembered per block held.
+_GHOSTS = 2
+# About 50 MB.
+_MAX_GHOSTS = 200_000
 
 
 class MakeEviction(Protocol):
-    """What a name in EVICTIONS stands for: a class, or a function that returns an Eviction."""
+    """Factory of an eviction policy: the type of the values in EVICTIONS."""
 
     def __call__(self, *, num_blocks: int, clock: Callable[[], float]) -> Eviction:
-        """num_blocks: of the manager that will own it. clock: seconds; simulated ones in the simulator."""
+        """num_blocks: size of the manager that will own it. clock: seconds; simulated time in the simulator."""
         ...
 
 
@@ -258,5 +273,5 @@ EVICTIONS: dict[str, MakeEviction] = {
 
 
 def make_eviction(name: str, *, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> Eviction:
-    """By its name in EVICTIONS, or MODULE:NAME. Raises SpecError."""
+    """Create the policy registered under `name` in EVICTIONS, or imported from MODULE:NAME. Raises SpecError."""
     return made(name, find(name, EVICTIONS), num_blocks=num_blocks, clock=clock)

@@ -1,4 +1,4 @@
-"""One rank's KV tensors."""
+"""KV tensors of one rank."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from engine.kv.layout import KVLayout
 from engine.runner import streams
 
 # T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim;
-# 2: keys, then values, or the one side of a latent layout
+# 2: keys, then values, or the single side of a latent layout
 
 
 class KVPool:
-    """The blocks of one rank, for every layer. It knows nothing of who uses which block: see BlockManager.
+    """KV blocks of one rank, all layers. BlockManager assigns them to sequences.
 
-    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for a pool of 8 bits, else `scales` is
-    empty. See KVLayout. Layers that draft have spare blocks behind these B.
-    A slot is block id * S + offset. `features` is (B, feature_bytes) uint8, where the layout has any.
+    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for an 8-bit pool, else `scales` is
+    empty. See KVLayout. Layers of draft heads have spare blocks after these B.
+    A slot is block id * S + offset. `features` is (B, feature_bytes) uint8.
     """
 
     def __init__(self, layout: KVLayout, *, num_blocks: int, device: torch.device, num_spare: int = 0) -> None:
-        """num_spare: blocks more of the layers that draft, behind all others: for KV of tokens that are only guessed,
-        which no sequence has, and nobody ships."""
+        """num_spare: extra blocks of the draft layers, after all others, for KV of speculated tokens.
+
+        Spare blocks belong to no sequence and are never transferred.
+        """
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
@@ -43,15 +45,15 @@ class KVPool:
         self.features = _zeros((num_blocks, layout.feature_bytes), torch.uint8, device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Its codes, and its scales where the pool has them."""
+        """Return the codes of a layer, and its scales if the pool has any."""
         return self.codes[layer], self.scales[layer] if self.scales else None
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Store keys and values at `slots_T`, quantising if the pool has 8 bits: see write_kv."""
+        """Store keys and values at `slots_T`; quantizes if the pool has 8 bits. See write_kv."""
         write_kv(*self.layer(layer), slots_T, k_TKD, v_TKD)
 
     def write_latents(self, layer: int, slots_T: Tensor, rows_TD: Tensor) -> None:
-        """The same for a latent layout: one row per token."""
+        """Store one row per token of a latent layout."""
         write_rows(*self.layer(layer), slots_T, rows_TD[:, None, None])
 
     def read(self, layer: int, block_ids_B: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,11 +64,11 @@ class KVPool:
         return kv_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def synchronize(self) -> None:
-        """Wait on the host for what the calling thread has started on the device."""
+        """Block the host until the device work that the calling thread started is done."""
         streams.streams_of(self.device).synchronize()
 
     def runs(self, tables_RB: Ints) -> Tensor:
-        """Where the blocks of R equally long tables lie, for `gather`; the same for every layer. (2, R, K, B) int64."""
+        """Return the runs of R equally long block tables for `gather`, (2, R, K, B) int64; valid for every layer."""
         num_heads = self.layout.heads_per_rank
         num_sides = self.layout.num_sides
         side_2111 = np.arange(num_sides).reshape(num_sides, 1, 1, 1)
@@ -75,7 +77,7 @@ class KVPool:
         return torch.from_numpy(runs_2RKB).to(self.device)
 
     def gather(self, layer: int, runs_2RKB: Tensor, dtype: torch.dtype) -> Tensor:
-        """Keys and values of whole blocks as `dtype`, (2, R, K, B * S, D)."""
+        """Return keys and values of whole blocks as `dtype`, (2, R, K, B * S, D)."""
         shape_2RKLD = (*runs_2RKB.shape[:-1], runs_2RKB.shape[-1] * self.layout.block_size, self.layout.row_dim)
         flat_N = runs_2RKB.flatten()
         run_size = self.layout.block_size * self.layout.row_dim
@@ -86,30 +88,34 @@ class KVPool:
         return dequantize_rows(codes.view(self.layout.torch_dtype), scales, dtype, exact=self.layout.exact_dim)
 
     def copy_out(self, blocks: Sequence[int], *, into: Tensor | None = None) -> Tensor:
-        """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each
-        layer the scales, then features. into: where to; None: to memory of their own."""
+        """Copy whole blocks to (B, block_bytes) uint8 on the pool's device.
+
+        Order: codes of each layer, scales of each layer, features. into: target tensor; None allocates one.
+        """
         index_B, parts = streams.upload_indices(blocks, self.device), self._parts()
         chosen = [part_BN.index_select(0, index_B) for part_BN in parts]
         payloads = torch.cat(chosen, dim=1, out=None if into is None else into.view(parts[0].dtype))
         return payloads.view(torch.uint8)
 
     def copy_in(self, payloads_BN: Tensor, blocks: Sequence[int]) -> None:
-        """Fill blocks with what `copy_out` made of others, on any device."""
+        """Fill blocks with payloads made by `copy_out`, on any device."""
         index_B, parts = streams.upload_indices(blocks, self.device), self._parts()
         payloads = torch.split(payloads_BN.view(parts[0].dtype), [part_BN.shape[1] for part_BN in parts], dim=1)
         for part_BN, payload in zip(parts, payloads, strict=True):
             part_BN.index_copy_(0, index_B, payload.to(self.device))
 
     def _parts(self) -> list[Tensor]:
-        """Codes and scales of every layer, and features, each (num_blocks, N) or longer, as whole numbers: torch copies
-        bytes one by one."""
+        """Return codes and scales of every layer, and features, each (num_blocks, N) or longer.
+
+        Viewed as int64 where sizes permit, because torch copies bytes one by one.
+        """
         parts = [part.view(torch.uint8).flatten(1) for part in (*self.codes, *self.scales)]
         parts += [self.features] if self.layout.feature_bytes else []
         is_even = all(part.shape[1] % 8 == 0 for part in parts)
         return [part.view(torch.int64) for part in parts] if is_even else parts
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy one block, all layers: for a sequence that forks inside a block."""
+        """Copy one block in all layers, for a sequence that forks inside a block."""
         for codes in self.codes:
             codes[target].copy_(codes[source])
         for scales in self.scales:
@@ -122,7 +128,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of the host that is mapped when it is first touched, or by engine.cpu.huge_pages.populate: it costs what
-    is used of it. torch.zeros touches all of it at once."""
+    """Allocate zeroed host memory that is mapped on first touch, or by engine.cpu.huge_pages.populate.
+
+    Only the used part occupies memory; torch.zeros touches all of it at once.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

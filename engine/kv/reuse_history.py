@@ -1,9 +1,8 @@
-"""How soon blocks of one kind are asked for again, learnt from what has happened to their like.
+"""Reuse statistics of cached blocks, by kind and age.
 
-Ages are sorted into bins that widen geometrically. For each kind we count how many blocks were used again at an age,
-and how many reached it without: the hazard of a bin is their quotient, drawn towards a prior while there is little to
-go by. What a block of some age is worth keeping is its Gittins index, the best bargain of uses per block-second that
-holding it for any further while can bring:
+Ages are sorted into geometrically widening bins. For each kind we count the blocks that were reused at an age and those
+that reached it without reuse. The hazard of a bin is their quotient, shrunk towards a prior while data is scarce. The
+value of keeping a block of some age is its Gittins index: the best rate of uses per block-second over any holding time:
 
     index(a) = max over h of   P(used within h | age a) / E[seconds held, at most h | age a]
 
@@ -17,12 +16,16 @@ import math
 from collections.abc import Iterable
 
 NUM_BINS = 40
-_FIRST_S = 2.0  # width of the first bin
-_GROWTH = 1.19  # the last bin begins at about half an hour
+# Width of the first bin, in seconds.
+_FIRST_S = 2.0
+# The last bin begins at about half an hour.
+_GROWTH = 1.19
 _EDGES_S = [_FIRST_S * _GROWTH**k for k in range(NUM_BINS)]
 _WIDTHS_S = [_EDGES_S[0], *(after - before for before, after in itertools.pairwise(_EDGES_S))]
-_PRIOR_HAZARD = 0.01  # per bin: a constant in widening bins is a hazard that falls as 1 / age
-_PRIOR_WEIGHT = 60.0  # blocks' worth of experience
+# Per bin. A constant hazard in widening bins is a hazard that falls as 1 / age.
+_PRIOR_HAZARD = 0.01
+# Weight of the prior, in blocks.
+_PRIOR_WEIGHT = 60.0
 
 
 def bin_of(age_s: float) -> int:
@@ -32,31 +35,32 @@ def bin_of(age_s: float) -> int:
 
 
 class ReuseHistory:
-    """The experience with each of `num_kinds` kinds of blocks.
+    """Reuse counts of each of `num_kinds` kinds of blocks.
 
-    `prior` says how much likelier than average each kind is to be used again, as long as nothing is known of it.
+    `prior` is the likelihood of reuse of each kind relative to the average, before any observation.
     """
 
     def __init__(self, prior: Iterable[float]) -> None:
         self._prior = list(prior)
         self._used = [[0.0] * NUM_BINS for _ in self._prior]
-        self._lost = [[0.0] * NUM_BINS for _ in self._prior]  # out of sight at that age, without having been used
+        # Censored: dropped from observation at that age without reuse.
+        self._lost = [[0.0] * NUM_BINS for _ in self._prior]
         self._index = [_gittins(self._hazards(kind, [0.0] * NUM_BINS)) for kind in range(len(self._prior))]
 
     def used(self, kind: int, age_s: float) -> None:
-        """A block of this kind was asked for again at this age."""
+        """Count a reuse of a block of this kind at this age."""
         self._used[kind][bin_of(age_s)] += 1
 
     def lost(self, kind: int, age_s: float) -> None:
-        """We shall not know what becomes of this block: up to this age nobody has asked for it."""
+        """Count a block that left observation at this age without reuse (censored)."""
         self._lost[kind][bin_of(age_s)] += 1
 
     def index(self, kind: int, age_s: float) -> float:
-        """Uses per second of holding such a block, at best."""
+        """Return the Gittins index of such a block, in uses per second held."""
         return self._index[kind][bin_of(age_s)]
 
     def learn(self, waiting: Iterable[tuple[int, float]], *, keep: float) -> None:
-        """Work out the indices anew. `waiting` are (kind, age) of those still watched; `keep` of the past counts on."""
+        """Recompute the indices. `waiting`: (kind, age) of blocks still observed; `keep`: share of past counts kept."""
         censored = [list(lost) for lost in self._lost]
         for kind, age_s in waiting:
             censored[kind][bin_of(age_s)] += 1
@@ -65,7 +69,7 @@ class ReuseHistory:
             counts[:] = [count * keep for count in counts]
 
     def _hazards(self, kind: int, censored: list[float]) -> list[float]:
-        """Kaplan and Meier's estimate: of those that reached a bin, the share that was used in it."""
+        """Return the Kaplan-Meier estimate: the share of the blocks reaching a bin that is reused in it."""
         hazards = [0.0] * NUM_BINS
         at_risk = 0.0
         for k in reversed(range(NUM_BINS)):

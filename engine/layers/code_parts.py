@@ -1,4 +1,4 @@
-"""Quantised weights as a GPU's products read them: every format in one of a few forms, with the numbers that it has."""
+"""Conversion of quantized weights to the few code formats of the GPU kernels, without changing their values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, Quantized
 
 # O outputs, I inputs, G groups of inputs
 
-_MOST, _LEAST = 128, 16  # inputs of a group, as the kernels have them
+# Group sizes that the kernels support, in inputs.
+_MOST, _LEAST = 128, 16
 _KINDS = {torch.float8_e4m3fn: E4M3, torch.int8: INT8}
 
 
 @dataclass(frozen=True)
 class CodeRows:
-    """Some outputs, not yet in panels. kind, group and what the numbers are: as of CodePanels, but (O, G) each.
+    """Codes of some outputs, not yet in panels. kind, group and numbers as in CodePanels, but (O, G) each.
 
-    order: where codes' inputs are taken from, if not in order.
+    order: input that each code column belongs to; None if in order.
     """
 
     kind: int
@@ -42,7 +43,7 @@ class CodeRows:
 
 
 def rows_of(weight: QuantizedWeight, device: torch.device) -> CodeRows | None:
-    """The codes and numbers of a weight, on the device; None where the kernels have no form for it."""
+    """Return the codes and scales of a weight on the device; None if the kernels do not support its format."""
     if isinstance(weight, GroupedWeight):
         return _of_groups(weight.to(device))
     assert isinstance(weight, GGMLWeight)
@@ -50,7 +51,7 @@ def rows_of(weight: QuantizedWeight, device: torch.device) -> CodeRows | None:
 
 
 def panels_of(rows: Sequence[CodeRows]) -> CodePanels:
-    """All the rows of several that are alike."""
+    """Concatenate rows of one format into panels."""
     first, codes_OI = rows[0], torch.cat([part.codes_OI for part in rows])
     words, high = pack_words(codes_OI, first.kind, first.group)
     num_inputs = codes_OI.shape[1]
@@ -68,7 +69,8 @@ def panels_of(rows: Sequence[CodeRows]) -> CodePanels:
 
 def _of_groups(weight: GroupedWeight) -> CodeRows | None:
     group_I, order_I, num_inputs = weight.group_I, None, weight.shape[1]
-    if bool((group_I.diff() < 0).any()):  # GPTQ's groups may come in any order
+    # GPTQ groups may come in any order (act-order).
+    if bool((group_I.diff() < 0).any()):
         order_I = group_I.argsort(stable=True)
         group_I = group_I[order_I]
     group = _size(group_I)
@@ -97,12 +99,13 @@ def _of_groups(weight: GroupedWeight) -> CodeRows | None:
 
 
 def _of_groups_of(weight: GroupedWeight, size: int) -> CodeRows | None:
-    """The same, of which all inputs of an output share a scale, in smaller groups."""
+    """Split a weight with one scale per output into smaller groups with equal scales."""
     assert weight.zeros_OG is not None
     num_inputs = weight.shape[1]
     index_G = weight.group_I[::size]
     group_I = torch.arange(num_inputs, device=index_G.device) // size
-    if num_inputs <= size:  # one group would be all of it again
+    # A group of _MOST would again cover all inputs.
+    if num_inputs <= size:
         group_I, index_G = torch.arange(num_inputs, device=index_G.device) // _LEAST, weight.group_I[::_LEAST]
     if len(index_G) < 2:
         return None
@@ -110,8 +113,7 @@ def _of_groups_of(weight: GroupedWeight, size: int) -> CodeRows | None:
 
 
 def _size(group_I: Tensor) -> int | None:
-    """The largest group that the kernels have, of which all of these are made; 0: one of all inputs; None: there is
-    none."""
+    """Return the largest supported group size that divides all groups; 0: one group of all inputs; None: none fits."""
     changes = (group_I.diff() != 0).nonzero().flatten() + 1
     if not len(changes):
         return 0
@@ -152,5 +154,5 @@ def _of_blocks(weight: GGMLWeight) -> CodeRows:
 
 
 def _halves(bytes_ONR2: Tensor) -> Tensor:
-    """(O, N, R, 2) uint8 -> (O, N R) fp16"""
+    """Reinterpret (O, N, R, 2) uint8 as (O, N R) fp16."""
     return bytes_ONR2.contiguous().view(torch.float16).flatten(1)

@@ -1,4 +1,4 @@
-"""The codes of matrices of few bits, and the numbers beside them, as the CPU kernels' formats want them."""
+"""Codes and scales of quantized matrices in the layout of the CPU kernels' formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cpu.structs import FormatName
 from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
 
-# O outputs, N spans of inputs that share what a file stores once, U units of 32 inputs in a span, R runs in a span
+# O outputs, N spans (inputs that share one stored header), U units of 32 inputs per span, R runs per span
 
 _UNIT = 32
 _GROUPS = {32: FormatName.GROUPS_OF_32, 64: FormatName.GROUPS_OF_64, 128: FormatName.GROUPS_OF_128}
@@ -19,9 +19,9 @@ _GROUPS = {32: FormatName.GROUPS_OF_32, 64: FormatName.GROUPS_OF_64, 128: Format
 
 @dataclass(frozen=True)
 class Codes:
-    """Some rows of a matrix in a format of formats.h.
+    """Rows of a matrix in a format of formats.h.
 
-    codes_ONU32: uint8, of `bits` bits each. heads: (O, N, R, bytes of one number) uint8, in their order in a span.
+    codes_ONU32: uint8 with `bits` significant bits. heads: (O, N, R, bytes of one number) uint8, in span order.
     """
 
     bits: int
@@ -30,14 +30,14 @@ class Codes:
 
 
 def format_of(weight: QuantizedWeight) -> FormatName | None:
-    """Which format holds this matrix, without rounding anything; None where none does."""
+    """Return the format that holds this matrix exactly; None if there is none."""
     if isinstance(weight, GGMLWeight):
         return FormatName.__members__.get(weight.kind.name)
     return _group_format(weight) if isinstance(weight, GroupedWeight) else None
 
 
 def codes_of(weight: QuantizedWeight, start: int, end: int) -> Codes:
-    """Rows [start, end) of a matrix that has a format."""
+    """Return rows [start, end) of a matrix that has a format."""
     if isinstance(weight, GroupedWeight):
         return _groups(weight, start, end)
     assert isinstance(weight, GGMLWeight)
@@ -45,7 +45,7 @@ def codes_of(weight: QuantizedWeight, start: int, end: int) -> Codes:
     return _READERS[weight.kind.name](blocks_ONB)
 
 
-# ---- GGUF: blocks of 32 inputs. A half precision scale, a least number (Q4_1, Q5_1), fifth bits, nibbles ----
+# ---- GGUF: blocks of 32 inputs. A half-precision scale, a minimum (Q4_1, Q5_1), fifth bits, nibbles ----
 
 
 def _block_of_32(blocks_ONB: Tensor, *, has_least: bool, has_fifth: bool) -> Codes:
@@ -65,7 +65,7 @@ def _q8_0(blocks_ONB: Tensor) -> Codes:
 
 
 def _nested(blocks_ONB: Tensor, *, has_fifth: bool) -> Codes:
-    """Q4_K, Q5_K: d, dmin, eight scales and eight least numbers of 6 bits in 12 bytes, fifth bits, nibbles."""
+    """Read Q4_K or Q5_K: d, dmin, eight 6-bit scales and eight 6-bit minimums in 12 bytes, fifth bits, nibbles."""
     packed = torch.unflatten(blocks_ONB[..., 4:16], -1, (3, 4))
     first, second, rest = packed.unbind(-2)
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=-1)
@@ -79,7 +79,7 @@ def _nested(blocks_ONB: Tensor, *, has_fifth: bool) -> Codes:
 
 
 def _q6_k(blocks_ONB: Tensor) -> Codes:
-    """Two halves of 128 inputs: their low 4 bits, their upper 2 bits; then 16 signed scales, and d."""
+    """Read Q6_K: two halves of 128 inputs with low 4 bits and upper 2 bits each; then 16 signed scales, and d."""
     low = torch.unflatten(blocks_ONB[..., :128], -1, (2, 2, 32))
     upper = torch.unflatten(blocks_ONB[..., 128:192], -1, (2, 1, 32))
     quarter = torch.arange(4, dtype=torch.uint8, device=blocks_ONB.device).view(4, 1)
@@ -101,12 +101,12 @@ _READERS: dict[str, Callable[[Tensor], Codes]] = {
 
 
 def _halves(nibbles: Tensor) -> Tensor:
-    """All low halves of the last dimension, then all high ones."""
+    """Return all low nibbles of the last dimension, then all high ones."""
     return torch.cat((nibbles & 15, nibbles >> 4), dim=-1)
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """(…, bytes) -> (…, 8 bytes), lowest bit first."""
+    """Unpack (…, bytes) to (…, 8 bytes), lowest bit first."""
     return (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).flatten(-2)
 
 
@@ -118,7 +118,7 @@ def _number(blocks_ONB: Tensor, at: int, num_bytes: int) -> Tensor:
 
 
 def _group_format(weight: GroupedWeight) -> FormatName | None:
-    """Groups of inputs in their order, scales that are half precision, zeros that are codes."""
+    """Return the format if groups are in order, scales exact in half precision, and zeros integer codes."""
     num_inputs, zeros_OG = weight.shape[1], weight.zeros_OG
     if zeros_OG is None or weight.codes.dtype != torch.uint8 or weight.codes.shape[1] * 2 != num_inputs:
         return None
@@ -131,7 +131,7 @@ def _group_format(weight: GroupedWeight) -> FormatName | None:
 
 
 def _group_size(weight: GroupedWeight) -> int:
-    """Inputs of the first group."""
+    """Return the number of inputs in the first group."""
     return int((weight.group_I == weight.group_I[0]).sum())
 
 

@@ -1,4 +1,4 @@
-"""Matrices of 8 bits that meet rows of 8 bits, on a GPU."""
+"""8-bit matrices multiplied with 8-bit activations on a GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from engine.layers.layers import Before
 
 @dataclass(frozen=True)
 class Int8Matrix:
-    """Implements engine.layers.layers.Matrix. Belongs to one stream at a time.
+    """Implements engine.layers.layers.Matrix. Used by one stream at a time.
 
-    Each output's weights in 8 bits with a scale of their own (symmetric, nearest); rows are quantised as they come, in
-    the same way, and multiplied as integers: exact but for these two roundings, as engine/cpu/ does it.
+    Weights have one scale per output (symmetric, nearest). Activations are quantized per row at run time in the same
+    way and multiplied as integers: exact except for these two roundings, as in engine/cpu/.
     """
 
-    codes_OI: Tensor  # filled up with zeros, as its kernel wants it
+    # Padded with zeros to the kernel's tile size.
+    codes_OI: Tensor
     scales_O: Tensor
     num_inputs: int
     counters: Tensor
@@ -40,7 +41,7 @@ class Int8Matrix:
         return cls(codes_OI, scales_O, weight_OI.shape[1], new_counters(len(weight_OI), weight_OI.device))
 
     def panels(self) -> CodePanels:
-        """The same numbers for rows that are not quantised, as experts multiply them."""
+        """Return the codes as panels for unquantized activations, as the expert kernels multiply them."""
         codes_OI = self.codes_OI[:, : self.num_inputs].view(torch.uint8)
         return panels_of([CodeRows(INT8, 0, codes_OI, {"scales": self.scales_O.unsqueeze(1)})])
 

@@ -1,4 +1,4 @@
-"""The parts that dense decoders are made of, for one rank. Weights are given; nothing here knows of files."""
+"""Building blocks of dense decoders on one rank. Independent of weight files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from engine.runner.parallel import TensorParallel
 
 # T tokens, I input features, O output features, V vocabulary rows of this rank
 
-# A CPU without bf16 instructions multiplies bf16 matrices at a quarter of fp32's speed, fp16 ones at a tenth. From this
-# many rows on, converting the weights first costs less than it saves (measured: one Cascade Lake core, 576 to 1536
-# features; 8 rows: even, 64 rows: half the time, 512 rows: a quarter).
+# CPUs without bf16 instructions multiply bf16 matrices at a quarter of the fp32 speed, and fp16 at a tenth. From this
+# many rows on, converting the weights first is faster (measured on one Cascade Lake core, 576 to 1536 features; 8 rows:
+# even, 64 rows: half the time, 512 rows: a quarter).
 _ROWS_WORTH_CONVERTING = 8
-_CONVERTED_AT_ONCE = 1 << 20  # weights; more would only push them through memory
+# Weights per chunk; larger chunks would spill from the cache to memory.
+_CONVERTED_AT_ONCE = 1 << 20
 _CPU_HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 
 
 class Matrix(Protocol):
-    """A matrix of O outputs and I inputs, ready to be multiplied with rows."""
+    """Matrix of O outputs and I inputs that multiplies rows."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a product of as many rows is always the same work on the device, so that it can be recorded."""
+        """True if a product launches the same device work for any values, so that it can be captured in a graph."""
         ...
 
     def multiply(
@@ -40,16 +41,16 @@ class Matrix(Protocol):
         before: Before | None = None,
         residual_TO: Tensor | None = None,
     ) -> Tensor:
-        """residual + (before(x) @ weight.T + bias): (T, O), accumulated in fp32 (or exact integers).
+        """Compute residual + (before(x) @ weight.T + bias): (T, O), accumulated in fp32 (or exact integers).
 
-        `before` may change the number of features; the result is rounded to x's dtype before the residual is added.
+        `before` may change the number of features. The result is rounded to x's dtype before the residual is added.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TorchMatrix:
-    """A matrix as a tensor, on any device."""
+    """Matrix stored as a tensor, on any device."""
 
     weight_OI: Tensor
 
@@ -78,7 +79,7 @@ class TorchMatrix:
 
 @dataclass(frozen=True)
 class Linear:
-    """All of a matrix, or this rank's share of its rows (column parallel: no communication)."""
+    """Whole matrix, or this rank's share of its rows (column parallel: no communication)."""
 
     matrix: Matrix
     bias_O: Tensor | None = None
@@ -103,24 +104,24 @@ class RowParallelLinear:
 
 
 def is_plain(*parts: Linear | RowParallelLinear) -> bool:
-    """Whether all their products are the same work for as many rows; see Matrix."""
+    """Return True if all products can be captured in a graph; see Matrix."""
     return all(part.matrix.is_fixed for part in parts)
 
 
 class Table(Matrix, Protocol):
-    """A matrix whose rows can be looked up, too."""
+    """Matrix with row lookup."""
 
     @property
     def num_outputs(self) -> int: ...
 
     def rows(self, rows_T: Tensor) -> Tensor:
-        """(T, O) in the activations' dtype."""
+        """Look up rows: (T, O) in the activations' dtype."""
         ...
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """This rank's rows of the token table, `first` and on."""
+    """This rank's rows of the token embedding, starting at row `first`."""
 
     table: Table
     first: int
@@ -137,7 +138,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension; Zhang and Sennrich 2019, arXiv:1910.07467.
+    """RMS norm, x / rms(x) * weight over the last dimension; Zhang and Sennrich 2019, arXiv:1910.07467.
 
     Rounds where transformers does: to the activations' dtype before the weight is applied.
     """
@@ -151,23 +152,24 @@ class RMSNorm:
     def of_sum(
         self, x_TE: Tensor, update_TE: Tensor | None, *, experts: ExpertSum | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns (x + experts) + update, and the norm of that."""
+        """Return the sum (x + experts) + update, and its norm."""
         return add_rms_norm(x_TE, update_TE, self.weight, self.eps, experts=experts)
 
 
 @dataclass(frozen=True)
 class GatedSiLU:
-    """silu(gate) * up, where the gate is the first half of the features and up the second."""
+    """Gated SiLU, silu(gate) * up; the gate is the first half of the features and up the second."""
 
     def __call__(self, gate_up_TI: Tensor) -> Tensor:
         return silu_mul(gate_up_TI)
 
 
-Before = RMSNorm | GatedSiLU  # what a matrix can do to its rows on the way
+# Operations that a matrix can fuse in front of its product.
+Before = RMSNorm | GatedSiLU
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, accumulated in fp32 and rounded once to x's dtype."""
+    """Compute x @ weight.T + bias, accumulated in fp32 and rounded once to x's dtype."""
     is_slow = x_TI.device.type == "cpu" and x_TI.dtype != torch.float32 and not _CPU_HAS_BF16
     if not is_slow or x_TI.shape[0] < _ROWS_WORTH_CONVERTING:
         return F.linear(x_TI, weight_OI, bias_O)

@@ -1,4 +1,4 @@
-"""Matrices that a GPU multiplies in the few bits in which they are stored."""
+"""Matrices that a GPU multiplies in their stored low-bit formats."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from engine.weights.quantized_weight import QuantizedWeight
 
 # T tokens, I input features, O output features
 
-_ROWS_WORTH_WIDENING = 512  # from so many on, what widening costs is less than what it saves
-_WIDENED_AT_ONCE = 1 << 25  # weights
+# From this many rows on, dequantizing the matrix first is faster.
+_ROWS_WORTH_WIDENING = 512
+# Weights per chunk.
+_WIDENED_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True)
 class CodedPart:
-    """Outputs that are stored in one form. order: which inputs the codes are of, one after another; None: in order."""
+    """Outputs stored in one format. order: inputs that the code columns belong to; None: in order."""
 
     panels: CodePanels
     counters: Tensor
@@ -31,7 +33,7 @@ class CodedPart:
 
 
 class CodedMatrix:
-    """Implements engine.layers.layers.Matrix. Belongs to one stream at a time."""
+    """Implements engine.layers.layers.Matrix. Used by one stream at a time."""
 
     is_fixed = True
 
@@ -42,7 +44,7 @@ class CodedMatrix:
 
     @classmethod
     def of(cls, weights: Sequence[QuantizedWeight], device: torch.device) -> CodedMatrix | None:
-        """One matrix of all the rows of several; None where one of them has no form."""
+        """Concatenate the rows of several weights; None if one of them has an unsupported format."""
         rows = [part for weight in weights if (part := rows_of(weight, device)) is not None]
         if len(rows) < len(weights):
             return None
@@ -56,12 +58,12 @@ class CodedMatrix:
 
     @classmethod
     def whole(cls, panels: CodePanels) -> CodedMatrix:
-        """Of one form, with inputs in order."""
+        """Build a matrix of one format with inputs in order."""
         return cls(coded_part(panels))
 
     @property
     def panels(self) -> CodePanels | None:
-        """All of it in one form, with inputs in order; None where it is not."""
+        """All rows as one set of panels; None if formats differ or inputs are permuted."""
         (first, *others) = self.parts
         return first.panels if first.order_I is None and not others else None
 
@@ -97,7 +99,7 @@ def coded_part(panels: CodePanels, order_I: Tensor | None = None) -> CodedPart:
 def _multiply_widened(
     x_TI: Tensor, panels: CodePanels, bias_O: Tensor | None, residual_TO: Tensor | None, out_TO: Tensor
 ) -> None:
-    """Of a prompt's many rows: some outputs after others as numbers, each once."""
+    """Multiply many rows: dequantize the outputs chunk by chunk, each once."""
     num_outputs, num_inputs = panels.shape
     step = max(1, _WIDENED_AT_ONCE // num_inputs // ROWS) * ROWS
     for start in range(0, num_outputs, step):

@@ -1,4 +1,4 @@
-"""Matrices of few bits in the order of formats.h, in panels of 16 outputs; the bits are those of the file."""
+"""Packing of low-bit matrices into panels of 16 outputs, in the order of formats.h; codes are unchanged."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 from engine.layers.codes import Codes, codes_of
 from engine.weights.quantized_weight import QuantizedWeight
 
-# O outputs, P panels of 16 outputs, N spans of inputs, U units of 32 inputs in a span, B bytes of a span
+# O outputs, P panels of 16 outputs, N spans of inputs, U units of 32 inputs per span, B bytes per span
 
 _PANEL = 16
-_WIDENED_AT_ONCE = 1 << 22  # codes; what packing needs beside the matrix
+# Codes per chunk; bounds the memory that packing needs beside the matrix.
+_WIDENED_AT_ONCE = 1 << 22
 
 
 def pack(weights: Sequence[QuantizedWeight]) -> Tensor:
-    """One matrix of all the rows of several that are equally wide and have one format: (P, N, B) uint8."""
+    """Pack the rows of several weights of equal width and format as one matrix: (P, N, B) uint8."""
     num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     step = max(1, _WIDENED_AT_ONCE // num_inputs // _PANEL) * _PANEL
     packed = None
@@ -32,7 +33,7 @@ def pack(weights: Sequence[QuantizedWeight]) -> Tensor:
 
 
 def _rows(weights: Sequence[QuantizedWeight], start: int, end: int) -> Codes:
-    """Rows [start, end) of all of them."""
+    """Return rows [start, end) of the concatenated weights."""
     parts, first = [], 0
     for weight in weights:
         low, high = max(start, first), min(end, first + weight.shape[0])
@@ -45,26 +46,27 @@ def _rows(weights: Sequence[QuantizedWeight], start: int, end: int) -> Codes:
 
 
 def _panels(rows: Codes) -> Tensor:
-    """-> (P, N, B)"""
+    """Arrange rows in panels: (P, N, B)."""
     codes_PNU864 = _by_panel(torch.unflatten(rows.codes_ONU32, -1, (8, 4)))
     codes = torch.cat([part.flatten(3) for part in _planes(codes_PNU864, rows.bits)], dim=-1)
     return torch.cat([*(_by_panel(head).flatten(2) for head in rows.heads), codes.flatten(2)], dim=-1)
 
 
 def _by_panel(values: Tensor) -> Tensor:
-    """(O, …, C) -> (P, …, 16 C), padded with zeros."""
+    """Interleave rows of each panel, padded with zeros: (O, …, C) -> (P, …, 16 C)."""
     padded = F.pad(values, (0, 0) * (values.dim() - 1) + (0, -len(values) % _PANEL))
     return torch.unflatten(padded, 0, (-1, _PANEL)).movedim(1, -2).flatten(-2)
 
 
 def _planes(codes_PNU864: Tensor, bits: int) -> list[Tensor]:
-    """What formats.h says of a unit: the parts of its codes."""
+    """Return the bit planes of a unit's codes, as defined in formats.h."""
     if bits == 8:
         return [codes_PNU864]
     even, odd = (codes_PNU864[..., first::2, :] & 15 for first in (0, 1))
     planes = [even | odd << 4]
     if bits > 4:
-        groups = 8 // (bits - 4)  # of which the upper bits fill a byte
+        # Number of codes whose upper bits fill a byte.
+        groups = 8 // (bits - 4)
         shift = torch.arange(groups, dtype=torch.uint8).view(groups, 1) * (bits - 4)
         upper = torch.unflatten(codes_PNU864 >> 4, -2, (-1, groups)) << shift
         planes.append(upper.sum(dim=-2, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Matrices packed for the CPU kernels: bf16 as they are stored, int8, or the few bits in which they are stored."""
+"""Matrices packed for the CPU kernels: bf16, int8, or a stored low-bit format."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ logger = logging.getLogger(__name__)
 # T tokens, I input features, O output features, P panels of 16 outputs, N groups of inputs, C inputs of one group
 
 _PANEL = 16
-_NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of product.h
+# Values of `enum Before` in product.h.
+_NOTHING, _NORM, _SILU = 0, 1, 2
 
 NEVER = 1 << 62
-_ROWS_OF_PROMPTS = (2048, 512, 128)  # of a step: from above, for as long as the kernels lose
-_FULL_TILES = 32  # rows; of sequences that decode, too
-_LEAST_WEIGHTS = 1 << 17  # with fewer, a call from Python costs what it could save
-_MOST_ERROR = 0.02  # of AMX's products: two that bf16 rounds apart differ by less
-_WIDENED_AT_ONCE = 1 << 21  # weights; more would only push them through memory
+# Rows per prompt step that are measured, in descending order until the kernels win.
+_ROWS_OF_PROMPTS = (2048, 512, 128)
+# Rows that fill AMX tiles; decode steps reach this too.
+_FULL_TILES = 32
+# Smaller matrices are not measured: the overhead of a Python call exceeds any gain.
+_LEAST_WEIGHTS = 1 << 17
+# Maximum relative error of AMX products; different bf16 rounding orders differ by less.
+_MOST_ERROR = 0.02
+# Weights per chunk; larger chunks would spill from the cache to memory.
+_WIDENED_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Some outputs of a matrix, all of one kind and format. tensors: what of the struct points to its own memory."""
+    """Outputs of a matrix with one kind and format. tensors: memory for the pointers of ProductCall, by field."""
 
     kind: Kind
     num_outputs: int
@@ -46,23 +52,29 @@ class PackedPart:
 
 
 class PackedMatrix:
-    """A (O, I) matrix in the order of matrix.h, or of formats.h. A row's product does not depend on the rows beside
-    it, unless `measure` has found out that AMX or torch is quicker from some number of rows on."""
+    """Matrix (O, I) in the layout of matrix.h or formats.h.
 
-    is_fixed = False  # nothing records on a CPU
+    A row's product does not depend on the other rows, unless `measure` found AMX or torch faster from some number of
+    rows on.
+    """
+
+    # CPU steps are not captured in graphs.
+    is_fixed = False
 
     def __init__(self, kernels: Kernels, num_inputs: int, *parts: PackedPart) -> None:
-        """See `bf16`, `int8` and `few_bits`."""
+        """Use the constructors `bf16`, `int8` and `few_bits`."""
         self._kernels = kernels
         self._parts = parts
         self.num_inputs = num_inputs
         self.num_outputs = sum(part.num_outputs for part in parts)
         self.num_bytes = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
-        self.tile_rows = NEVER  # from so many on the kernels multiply by AMX
-        self.torch_rows = NEVER  # from so many on torch multiplies, with what `_widened` makes of a part
+        # From this many rows on, the kernels use AMX.
+        self.tile_rows = NEVER
+        # From this many rows on, torch multiplies dequantized weights.
+        self.torch_rows = NEVER
 
     def measure(self, measured: MeasuredWays) -> None:
-        """Find out what is quickest on this machine for the first part, unless somebody has before: all go that way."""
+        """Measure the first part, or read a saved measurement, and apply the fastest way to all parts."""
         if self.num_outputs * self.num_inputs < _LEAST_WEIGHTS:
             return
         some, tiled = self._some(), self._some(tile_rows=0)
@@ -74,8 +86,8 @@ class PackedMatrix:
             ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
             if has_tiles:
                 ways[TILES] = partial(tiled.multiply, x_TI)
-            what = f"{name} {some.num_outputs} x {self.num_inputs}, {num_rows} rows"
-            way = measured.quickest(what, ways)
+            workload = f"{name} {some.num_outputs} x {self.num_inputs}, {num_rows} rows"
+            way = measured.quickest(workload, ways)
             if way == TORCH and self.tile_rows == NEVER:
                 self.torch_rows = num_rows
             elif way == TILES:
@@ -83,17 +95,21 @@ class PackedMatrix:
             else:
                 break
         if self.tile_rows == _FULL_TILES and kind is Kind.MULTIPLY_BF16:
-            self.tile_rows = 0  # a step with drafts, or of many sequences, adds up as one of a single row does
+            # Speculative steps and large batches must sum in the same order as steps of one row.
+            self.tile_rows = 0
 
     def fix(self) -> None:
-        """Add up in one order whatever the number of rows is: AMX's, where there is one. Whole numbers need none; of
-        few bits it is that without AMX, which takes rows otherwise (few_bits.h)."""
+        """Use one summation order for any number of rows: that of AMX, if available.
+
+        Integer products need none. Low-bit products keep the order without AMX, which groups rows differently
+        (few_bits.h).
+        """
         kind = self._parts[0].kind
         if kind is not Kind.MULTIPLY_FEW_BITS and self._has_tiles(self._some(), self._some(tile_rows=0)):
             self.tile_rows = 0 if kind is Kind.MULTIPLY_BF16 else _FULL_TILES
 
     def _some(self, *, tile_rows: int = NEVER) -> PackedMatrix:
-        """As many of the first part's outputs as there is any use in measuring."""
+        """Return a matrix of the first part's leading outputs, enough to measure."""
         first = self._parts[0]
         num_outputs = min(first.num_outputs, max(_PANEL, _WIDENED_AT_ONCE // self.num_inputs))
         matrix = PackedMatrix(self._kernels, self.num_inputs, replace(first, num_outputs=num_outputs))
@@ -111,9 +127,10 @@ class PackedMatrix:
 
     @classmethod
     def int8(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
-        """Each output's weights in 8 bits with a scale of their own (symmetric, nearest).
+        """Quantize to 8 bits with one scale per output (symmetric, nearest).
 
-        Rows are quantised as they come, in the same way, and multiplied as integers: exact but for these two roundings.
+        Activations are quantized per row at run time in the same way and multiplied as integers: exact except for these
+        two roundings.
         """
         wide_OI = weight_OI.float()
         scales_O = wide_OI.abs().amax(dim=1).clamp_min(1e-30) / 127
@@ -127,10 +144,9 @@ class PackedMatrix:
 
     @classmethod
     def few_bits(cls, kernels: Kernels, weights: Sequence[QuantizedWeight]) -> PackedMatrix | None:
-        """One matrix of all the rows of several, in the bits that they have; None where one of them has a format that
-        the kernels do not have.
+        """Pack the rows of several low-bit weights as stored; None if the kernels lack one of their formats.
 
-        Rows are quantised as they come, 32 inputs (of Q6_K 16) with one scale, and multiplied as integers.
+        Activations are quantized at run time with one scale per 32 inputs (16 for Q6_K) and multiplied as integers.
         """
         parts = []
         for name, alike in groupby(weights, key=format_of):
@@ -144,12 +160,12 @@ class PackedMatrix:
         return cls(kernels, weights[0].shape[1], *parts)
 
     def rows(self, rows_T: Tensor) -> Tensor:
-        """Rows of a matrix of few bits in one format, as the numbers that they are: (T, I) bf16. rows_T: int64."""
+        """Dequantize rows of a low-bit matrix of one format: (T, I) bf16. rows_T: int64."""
         (part,) = self._parts
         return self._stored_rows(part, rows_T.contiguous())
 
     def _widened(self, part: PackedPart, first: int, end: int) -> Tensor:
-        """Outputs [first, end) of a part as the numbers that they are: (O, I) bf16. first: a multiple of 16."""
+        """Dequantize outputs [first, end) of a part: (O, I) bf16. first: a multiple of 16."""
         if part.kind is Kind.MULTIPLY_FEW_BITS:
             return self._stored_rows(part, torch.arange(first, end))
         panels_PN16C = part.tensors["panels"][first // _PANEL : -(-end // _PANEL)]
@@ -182,7 +198,7 @@ class PackedMatrix:
         before: Before | None = None,
         residual_TO: Tensor | None = None,
     ) -> Tensor:
-        """As engine.layers.layers.Matrix says; all tensors are bf16."""
+        """Implements engine.layers.layers.Matrix.multiply; all tensors are bf16."""
         if len(x_TI) >= self.torch_rows:
             return self.multiply_by_torch(x_TI, bias_O=bias_O, before=before, residual_TO=residual_TO)
         x_TI = x_TI.contiguous()
@@ -199,7 +215,7 @@ class PackedMatrix:
         before: Before | None = None,
         residual_TO: Tensor | None = None,
     ) -> Tensor:
-        """The same with weights widened to bf16 on the way, some at a time, and rows as they are."""
+        """Multiply with torch: weights are dequantized to bf16 in chunks, activations are not quantized."""
         x_TI = x_TI if before is None else before(x_TI)
         out_TO = torch.empty(len(x_TI), self.num_outputs, dtype=torch.bfloat16)
         at_once = max(_PANEL, _WIDENED_AT_ONCE // self.num_inputs // _PANEL * _PANEL)
@@ -221,7 +237,10 @@ class PackedMatrix:
         before: Before | None,
         residual_TO: Tensor | None,
     ) -> Iterable[ProductCall]:
-        """The same for a program, with the step's tokens as rows; `out_TO` may be the residual, or of fp32."""
+        """Yield the product as calls of a program whose rows are the step's tokens.
+
+        `out_TO` may be the residual, and may be fp32.
+        """
         norm = before if isinstance(before, RMSNorm) else None
         first = 0
         for part in self._parts:
@@ -246,32 +265,31 @@ class PackedMatrix:
 
 
 def _agree(matrix: PackedMatrix, tiled: PackedMatrix) -> bool:
-    """Whether AMX gives what the kernels give without it: an emulation may not, nor a processor nobody has tried."""
+    """Return True if AMX products match the kernels' own; emulators and untested processors may not."""
     x_TI = torch.linspace(-2.0, 3.0, 40 * matrix.num_inputs).view(40, -1).to(torch.bfloat16)
     ours, theirs = matrix.multiply(x_TI).float(), tiled.multiply(x_TI).float()
     error = float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-30))
     if error > _MOST_ERROR:
-        logger.error("AMX gives other products than the kernels do without it (by %.3g of them): not used", error)
+        logger.error("AMX products are wrong, AMX disabled relative_error=%.3g", error)
     return error <= _MOST_ERROR
 
 
 def _from(values: Tensor | None, first: int) -> int | None:
-    """The address of an output of the first row."""
+    """Return the address of output `first` of the first row."""
     return None if values is None else values.data_ptr() + first * values.element_size()
 
 
 def _panels(weight_OI: Tensor, *, group: int) -> Tensor:
-    """-> (P, N, 16, C), padded with zeros."""
+    """Arrange as panels (P, N, 16, C), padded with zeros."""
     num_outputs, num_inputs = weight_OI.shape
     padding = (0, -num_inputs % group, 0, -num_outputs % _PANEL)
     padded = F.pad(weight_OI, padding) if any(padding) else weight_OI.contiguous()
-    words_P16N = padded.view(torch.int32).view(
-        -1, _PANEL, padded.shape[1] // group
-    )  # a group at once: ten times as fast
+    # View each group as one word: ten times as fast as moving single codes.
+    words_P16N = padded.view(torch.int32).view(-1, _PANEL, padded.shape[1] // group)
     words_PN16 = words_P16N.transpose(1, 2).contiguous()
     return words_PN16.unsqueeze(-1).view(weight_OI.dtype)
 
 
 def _pad(values_O: Tensor) -> Tensor:
-    """For whole panels: they are read 16 at a time."""
+    """Pad to whole panels, because the kernels read 16 values at a time."""
     return F.pad(values_O, (0, -len(values_O) % _PANEL)).contiguous()

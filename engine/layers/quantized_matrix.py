@@ -1,4 +1,4 @@
-"""Products with matrices that stay quantised in memory, and are widened a slice at a time as they are used."""
+"""Matrices that stay quantized in memory and are dequantized in slices for each product."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from engine.weights.quantized_weight import QuantizedWeight
 
 # T tokens, I input features, O output features
 
-_WIDENED_AT_ONCE = 1 << 22  # weights; what a product needs beside the matrix
+# Weights per slice; bounds the memory that a product needs beside the matrix.
+_WIDENED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """Implements engine.layers.layers.Matrix. Several weights of equal width stand for one matrix of all their rows.
+    """Implements engine.layers.layers.Matrix. Several weights of equal width form one matrix of all their rows.
 
-    The numbers are rounded to the activations' dtype before they are multiplied, as when they are widened at load: the
-    products are the same, only the memory is less, and on a CPU the speed.
+    Weights are rounded to the activations' dtype before the product, as in dequantization at load. Products are
+    identical; it saves memory, but is slower on a CPU.
     """
 
     weights: tuple[QuantizedWeight, ...]

@@ -1,4 +1,4 @@
-"""Layers from a checkpoint: one rank's share of them, fused, on its device and in its dtype."""
+"""Loading of one rank's share of layers from a checkpoint: fused, on its device and in its dtype."""
 
 from __future__ import annotations
 
@@ -20,29 +20,34 @@ from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Checkpoint, Span
 from engine.weights.quantized_weight import QuantizedWeight
 
-# int8: each output in 8 bits with its own scale, made at load. quantized: matrices that are stored in few bits stay so
-# in memory, and are multiplied so where the device's kernels have their format; else they are widened as they are used
-# on a CPU, and at load on a GPU, where nothing of a step is the host's. Otherwise they are widened at load.
+# int8: quantized at load with one scale per output. quantized: low-bit matrices stay in their stored format and are
+# multiplied in it if the device has a kernel for it; otherwise they are dequantized, per product on a CPU, and at load
+# on a GPU, where a step must not involve the host. as_stored: low-bit matrices are dequantized at load.
 WEIGHTS = ("as_stored", "int8", "quantized")
 
 
-# Is given every matrix of a layer with the names of what it is made of, and returns what takes its place.
+# Called with each matrix of a layer and the names of its tensors; returns the matrix to use instead.
 OnMatrix = Callable[[Sequence[str], Matrix], Matrix]
 
 
 @dataclass(frozen=True)
 class ShardReader:
-    """Reads what one rank needs. Names are Hugging Face's, without `.weight` and `.bias`."""
+    """Reader of one rank's weights. Names are Hugging Face's, without `.weight` and `.bias`."""
 
     checkpoint: Checkpoint
     parallel: TensorParallel
     dtype: torch.dtype
     device: torch.device
-    kernels: Kernels | None = None  # for which matrices are packed; None: for torch
-    measured: MeasuredWays | None = None  # who multiplies what; None: kernels all, in one order
-    weights: str = "as_stored"  # one of WEIGHTS
-    spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
-    redundant_experts: int = 0  # places for further copies, over all ranks, where experts are whole
+    # Kernels that matrices are packed for; None: torch.
+    kernels: Kernels | None = None
+    # Measurements that choose the fastest way per matrix; None: kernels only, in one summation order.
+    measured: MeasuredWays | None = None
+    # One of WEIGHTS.
+    weights: str = "as_stored"
+    # True: each rank holds whole experts. False: each rank holds a share of every expert.
+    spreads_experts: bool = False
+    # Slots for expert copies over all ranks, with whole experts.
+    redundant_experts: int = 0
     on_matrix: OnMatrix | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +57,7 @@ class ShardReader:
             )
 
     def tensor(self, name: str, *, rows: Span | None = None) -> Tensor:
-        """A tensor, or some of its rows, by its whole name."""
+        """Read a tensor, or some of its rows, by its full name."""
         return self._place(self.checkpoint.read(name, rows=rows))
 
     def norm(self, name: str, eps: float) -> RMSNorm:
@@ -60,52 +65,52 @@ class ShardReader:
 
     def embedding(self, name: str, vocab_size: int) -> Embedding:
         rows = self.parallel.span(vocab_size)
-        kept = self._quantized(name, rows=rows)
-        table: Table | None = None if kept is None else self._packed(kept)
+        quantized = self._quantized(name, rows=rows)
+        table: Table | None = None if quantized is None else self._packed(quantized)
         if table is None:
             table = TorchMatrix(self._place(self.checkpoint.read(f"{name}.weight", rows=rows)))
         return Embedding(table, rows[0], self.parallel)
 
     def tied(self, embedding: Embedding) -> Matrix:
-        """The token table as the matrix that it also is."""
+        """Return the token embedding as an output matrix."""
         table = embedding.table
         return self.matrix(table.weight_OI) if isinstance(table, TorchMatrix) else table
 
     def linear(self, rows: Mapping[str, Span], *, has_bias: bool = False) -> Linear:
-        """One matrix of the given rows of several, in their order."""
+        """Read the given rows of several matrices as one fused matrix, in order."""
 
         def fused(suffix: str) -> Tensor:
             parts = [self.checkpoint.read(f"{name}.{suffix}", rows=span) for name, span in rows.items()]
             return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
 
         parts = [self._quantized(name, rows=span) for name, span in rows.items()]
-        kept = [part for part in parts if part is not None]
-        matrix = (self._kept(*kept) if len(kept) == len(parts) else None) or self.matrix(fused("weight"))
+        quantized = [part for part in parts if part is not None]
+        matrix = (self._low_bit(*quantized) if len(quantized) == len(parts) else None) or self.matrix(fused("weight"))
         return Linear(self._seen(tuple(rows), matrix), fused("bias") if has_bias else None)
 
     def columns(self, name: str, columns: Span) -> Matrix:
-        """Some columns of a matrix, whose product the caller sums over the ranks."""
-        kept = self._quantized(name, columns=columns)
-        matrix = None if kept is None else self._kept(kept)
+        """Read some columns of a matrix; the caller sums its products over the ranks."""
+        quantized = self._quantized(name, columns=columns)
+        matrix = None if quantized is None else self._low_bit(quantized)
         if matrix is None:
             matrix = self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
         return self._seen((name,), matrix)
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
-        """The columns that meet the features which this rank's part of the layer before computes."""
-        # The ranks' outputs are summed, so that only one of them may add the bias.
+        """Read the columns for the features that this rank's part of the previous layer computes."""
+        # The ranks' outputs are summed, so only rank 0 adds the bias.
         bias = self._place(self.checkpoint.read(f"{name}.bias")) if has_bias and self.parallel.is_leader else None
         return RowParallelLinear(self.columns(name, columns), bias, self.parallel)
 
     def matrix(self, weight_OI: Tensor) -> Matrix:
-        """In the form in which this rank multiplies it."""
+        """Convert a weight to the form that this rank multiplies."""
         if self.kernels is None:
             return Int8Matrix.of(weight_OI) if self.weights == "int8" else TorchMatrix(weight_OI)
         pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
         return self._measured(pack(self.kernels, weight_OI))
 
-    def _kept(self, *weights: QuantizedWeight) -> Matrix | None:
-        """In few bits: as the kernels multiply them, or else widened as they are used; None: to be widened now."""
+    def _low_bit(self, *weights: QuantizedWeight) -> Matrix | None:
+        """Return a low-bit matrix that stays quantized; None if it must be dequantized at load."""
         if self.device.type == "cuda":
             return CodedMatrix.of(weights, self.device)
         return self._packed(*weights) or QuantizedMatrix(weights)

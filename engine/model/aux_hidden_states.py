@@ -1,4 +1,4 @@
-"""Hidden states that somebody else wants of a step, on their way through the layers."""
+"""Auxiliary hidden states: intermediate layer outputs collected for draft heads."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# T tokens of the step, M of the largest that is recorded, E hidden_size
+# T tokens of the step, M maximum tokens of a captured step, E hidden_size
 
 
 class AuxHiddenStates:
-    """Of one step. It costs nothing but what is wanted."""
+    """Hidden states collected in one step. Layers that are not requested cost nothing."""
 
     def __init__(self, layers: Sequence[int]) -> None:
-        """layers: wanted are the states after so many; 0: the embedding; all of them: before the last norm."""
+        """layers: layer counts after which states are collected; 0: the embedding; all: before the final norm."""
         self._layers = frozenset(layers)
         self._states: dict[int, Tensor] = {}
-        self.token_ids_T: Tensor | None = None  # of the step, on the device, from its beginning on
+        # Token ids of the step on the device, set at its start.
+        self.token_ids_T: Tensor | None = None
 
     def wants(self, num_layers: int) -> bool:
         return num_layers in self._layers
 
     def note(self, num_layers: int, x_TE: Tensor) -> None:
-        """Nobody changes them until the next step."""
+        """Store the states after `num_layers` layers. They must not change until the next step."""
         self._states[num_layers] = x_TE
 
     def __getitem__(self, num_layers: int) -> Tensor:
-        """(T, E), once the step is computed."""
+        """Return the states (T, E) of a computed step."""
         return self._states[num_layers]
 
 
 class StaticAuxHiddenStates:
-    """Where recorded steps leave hidden states that somebody wants, so that they can be found when one is replayed."""
+    """Static buffers that captured steps write hidden states to, so that they can be read after a replay."""
 
     def __init__(
         self, layers: Sequence[int], *, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -43,16 +44,16 @@ class StaticAuxHiddenStates:
         }
 
     def new(self) -> AuxHiddenStates:
-        """For a step that is about to be recorded."""
+        """Return a collector for a step about to be captured."""
         return AuxHiddenStates(self._layers)
 
     def keep(self, aux_hidden_states: AuxHiddenStates) -> None:
-        """It has been computed: also this is recorded."""
+        """Copy the collected states to the static buffers; part of the capture."""
         for layer, states_ME in self._states.items():
             states_ME[: len(aux_hidden_states[layer])].copy_(aux_hidden_states[layer])
 
     def of(self, token_ids_T: Tensor) -> AuxHiddenStates:
-        """Of these tokens, whose step was replayed last: until the next one."""
+        """Return the states of the last replayed step, which had these tokens. Valid until the next step."""
         aux_hidden_states = self.new()
         aux_hidden_states.token_ids_T = token_ids_T
         for layer, states_ME in self._states.items():

@@ -1,6 +1,6 @@
-"""All layers of a model as one program, so that nothing is left to do in Python from layer to layer.
+"""All layers of a model compiled into one program of CPU kernel calls.
 
-With one row, a layer of a small model takes half a millisecond, and its calls from Python took a fifth of that.
+At batch size 1 a layer of a small model takes half a millisecond; separate calls from Python added a fifth of that.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.gated_mlp import GatedMLP
 
-_WORTH_LEAVING_OUT = 32  # positions of which only keys and values are needed
+# Minimum number of positions without logits for which the last layer skips them after its KV.
+_WORTH_LEAVING_OUT = 32
 
-# T tokens of the step, C tokens that there is room for, R positions whose logits are wanted, I features, E hidden_size,
+# T tokens of the step, C token capacity of the buffers, R positions with logits, I features, E hidden_size,
 # N = H + 2 K heads, D head_dim
 
 
 class CompiledLayers:
-    """The layers of a rank that is alone and whose matrices are all packed. Owned by the step thread."""
+    """Layers of a single-rank model whose matrices are all packed. Owned by the step thread."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[DecoderLayer], pool: KVPool, *, by_tiles: bool) -> None:
-        """layers: see can_compile. by_tiles: attention, as in CompiledHeads."""
+        """layers: see can_compile. by_tiles: use AMX for attention, as in CompiledHeads."""
         self._kernels = kernels
         self._layers = layers
         self._pool = pool
@@ -50,8 +51,10 @@ class CompiledLayers:
         *,
         is_whole: bool,
     ) -> Tensor:
-        """From the embedded tokens to what leaves the last layer, valid until the next step: of all positions (T, E) if
-        it is to be whole, else of those whose logits are wanted (R, E)."""
+        """Compute all layers from the embedded tokens. The result is valid until the next step.
+
+        Returns all positions (T, E) if `is_whole`, else those with logits (R, E).
+        """
         if len(x_TE) > len(self._x_CE):
             self._make_room(1 << (len(x_TE) - 1).bit_length())
         rows, begin = StepRows(batch, cos_T1F, sin_T1F), 0
@@ -67,8 +70,8 @@ class CompiledLayers:
                     self._program.run(rows.step, first=begin, end=end)
                     on_layer(layer)
                     begin = end
-        num_unwanted = batch.num_tokens - len(batch.logits_rows)
-        if aux_hidden_states is None and not is_whole and num_unwanted >= _WORTH_LEAVING_OUT:
+        num_skipped = batch.num_tokens - len(batch.logits_rows)
+        if aux_hidden_states is None and not is_whole and num_skipped >= _WORTH_LEAVING_OUT:
             end = self._kv_calls[-1][1]
             if begin < end:
                 self._program.run(rows.step, first=begin, end=end)
@@ -77,19 +80,19 @@ class CompiledLayers:
         if aux_hidden_states is not None:
             aux_hidden_states.note(len(self._kv_calls), self._x_CE[: len(x_TE)])
         x_TE = self._x_CE[: len(x_TE)]
-        return x_TE if is_whole or not num_unwanted else x_TE[torch.from_numpy(batch.logits_rows)]
+        return x_TE if is_whole or not num_skipped else x_TE[torch.from_numpy(batch.logits_rows)]
 
     def _finish(self, rows: StepRows, batch: Batch) -> Tensor:
-        """Behind the last layer's keys and values nobody needs the other positions."""
-        num_wanted, wanted = len(batch.logits_rows), torch.from_numpy(batch.logits_rows)
+        """Finish the last layer for positions with logits only; after its KV no other position is needed."""
+        num_rows, rows_R = len(batch.logits_rows), torch.from_numpy(batch.logits_rows)
         for values in (self._x_CE, self._heads_CND):
-            values[:num_wanted] = values[wanted]
-        if num_wanted:
+            values[:num_rows] = values[rows_R]
+        if num_rows:
             self._program.run(rows.of_logits(batch), first=self._kv_calls[-1][1])
-        return self._x_CE[:num_wanted]
+        return self._x_CE[:num_rows]
 
     def is_quickest(self, num_tokens: int) -> bool:
-        """Beyond, torch has the quicker way for one of the products: layers are then computed part by part."""
+        """Return True unless torch is faster for one of the products; layers are then computed part by part."""
         return num_tokens <= self._most_tokens
 
     def _make_room(self, num_tokens: int) -> None:
@@ -111,7 +114,8 @@ class CompiledLayers:
             begin = len(calls)
             calls += self._calls(layer)
             rotation = next(i for i in range(begin, len(calls)) if isinstance(calls[i], RotaryCall))
-            self._kv_calls.append((begin, rotation + 1))  # then the layer's keys and values are in the pool
+            # After the rotation the layer's keys and values are in the pool.
+            self._kv_calls.append((begin, rotation + 1))
         self._program = Program(self._kernels, calls)
 
     def _calls(self, layer: DecoderLayer) -> Iterable[Call]:
@@ -127,7 +131,7 @@ class CompiledLayers:
 
 
 class CompiledHead:
-    """The last norm and the head of a rank that is alone, whose matrix is packed. Owned by the step thread."""
+    """Final norm and head of a single-rank model with a packed head. Owned by the step thread."""
 
     def __init__(self, kernels: Kernels, head: Linear, norm: RMSNorm) -> None:
         self._packed = _packed(head)
@@ -137,7 +141,7 @@ class CompiledHead:
         self._program = Program(kernels, self._calls)
 
     def __call__(self, x_RE: Tensor) -> Tensor:
-        """The logits (R, V) in fp32, rounded to bf16 as the other ways round them. x_RE: contiguous bf16."""
+        """Return the logits (R, V) in fp32, rounded to bf16 like the other backends. x_RE: contiguous bf16."""
         logits_RV = torch.empty(len(x_RE), self._packed.num_outputs, dtype=torch.float32)
         for call, place in zip(self._calls, self._places, strict=True):
             call.x, call.out = x_RE.data_ptr(), logits_RV.data_ptr() + place
@@ -149,7 +153,7 @@ class CompiledHead:
 
 
 def can_compile(layers: Sequence[DecoderLayer]) -> bool:
-    """Whether all their matrices are packed, and none of their MLPs has experts."""
+    """Return True if all matrices are packed and no MLP has experts."""
     return all(
         isinstance(layer.mlp, GatedMLP) and all(isinstance(part.matrix, PackedMatrix) for part in _parts(layer))
         for layer in layers

@@ -1,4 +1,4 @@
-"""A decoder layer with attention over keys and values: of the Llama and Qwen families."""
+"""Decoder layer of the Llama and Qwen families."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from engine.weights.checkpoint import Shape
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); in two halves, between which the attention is computed."""
+    """Layer x + attention(norm(x)), then x + mlp(norm(x)), split in two halves around the attention."""
 
     index: int
     head_dim: int
     window: int | None
     input_norm: RMSNorm
-    qkv: Linear  # rows: queries, keys, values
+    # Rows: queries, keys, values.
+    qkv: Linear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     output: RowParallelLinear
@@ -60,7 +61,7 @@ class DecoderLayer:
         )
 
     def store(self, x: Residual, heads: Heads) -> Tensor:
-        """Put the tokens' keys and values into the pool. Returns the queries (T, H, D)."""
+        """Write the tokens' keys and values to the pool. Returns the queries (T, H, D)."""
         heads_TND = torch.unflatten(x.into(self.qkv, norm=self.input_norm), -1, (-1, self.head_dim))
         return heads.store(self.index, heads_TND, q_norm=self.q_norm, k_norm=self.k_norm)
 
@@ -71,12 +72,12 @@ class DecoderLayer:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what is launched depends on shapes only."""
+        """True if launches depend only on shapes."""
         return is_plain(self.qkv, self.output) and self.mlp.is_fixed
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
-    """The tensors of one layer, without its MLP."""
+    """Return the tensors of one layer, without its MLP."""
     hidden, dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
     prefix = f"model.layers.{layer}"

@@ -1,4 +1,4 @@
-"""The experts that one rank computes: one by one in whatever form they are, or on a GPU all at once."""
+"""Banks of experts on one rank: computed one by one in any format, or on a GPU all at once."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import GatedSiLU, Linear, Matrix, TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
 
-# T tokens, E hidden_size, I features of one expert, X experts, C experts chosen for each token, N = T * C choices
+# T tokens, E hidden_size, I features of one expert, X experts, C experts per token, N = T * C choices
 
 
 class Bank(Protocol):
-    """Experts, or a rank's shares of them, in numbered places."""
+    """Experts, or a rank's shares of them, at numbered places."""
 
     def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
-        """The output of each chosen expert, not yet weighed: (T, C, E). chosen: int64 places in this bank. tiles: of
-        these choices, where somebody has sorted them."""
+        """Return the unweighted output of each chosen expert: (T, C, E).
+
+        chosen: int64 places in this bank. tiles: these choices sorted by expert, if available.
+        """
         ...
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what is launched depends on the number of tokens only, and not on the experts that they choose."""
+        """True if launches depend only on the number of tokens, not on the chosen experts."""
         ...
 
 
@@ -38,7 +40,8 @@ class Bank(Protocol):
 class Expert:
     """One gated MLP, or a rank's share of its features."""
 
-    gate_up: Linear  # rows: gate, up
+    # Rows: gate, up.
+    gate_up: Linear
     down: Matrix
 
     def __call__(self, x_TE: Tensor) -> Tensor:
@@ -47,7 +50,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class ExpertList:
-    """Expert by expert, whatever form their matrices have."""
+    """Bank that computes expert by expert, with matrices of any format."""
 
     experts: list[Expert]
 
@@ -68,7 +71,7 @@ class ExpertList:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """All at once, of matrices that lie in one tensor each: see kernels/fused_experts.py."""
+    """Bank that computes all experts at once, from stacked matrices; see kernels/moe/fused_experts.py."""
 
     gate_up_X2IE: Tensor
     down_XEI: Tensor
@@ -82,7 +85,7 @@ class ExpertStack:
 
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
-        """None where they are not plain tensors on a GPU."""
+        """Stack experts; None if they are not plain tensors on a GPU."""
         gate_up, down = [expert.gate_up.matrix for expert in experts], [expert.down for expert in experts]
         plain = [m.weight_OI for m in (*gate_up, *down) if isinstance(m, TorchMatrix) and m.weight_OI.is_cuda]
         if len(plain) < 2 * len(experts):
@@ -90,14 +93,14 @@ class ExpertStack:
         return cls(torch.stack(plain[: len(experts)]), torch.stack(plain[len(experts) :]))
 
     def experts(self) -> list[Expert]:
-        """The same one by one; nothing is copied."""
+        """Return the experts one by one, as views."""
         pairs = zip(self.gate_up_X2IE, self.down_XEI, strict=True)
         return [Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down)) for gate_up, down in pairs]
 
 
 @dataclass(frozen=True)
 class CodedExpertStack:
-    """All at once, of matrices that stay in the few bits in which they are stored: see kernels/coded_experts.py."""
+    """Bank that computes all experts at once, from stacked low-bit matrices; see kernels/moe/quantized_experts.py."""
 
     gate_up: CodePanels
     down: CodePanels
@@ -111,13 +114,13 @@ class CodedExpertStack:
 
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> CodedExpertStack | None:
-        """None where they are not all in one form, with their inputs in order."""
+        """Stack experts; None if they differ in format or have permuted inputs."""
         gate_up = _stacked([expert.gate_up.matrix for expert in experts])
         down = None if gate_up is None else _stacked([expert.down for expert in experts])
         return None if gate_up is None or down is None else cls(gate_up, down)
 
     def experts(self) -> list[Expert]:
-        """The same one by one; nothing is copied."""
+        """Return the experts one by one, as views."""
         pairs = ((self.gate_up.expert(i), self.down.expert(i)) for i in range(len(self.down.words)))
         return [Expert(Linear(CodedMatrix.whole(gate_up)), CodedMatrix.whole(down)) for gate_up, down in pairs]
 
@@ -134,15 +137,15 @@ def _panels(matrix: Matrix) -> CodePanels | None:
 
 
 class ExpertSlots:
-    """Makes banks, one after another, and reads only experts that the last one did not have."""
+    """Builder of successive banks that reads only experts that the previous bank did not have."""
 
     def __init__(self, read: Callable[[int], Expert]) -> None:
         self._read = read
         self._held: dict[int, Expert] = {}
 
-    def __call__(self, wanted: Sequence[int]) -> Bank:
-        """A bank of these experts, in this order."""
-        experts = [self._held.get(index) or self._read(index) for index in wanted]
+    def __call__(self, indices: Sequence[int]) -> Bank:
+        """Return a bank of these experts, in this order."""
+        experts = [self._held.get(index) or self._read(index) for index in indices]
         stack = ExpertStack.of(experts) or CodedExpertStack.of(experts)
-        self._held = dict(zip(wanted, stack.experts() if stack else experts, strict=True))
+        self._held = dict(zip(indices, stack.experts() if stack else experts, strict=True))
         return stack or ExpertList(experts)

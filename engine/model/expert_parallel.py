@@ -1,4 +1,4 @@
-"""Expert parallelism: whole experts on each rank, and tokens that travel to them and back."""
+"""Expert parallelism: each rank holds whole experts; tokens are exchanged with all-to-all."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from engine.runner.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
-# T tokens, E hidden_size, X experts, C experts chosen for each token, N = choices of our tokens, M = choices that come
-# to us, P copies of an expert at most
+# T tokens, E hidden_size, X experts, C experts per token, N choices of this rank's tokens, M choices received,
+# P maximum copies of an expert
 
-# The experts of each layer are placed anew so often; one layer after another, never two in a step.
+# Steps between two placements of a layer's experts. Layers are staggered, never two in a step.
 STEPS_BETWEEN_PLANS = 1000
-_WORTH_MOVING = 1.1  # by how much the busiest rank must have more to do than it would have
+# Minimum ratio of the busiest rank's load to that under the new plan.
+_WORTH_MOVING = 1.1
 
 
 class Experts(Protocol):
-    """All experts of one layer, shared by the ranks of a replica."""
+    """All experts of one layer, distributed over the ranks of a replica."""
 
     def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
-        """For each token the weighted sum of its chosen experts, (T, E), complete on every rank; or what will be that.
+        """Return each token's weighted sum over its chosen experts, (T, E), on every rank, or a deferred sum.
 
-        Every rank gives the same arguments.
+        Every rank passes the same arguments.
         """
         ...
 
 
 class SpreadExperts:
-    """Implements Experts.
+    """Implements Experts with expert parallelism.
 
-    1  each rank takes its share of the tokens          3  experts compute what has come, and send it back
-    2  and sends them to the ranks of their experts     4  each rank weighs and sums for its tokens, all get all of it
+    1  each rank takes its share of the tokens          3  experts compute what they received and send it back
+    2  and sends them to the ranks of their experts     4  each rank sums for its tokens; all ranks gather the result
 
-    With redundant places the experts that were chosen most are held by several ranks. Now and then, in the same step on
-    every rank, what each has counted is summed, and experts are placed anew if that makes the busiest rank less busy.
+    With redundant slots the most used experts are held by several ranks. Periodically, in the same step on every rank,
+    the ranks sum their counts, and experts are placed again if that makes the busiest rank less busy.
     """
 
     def __init__(
@@ -55,21 +56,22 @@ class SpreadExperts:
         redundant: int = 0,
         turn: int = 0,
     ) -> None:
-        """read: makes a bank of these experts. turn: how many steps later than others to think of a new plan."""
+        """read: builds a bank of the given experts. turn: steps by which this layer's planning is delayed."""
         self._read = read
         self._parallel = parallel
         self._redundant = redundant
         self._step = -turn
         self._counts_X = torch.zeros(num_experts, dtype=torch.int64)
-        self._copies_X = self._rank_XP = self._place_XP = torch.empty(0)  # of each expert; see _place
+        # By expert; see _place.
+        self._copies_X = self._rank_XP = self._place_XP = torch.empty(0)
         self._place(plan_experts([1] * num_experts, ranks=parallel.size, redundant=redundant))
 
     def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor:
         parallel, (first, end) = self._parallel, self._parallel.span(len(x_TE))
         chosen_TC, weights_TC = choices.chosen_TC[first:end], choices.weights_TC[first:end]
         if self._redundant:
-            self._think(chosen_TC)
-        rank_N, place_N = self._whereabouts(chosen_TC.flatten())
+            self._count_and_plan(chosen_TC)
+        rank_N, place_N = self._locate(chosen_TC.flatten())
         order_N = rank_N.argsort(stable=True)
 
         to_each = rank_N.bincount(minlength=parallel.size)
@@ -82,12 +84,12 @@ class SpreadExperts:
 
         out_NE = x_TE.new_empty(len(order_N), x_TE.shape[1])
         out_NE[order_N] = parallel.all_to_all(out_ME, *reversed(counts))
-        # In the order in which the router chose them, wherever they computed.
+        # Sum in the router's order, wherever the experts were computed.
         own_TE = ExpertSum(out_NE.view(*chosen_TC.shape, x_TE.shape[1]), weights_TC).total()
         return parallel.all_gather(own_TE.T, len(x_TE)).T.contiguous()
 
-    def _whereabouts(self, expert_N: Tensor) -> tuple[Tensor, Tensor]:
-        """For each choice a rank that holds the expert, and the expert's place in its bank; copies take turns."""
+    def _locate(self, expert_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for each choice a rank that holds the expert and its place there; copies alternate."""
         if self._rank_XP.device != expert_N.device:
             self._rank_XP, self._place_XP, self._copies_X = (
                 table.to(expert_N.device) for table in (self._rank_XP, self._place_XP, self._copies_X)
@@ -107,8 +109,8 @@ class SpreadExperts:
         tables = torch.tensor([(held * most)[:most] for held in held_by])
         self._rank_XP, self._place_XP = tables.unbind(-1)
 
-    def _think(self, chosen_TC: Tensor) -> None:
-        """Count, and when it is time, place the experts by what all ranks have counted since the last time."""
+    def _count_and_plan(self, chosen_TC: Tensor) -> None:
+        """Count choices, and periodically place the experts by the counts of all ranks."""
         self._counts_X = self._counts_X.to(chosen_TC.device)
         flat_N = chosen_TC.flatten()
         self._counts_X.scatter_add_(0, flat_N, torch.ones_like(flat_N))
@@ -121,5 +123,5 @@ class SpreadExperts:
         plan = plan_experts(counts, ranks=self._parallel.size, redundant=self._redundant)
         before, after = busiest(self._placement, counts), busiest(plan, counts)
         if before > _WORTH_MOVING * after:
-            logger.info("experts placed anew, busiest rank %.2f -> %.2f of its share", before, after)
+            logger.info("placed experts again busiest_before=%.2f busiest_after=%.2f", before, after)
             self._place(plan)

@@ -2,11 +2,11 @@
 
 The ranks of a replica share the experts in one of two ways, with equal results:
 
-    SplitExperts    every rank has a share of each expert's features and computes all tokens; the outputs are summed
-    SpreadExperts   every rank has some experts whole; tokens travel to them and back (spread_experts.py)
+    SplitExperts    every rank has a share of each expert's features and computes all tokens; outputs are summed
+    SpreadExperts   every rank has some whole experts; tokens are exchanged (expert_parallel.py)
 
-An expert of all tokens is as wide as several of the others. On a GPU, where experts are computed at once, it is cut
-into so many, which stand behind the others in the bank and are chosen by every token: it takes no kernel of its own.
+A shared expert (used by all tokens) is as wide as several others. On a GPU, where experts are computed at once, it is
+cut into that many pieces, which follow the others in the bank and are chosen by every token; it needs no own kernel.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from engine.model.routing import Routing
 from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Shape, Span
 
-# T tokens, E hidden_size, I features of the shared expert, C experts chosen for each token
+# T tokens, E hidden_size, I features of the shared expert, C experts per token
 
-_NAMES = {"MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2")}  # of the block, an expert's gate, up and down
+# Names of the block and of an expert's gate, up and down matrices.
+_NAMES = {"MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2")}
 _USUAL_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class SparseMLP:
-    """x + experts(norm(x)) + shared(norm(x)), where the router weighs a few experts for each token."""
+    """Sparse MLP x + experts(norm(x)) + shared(norm(x)); the router weighs a few experts for each token."""
 
     routing: Routing
     experts: Experts
-    shared: SharedExpert | None  # None where it is among the experts, too
+    # None if the shared expert is part of `experts`.
+    shared: SharedExpert | None
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> SparseMLP:
@@ -49,21 +51,21 @@ class SparseMLP:
         shape, parallel, block = config.experts, reader.parallel, _names(config, layer)[0]
         num_experts, num_features = shape.num_experts, shape.intermediate_size
         features = (0, num_features) if reader.spreads_experts else parallel.span(num_features)
-        shelf = ExpertSlots(lambda index: _read_expert(reader, config, layer, index, features))
+        build_bank = ExpertSlots(lambda index: _read_expert(reader, config, layer, index, features))
         if reader.spreads_experts:
             experts: Experts = SpreadExperts(
-                shelf, num_experts, parallel, redundant=reader.redundant_experts, turn=layer
+                build_bank, num_experts, parallel, redundant=reader.redundant_experts, turn=layer
             )
         else:
             if num_pieces := pieces_of_shared(reader, shape):
-                bank = shelf(range(num_experts + num_pieces))
+                bank = build_bank(range(num_experts + num_pieces))
                 if not isinstance(bank, ExpertList):
                     gate_1E = _read_shared_gate(reader, shape, block)
                     routing = Routing.read(
                         reader, shape, f"{block}.gate", num_shared=num_pieces, shared_gate_1E=gate_1E
                     )
                     return cls(routing, SplitExperts(bank, parallel), None)
-            experts = SplitExperts(shelf(range(num_experts)), parallel)
+            experts = SplitExperts(build_bank(range(num_experts)), parallel)
         shared = SharedExpert.read(reader, shape, block) if shape.shared_size else None
         return cls(Routing.read(reader, shape, f"{block}.gate"), experts, shared)
 
@@ -75,14 +77,14 @@ class SparseMLP:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what is launched depends on the number of tokens only, and not on the experts that they choose."""
+        """True if launches depend only on the number of tokens, not on the chosen experts."""
         is_fixed = isinstance(self.experts, SplitExperts) and self.experts.bank.is_fixed
         return is_fixed and (self.shared is None or is_plain(self.shared.gate_up, self.shared.down))
 
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """A gated MLP for every token, whose features all ranks share; Qwen2-MoE weighs it by sigmoid(gate x)."""
+    """Gated MLP of all tokens, split over the ranks by feature; Qwen2-MoE weighs it by sigmoid(gate x)."""
 
     gate_up: Linear
     down: RowParallelLinear
@@ -107,7 +109,7 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """Each expert's features are shared out; see Experts."""
+    """Implements Experts with every expert's features split over the ranks."""
 
     bank: Bank
     parallel: TensorParallel
@@ -118,7 +120,7 @@ class SplitExperts:
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
-    """The router and every expert of one layer."""
+    """Return the tensors of one layer's router and experts."""
     assert config.experts is not None
     hidden, features = config.hidden_size, config.experts.intermediate_size
     block, gate, up, down = _names(config, layer)
@@ -147,7 +149,7 @@ def _names(config: ModelConfig, layer: int) -> tuple[str, ...]:
 
 
 def pieces_of_shared(reader: ShardReader, config: ExpertsConfig) -> int:
-    """How many experts the one of all tokens is to be; 0: it stays what it is. A calibration wants matrices whole."""
+    """Return the number of bank experts that replace the shared one; 0: keep it whole, as calibration needs."""
     if reader.device.type != "cuda" or reader.on_matrix is not None or config.shared_size % config.intermediate_size:
         return 0
     return config.shared_size // config.intermediate_size
@@ -158,7 +160,7 @@ def _read_shared_gate(reader: ShardReader, config: ExpertsConfig, block: str) ->
 
 
 def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: int, features: Span) -> Expert:
-    """The features [start, end) of one; behind the last one, of a piece of that of all tokens."""
+    """Read the features [start, end) of an expert. Indices past the last are pieces of the shared expert."""
     assert config.experts is not None
     block, gate, up, down = _names(config, layer)
     name, piece = f"{block}.experts.{index}", index - config.experts.num_experts

@@ -1,4 +1,4 @@
-"""The MLP of a dense layer."""
+"""MLP of a dense layer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from engine.weights.checkpoint import Shape
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+    """Gated MLP x + down(silu(gate(norm(x))) * up(norm(x)))."""
 
-    gate_up: Linear  # rows: gate, up
+    # Rows: gate, up.
+    gate_up: Linear
     down: RowParallelLinear
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int | str) -> GatedMLP:
-        """layer: its number, or what it is called where it is none of the model's."""
+        """layer: the layer's index, or a tensor prefix outside the model's layers."""
         name = layer if isinstance(layer, str) else f"model.layers.{layer}.mlp"
         features = reader.parallel.span(config.intermediate_size)
         return cls(
@@ -34,12 +35,12 @@ class GatedMLP:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what is launched depends on the number of tokens only."""
+        """True if launches depend only on the number of tokens."""
         return is_plain(self.gate_up, self.down)
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
-    """The tensors of one layer's MLP."""
+    """Return the tensors of one layer's MLP."""
     hidden, features = config.hidden_size, config.intermediate_size
     tensors: dict[str, Shape] = {}
     for name, shape in (

@@ -1,4 +1,4 @@
-"""A decoder layer with multi-head latent attention: DeepSeek-V2 and V3. See engine/attention/latent_heads.py."""
+"""Decoder layer with multi-head latent attention (DeepSeek-V2 and V3); see engine/attention/latent_heads.py."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from engine.weights.checkpoint import Shape, Span
 
 # T tokens, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row, N nope_dim, W value_dim
 
-_EPS = 1e-6  # of the norms inside attention, whatever the config says of the others
+# Epsilon of the norms inside attention; the config's value applies to the other norms only.
+_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class LatentLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)). Ranks share the heads; each of them makes, and keeps, all rows."""
+    """Layer x + attention(norm(x)), then x + mlp(norm(x)). Heads are split over ranks; every rank stores all rows."""
 
     index: int
     head_dim: int
     input_norm: RMSNorm
     row_dim: int
-    down: Linear  # outputs: short rows that queries are made from, or these themselves; then latent, key
+    # Outputs: low-rank queries (or full queries), then latent and key.
+    down: Linear
     query_norm: RMSNorm | None
     query_up: Linear | None
     latent_norm: RMSNorm
@@ -67,7 +69,7 @@ class LatentLayer:
         )
 
     def store(self, x: Residual, heads: LatentHeads) -> Tensor:
-        """Put the tokens' rows into the pool. Returns the queries (T, H, D)."""
+        """Write the tokens' rows to the pool. Returns the queries (T, H, D)."""
         q_TO, row_TJ = x.into(self.down, norm=self.input_norm).tensor_split((-self.row_dim,), dim=-1)
         if self.query_up is not None:
             q_TO = self.query_up(q_TO, before=self.query_norm)
@@ -75,7 +77,7 @@ class LatentLayer:
         return heads.store(self.index, q_THD, row_TJ, norm=self.latent_norm, expansion=self.expansion)
 
     def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, rotation: Rotation) -> None:
-        """The same of tokens whose queries nobody asks for: all that is kept of them."""
+        """Write the rows of tokens whose queries are not needed."""
         row_TJ = x.into(self.down, norm=self.input_norm)[:, -self.row_dim :]
         latent_TC, key_TP = row_TJ.tensor_split((-rotation.rope_dim,), dim=-1)
         pool.write_latents(self.index, slots_T, rotation.rows(self.latent_norm(latent_TC.contiguous()), key_TP))
@@ -87,13 +89,13 @@ class LatentLayer:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what is launched depends on shapes only."""
+        """True if launches depend only on shapes."""
         is_short_plain = self.query_up is None or is_plain(self.query_up)
         return is_short_plain and is_plain(self.down, self.output) and self.mlp.is_fixed
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
-    """The tensors of one layer, without its MLP."""
+    """Return the tensors of one layer, without its MLP."""
     assert config.latent is not None
     hidden, latent, heads = config.hidden_size, config.latent, config.num_q_heads
     attention: dict[str, Shape] = {
@@ -126,13 +128,14 @@ def _read_down(reader: ShardReader, config: ModelConfig, attention: str, q_rows:
     row, query_dim = f"{attention}.kv_a_proj_with_mqa", config.latent.query_dim
     query = {f"{attention}.q_a_proj": (0, query_dim)} if query_dim else {f"{attention}.q_proj": q_rows}
     down = reader.linear(query | {row: (0, config.kv_dim)}, has_bias=config.has_qkv_bias and bool(query_dim))
-    if config.has_qkv_bias and not query_dim:  # which queries do not have
+    # The bias covers the latent row only: pad it with zeros for the queries.
+    if config.has_qkv_bias and not query_dim:
         down = replace(down, bias_O=F.pad(reader.tensor(f"{row}.bias"), (q_rows[1] - q_rows[0], 0)))
     return down
 
 
 def _read_expansion(reader: ShardReader, config: ModelConfig, name: str) -> Expansion:
-    """This rank's heads. As plain numbers, however they are stored: they are multiplied from both sides."""
+    """Read this rank's heads, dequantized, because they are multiplied from both sides."""
     assert config.latent is not None
     latent, (first, end) = config.latent, reader.parallel.span(config.num_q_heads)
     width = latent.nope_dim + latent.value_dim

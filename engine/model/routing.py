@@ -1,4 +1,4 @@
-"""A layer's router: see kernels/router.py, and for many tokens kernels/expert_choice.py."""
+"""Expert router of a layer; see kernels/moe/expert_router.py, and for many tokens kernels/moe/top_k.py."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, new_coun
 from engine.kernels.moe.top_k import ChoiceRule, choose_experts
 from engine.layers.shards import ShardReader
 
-# T tokens, E hidden_size, X experts to choose from, L logits: X, and one more where experts of all tokens are weighed
+# T tokens, E hidden_size, X experts to choose from, L logits: X, plus one if shared experts are weighed
 
 
 @dataclass(frozen=True)
 class Routing:
-    """One layer's router."""
+    """Router of one layer."""
 
-    weight_LE: Tensor  # of the model's dtype; where logits are exact, on a CPU fp32
-    bias_X: Tensor | None  # fp32
+    # In the model's dtype; fp32 on a CPU if logits are exact.
+    weight_LE: Tensor
+    # fp32
+    bias_X: Tensor | None
     counters: Tensor
-    is_exact: bool  # whether logits are products in fp32, whatever the model's dtype
+    # True if logits are computed in fp32 for any model dtype.
+    is_exact: bool
     rule: ChoiceRule
 
     @classmethod
@@ -36,8 +39,11 @@ class Routing:
         num_shared: int = 0,
         shared_gate_1E: Tensor | None = None,
     ) -> Routing:
-        """name: the router's, without `.weight`. num_shared: experts of all tokens, behind the others in the bank.
-        shared_gate: what weighs them."""
+        """Read a router.
+
+        name: tensor name without `.weight`. num_shared: pieces of the shared expert, last in the bank. shared_gate:
+        gate that weighs them.
+        """
         bias_X = reader.checkpoint.read(f"{name}.e_score_correction_bias") if config.scores == "sigmoid" else None
         rule = ChoiceRule(
             num_choices=config.num_per_token,
@@ -62,14 +68,14 @@ class Routing:
         )
 
     def __call__(self, x_TE: Tensor) -> RoutedTokens:
-        """The experts of each token, best first, and their weights."""
+        """Return the experts of each token, best first, and their weights."""
         if len(x_TE) <= MOST_TOKENS:
             return route(x_TE, self.weight_LE, self.bias_X, self.counters, self.rule, is_exact=self.is_exact)
         return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule))
 
     def _logits(self, x_TE: Tensor) -> Tensor:
-        """(T, L) in x's dtype, or in fp32."""
+        """Return the logits (T, L), in x's dtype or fp32."""
         if self.is_exact and x_TE.is_cuda and x_TE.dtype != torch.float32:
-            # Products of two numbers of 16 bits are exact in fp32, in which they are summed.
+            # Products of two 16-bit numbers are exact in fp32, which also accumulates them.
             return torch.mm(x_TE, self.weight_LE.T, out_dtype=torch.float32)
         return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE)

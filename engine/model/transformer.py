@@ -1,7 +1,7 @@
-"""The models that we serve: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3; with experts in the place of MLPs
-(experts.py) Mixtral, Qwen2-MoE, Qwen3-MoE; with latent attention (latent_layer.py) DeepSeek-V2 and V3.
+"""Transformer models: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3; with experts (experts.py) Mixtral,
+Qwen2-MoE, Qwen3-MoE; with latent attention (latent_layer.py) DeepSeek-V2 and V3.
 
-The families differ in their configs only: biases, a norm on queries and keys, sliding windows, rotary scaling.
+The families differ only in their configs: biases, norms on queries and keys, sliding windows, rotary scaling.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
 from engine.weights.checkpoint import Shape, check_tensors
 
-# T tokens of the step, R rows whose logits are wanted, E hidden_size, H query heads of this rank, D head_dim,
-# F half of its rotated part, V vocabulary, S positions that are scored, N of them in a slice
+# T tokens of the step, R rows with logits, E hidden_size, H query heads of this rank, D head_dim, F half of its rotated
+# part, V vocabulary, S scored positions, N of them per slice
 
-MIN_TOKENS = 64  # of a step that FlashInfer is asked about: planning takes the host as long as launching does
-SLICE_BYTES = 32 << 20  # of logits; a long chunk's would not fit beside the pool
+# Smallest step for FlashInfer: its planning on the host takes as long as launching the step.
+MIN_TOKENS = 64
+# Logits per slice; those of a long chunk would not fit beside the pool.
+SLICE_BYTES = 32 << 20
 
 OnLayer = Callable[[int], None]
 OnLogits = Callable[[Tensor], None]
@@ -52,37 +54,38 @@ HeadsT = TypeVar("HeadsT", contravariant=True)
 
 
 class Layer(Protocol[HeadsT]):
-    """One layer of a model, in two halves. HeadsT: what computes between them, of one step."""
+    """One layer of a model, in two halves. HeadsT: attention backend of one step."""
 
     @property
     def index(self) -> int: ...
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what is launched depends on shapes only."""
+        """True if launches depend only on shapes."""
         ...
 
     def store(self, x: Residual, heads: HeadsT) -> Tensor:
-        """Put what is kept of the tokens into the pool. Returns the queries (T, H, D)."""
+        """Write the tokens' KV to the pool. Returns the queries (T, H, D)."""
         ...
 
     def finish(self, x: Residual, q_THD: Tensor, heads: HeadsT) -> None:
-        """Attend, and all the rest."""
+        """Compute the rest of the layer, attention included."""
         ...
 
 
 class Transformer:
-    """One rank's share of a model, and the forward pass."""
+    """One rank's share of a model, with the forward pass."""
 
     def __init__(self, config: ModelConfig, reader: ShardReader, layout: KVLayout, *, on_read: OnLayer) -> None:
-        """Reads the weights; `on_read` is told each layer that is there. Raises SpecError if they do not fit."""
+        """Read the weights and call `on_read` after each layer. Raises SpecError if tensors do not match the config."""
         found = reader.checkpoint.shapes
         check_tensors(found, expected_tensors(config), optional=_optional_tensors(config, found))
         self._config = config
         self._parallel = reader.parallel
         self._kernels = reader.kernels
         self._embedding = reader.embedding("model.embed_tokens", config.vocab_size)
-        self._layers: list[DecoderLayer] = []  # these, or those
+        # Exactly one of these two lists is filled.
+        self._layers: list[DecoderLayer] = []
         self._latent_layers: list[LatentLayer] = []
         for index in range(config.num_layers):
             if config.latent:
@@ -101,10 +104,11 @@ class Transformer:
         if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        # Of a strip (engine/kernels/attention/query_groups.py). Queries of latents fill a tile each.
+        # Per query group (engine/kernels/attention/query_groups.py). Latent attention fills a tile with one query.
         self.most_queries = 1 if config.latent else most_queries(q_end - q_first, layout.heads_per_rank)
         self._flashinfer: FlashInfer | None = None
-        self._way = KERNELS  # in which long rows are attended to
+        # Backend for long rows.
+        self._way = KERNELS
         if reader.kernels and reader.measured and not config.latent:
             self._way = quickest_way(reader.kernels, layout, q_end - q_first, reader.measured)
 
@@ -116,10 +120,10 @@ class Transformer:
         on_logits: OnLogits | None = None,
         aux_hidden_states: AuxHiddenStates | None = None,
     ) -> Tensor:
-        """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is, `on_logits` the
-        logits (N, V) of the positions that are scored, slice by slice, and `aux_hidden_states` the hidden states that
-        it wants.
+        """Compute a step and write its KV to the pool.
 
+        `on_layer` is called after each layer's KV is written. `on_logits` is called with the logits (N, V) of scored
+        positions, slice by slice. `aux_hidden_states` collects hidden states.
         Returns the logits (R, V) in fp32, on every rank.
         """
         device = pool.device
@@ -178,10 +182,10 @@ class Transformer:
         aux_hidden_states: AuxHiddenStates | None = None,
         others: Callable[[Heads], Heads] | None = None,
     ) -> Tensor:
-        """The same of a batch that is on the device, by the GPU's kernels (on a CPU: their references). others: makes
-        of our heads those that are to be used.
+        """Compute a step whose batch is on the device, with the GPU kernels (on a CPU: their references).
 
-        Where `hindrance` knows of none, nothing here waits for the device, or depends on a number that is there.
+        others: replaces the attention backend. If `hindrance` is None, nothing here waits for the device or depends on
+        values there.
         """
         x_TE = self._embedding(batch.token_ids_T)
         if aux_hidden_states is not None:
@@ -200,7 +204,7 @@ class Transformer:
         return self.logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
 
     def choose_prompt_heads(self, pool: KVPool) -> None:
-        """Find out who is quickest with prompts over this pool, on a GPU."""
+        """Choose the fastest prompt-attention backend for this pool, on a GPU."""
         config = self._config
         if (
             config.latent
@@ -212,25 +216,25 @@ class Transformer:
         self._flashinfer = find_flashinfer(pool, num_q_heads=end - first, dtype=self._norm.weight.dtype)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """(T, E)"""
+        """Return the embeddings (T, E)."""
         return self._embedding(token_ids_T)
 
     def normed(self, x_RE: Tensor) -> Tensor:
-        """What the last layer leaves, as the head reads it: (R, E)."""
+        """Apply the final norm to the last layer's output: (R, E)."""
         return self._norm(x_RE)
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Of what the last layer leaves, not normed: (R, V) in fp32, on every rank."""
+        """Compute logits from the last layer's output before the norm: (R, V) in fp32, on every rank."""
         if self._compiled_head and self._compiled_head.is_quickest(len(x_RE)):
             return self._compiled_head(x_RE.contiguous())
         return self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size).float()
 
     def head(self, x_RE: Tensor) -> Tensor:
-        """Of what has been normed: (R, V) in fp32, on every rank."""
+        """Compute logits from normed states: (R, V) in fp32, on every rank."""
         return self._parallel.all_gather(self._head(x_RE), self._config.vocab_size).float()
 
     def without(self, layers: Collection[int]) -> Transformer:
-        """The same weights, but for some layers: their KV is neither read nor written."""
+        """Return a model that shares the weights but skips some layers, whose KV is neither read nor written."""
         part = copy(self)
         part._layers = [layer for layer in self._layers if layer.index not in layers]
         part._latent_layers = [layer for layer in self._latent_layers if layer.index not in layers]
@@ -239,17 +243,17 @@ class Transformer:
 
     @property
     def hindrance(self) -> str | None:
-        """Why `compute` cannot be recorded and launched again as it was; None where it can.
+        """Reason that `compute` cannot be captured in a CUDA graph; None if it can.
 
-        The ranks of a gang record the same steps in the same order, their sums (NCCL's) among the kernels.
+        All ranks of a gang capture the same steps in the same order, including the NCCL kernels.
         """
         layers: Sequence[DecoderLayer | LatentLayer] = self._layers or self._latent_layers
         if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
-            return "its experts are called one by one, or spread over ranks, or matrices are widened as they are used"
+            return "experts are computed one by one or spread over ranks, or matrices are dequantized per product"
         return None
 
     def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:
-        """on_logits: None on a rank whose share of the vocabulary is all that is wanted of it."""
+        """Compute scored positions in slices. on_logits: None on ranks that only contribute their vocabulary share."""
         num_rows = max(1, SLICE_BYTES // (4 * self._config.vocab_size))
         for scored_NE in torch.split(scored_SE, num_rows):
             logits_NV = self.logits(scored_NE)
@@ -257,7 +261,7 @@ class Transformer:
                 on_logits(logits_NV)
 
     def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
-        """All layers at once, where nothing lies between their calls that is not a CPU kernel."""
+        """Return the compiled layers, or None if a step needs more than CPU kernels."""
         if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
             if can_compile(self._layers):
                 self._compiled = CompiledLayers(self._kernels, self._layers, pool, by_tiles=self._way == TILES)
@@ -271,7 +275,7 @@ def _pass(
     on_layer: OnLayer | None,
     aux_hidden_states: AuxHiddenStates | None,
 ) -> Tensor:
-    """Through all layers: (T, E)."""
+    """Run all layers: (T, E)."""
     for layer in layers:
         if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
             aux_hidden_states.note(layer.index, x.total())
@@ -285,7 +289,7 @@ def _pass(
 
 
 def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:
-    """The name and shape of every tensor of the checkpoint."""
+    """Return the name and shape of every tensor of the checkpoint."""
     hidden = config.hidden_size
     tensors: dict[str, Shape] = {}
     for index in range(config.num_layers):
@@ -298,7 +302,7 @@ def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:
 
 
 def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
-    """What may be there and is not read: a tied head, and layers past the last, which predict further tokens."""
+    """Return tensors that may exist but are not read: a tied head, and multi-token-prediction layers past the last."""
     is_past_the_last = re.compile(r"model\.layers\.(\d+)\.").match
     layers = {name: int(match[1]) for name in found if (match := is_past_the_last(name))}
     optional = {name for name, layer in layers.items() if layer >= config.num_layers} if config.latent else set()

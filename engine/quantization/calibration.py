@@ -1,4 +1,4 @@
-"""What the matrices of a model are multiplied with when it reads a text: what rounding wants to know."""
+"""Calibration statistics: Gram matrices of the inputs of a model's matrices over a text."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from engine.weights.open_checkpoint import open_checkpoint
 
 _BLOCK_SIZE = 16
 _DTYPE = "float32"
-_PROMPT, _TOKENS = 256, 8192  # several times as many tokens as a matrix has inputs would be better, and slower
+# More tokens, several times a matrix's inputs, would be more accurate but slower.
+_PROMPT, _TOKENS = 256, 8192
 
 
 def inputs_of_text(model_dir: Path, text: str) -> dict[str, Tensor]:
-    """As `inputs_of`, over the first tokens of a text. Raises SpecError if it is too short to say anything."""
+    """Return `inputs_of` over the first tokens of a text. Raises SpecError if the text is too short."""
     ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     prompts = [ids[start : start + _PROMPT] for start in range(0, min(len(ids), _TOKENS), _PROMPT)]
     if len(ids) < _PROMPT:
-        raise SpecError(f"a text to calibrate with needs {_PROMPT} tokens or more; this one has {len(ids)}")
+        raise SpecError(f"the calibration text has {len(ids)} tokens; at least {_PROMPT} are needed")
     return inputs_of(model_dir, prompts)
 
 
 def inputs_of(model_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """The sum of x x^T, (I, I) fp32, over each matrix's inputs while prompts are read; by names without `.weight`.
+    """Return the sum of x x^T, (I, I) fp32, over each matrix's inputs; keyed by tensor name without `.weight`.
 
-    On the CPU, in fp32. Every distinct input has such a sum, together twice the model's size and more.
+    Runs on the CPU in fp32. The sums take at least twice the memory of the model.
     """
     config = model_config.load(model_dir)
     layout = EngineConfig(model_dir=model_dir, dtype=_DTYPE, block_size=_BLOCK_SIZE).layout()
-    device, seen = torch.device("cpu"), _Seen({})
+    device, observer = torch.device("cpu"), _InputObserver({})
     reader = ShardReader(
-        open_checkpoint(model_dir), TensorParallel(), getattr(torch, _DTYPE), device, on_matrix=seen.observe
+        open_checkpoint(model_dir), TensorParallel(), getattr(torch, _DTYPE), device, on_matrix=observer.observe
     )
     with torch.inference_mode():
         model = Transformer(config, reader, layout, on_read=lambda layer: None)
@@ -56,11 +57,13 @@ def inputs_of(model_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Te
         for prompt in prompts:
             row = Row(token_ids=prompt, start=0, blocks=range(pool.num_blocks), num_logits=0)
             model(Batch.of([row], block_size=_BLOCK_SIZE), pool, lambda layer: None)
-    return {name: matrix.gram_II for name, matrix in seen.matrices.items() if matrix.gram_II is not None}
+    return {name: matrix.gram_II for name, matrix in observer.matrices.items() if matrix.gram_II is not None}
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _InputObserver:
+    """Matrices observed so far, by tensor name."""
+
     matrices: dict[str, _Observed]
 
     def observe(self, names: Sequence[str], matrix: Matrix) -> Matrix:
@@ -71,7 +74,7 @@ class _Seen:
 
 @dataclass
 class _Observed:
-    """Implements engine.layers.layers.Matrix."""
+    """Matrix that accumulates the Gram matrix of its inputs. Implements engine.layers.layers.Matrix."""
 
     matrix: Matrix
     gram_II: Tensor | None = None

@@ -1,8 +1,7 @@
-"""Rounding a matrix to few bits so that its products, not its numbers, stay close.
+"""Rounding of a matrix that keeps its products accurate, rather than its numbers.
 
-Column after column is rounded, and what that does to the products is made good by the columns that are still to come,
-as far as inputs go together (Frantar et al. 2022, "GPTQ", arXiv:2210.17323). `gram` says how they do: the sum of x x^T
-over inputs x that were seen, (I, I).
+Columns are rounded one after another. Each column's error is compensated in the remaining columns, as far as inputs
+correlate (Frantar et al. 2022, "GPTQ", arXiv:2210.17323). `gram` is the sum of x x^T over calibration inputs x, (I, I).
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ from torch import Tensor
 
 # O outputs, I inputs, B columns of a block
 
-_BLOCK = 128  # columns whose corrections to later ones are added up before they are made
-_DAMPING = 0.01  # of the mean of gram's diagonal, added to it: directions that were hardly seen
+# Columns rounded before their corrections are applied to later columns.
+_BLOCK = 128
+# Added to gram's diagonal, relative to its mean, for directions with few observations.
+_DAMPING = 0.01
 
-RoundColumn = Callable[[Tensor, int], Tensor]  # numbers (O,) of column i -> the nearest numbers that there are
+# Rounds the numbers (O,) of column i to the nearest representable ones.
+RoundColumn = Callable[[Tensor, int], Tensor]
 
 
 def round_with_compensation(weight_OI: Tensor, gram_II: Tensor, round_column: RoundColumn) -> Tensor:
-    """The numbers (O, I) fp32 that stand for the matrix, each as round_column has made it."""
+    """Round the matrix column by column with `round_column`, compensating errors. Returns (O, I) fp32."""
     left_OI = weight_OI.float().clone()
     factor_II = _factor(gram_II)
     rounded_OI = torch.empty_like(left_OI)
@@ -38,9 +40,10 @@ def round_with_compensation(weight_OI: Tensor, gram_II: Tensor, round_column: Ro
 
 
 def _factor(gram_II: Tensor) -> Tensor:
-    """U, upper triangular, with U^T U = gram^-1: row i says how column i's error is passed on."""
+    """Return upper triangular U with U^T U = gram^-1. Row i distributes column i's error."""
     wide_II = gram_II.double()
-    damping = _DAMPING * float(wide_II.diagonal().mean()) or 1.0  # nothing was seen: plain rounding
+    # An empty gram falls back to plain rounding.
+    damping = _DAMPING * float(wide_II.diagonal().mean()) or 1.0
     wide_II = wide_II + damping * torch.eye(len(wide_II), dtype=torch.float64)
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(wide_II))
     factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)

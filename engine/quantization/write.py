@@ -1,4 +1,4 @@
-"""A quantised checkpoint from another one: the matrices of the layers in 8 bits, everything else as it was."""
+"""Writer of 8-bit checkpoints: quantizes the matrices of the layers and copies everything else."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ from engine.weights.open_checkpoint import open_checkpoint
 _BLOCK = 128
 _FILE_BYTES = 4 << 30
 _FP8_MOST = MOST[torch.float8_e4m3fn]
-_MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # of attention, MLPs and experts
+# Matrices of attention, MLPs and experts.
+_MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
-_Parts = dict[str, Tensor]  # by suffix
+# By suffix of the tensor name.
+_Parts = dict[str, Tensor]
 
 
 def fp8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:
-    """e4m3 with one fp32 scale per block of 128 x 128; blocks at the edges may be smaller.
+    """Quantize to e4m3 with one fp32 scale per block of 128 x 128; blocks at the edges may be smaller.
 
-    gram: of the matrix's inputs, see round_with_compensation; None: every number to its nearest.
+    gram: Gram matrix of the inputs, see round_with_compensation; None rounds each number to nearest.
     """
     num_outputs, num_inputs = weight_OI.shape
     wide = pad(weight_OI.float(), (0, -num_inputs % _BLOCK, 0, -num_outputs % _BLOCK))
@@ -52,7 +54,7 @@ def _to_fp8(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def int8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:
-    """int8 with one fp32 scale per output, symmetric. gram: as for fp8_parts."""
+    """Quantize to int8 with one fp32 scale per output, symmetric. gram: as for fp8_parts."""
     wide = weight_OI.float()
     scales_O1 = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(2.0**-120)
     if gram_II is not None:
@@ -91,21 +93,20 @@ _FORMATS: dict[str, tuple[_Quantize, dict[str, Any]]] = {
 def quantize_checkpoint(
     model_dir: Path, into: Path, kind: str, *, grams: Mapping[str, Tensor] = MappingProxyType({})
 ) -> None:
-    """Write a checkpoint of `kind` ("fp8" or "int8") that this engine and others read, with tokenizer and configs.
+    """Write a checkpoint of `kind` ("fp8" or "int8") in a public format, with tokenizer and configs.
 
-    into: a directory that does not exist yet. grams: what was seen of the matrices' inputs (calibration.inputs_of);
-    matrices that it does not name are rounded number by number. Holds one file's tensors in memory (up to 4 GiB).
-    Raises SpecError.
+    into: a new directory. grams: Gram matrices of inputs (calibration.inputs_of); matrices not in it are rounded to
+    nearest. Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
     """
     if kind not in _FORMATS:
-        raise SpecError(f"{kind} is no format to quantise to; choose one of {', '.join(_FORMATS)}")
+        raise SpecError(f"unknown quantization format {kind!r}; choose one of {', '.join(_FORMATS)}")
     config = json.loads((model_dir / "config.json").read_text())
     if config.get("quantization_config"):
-        raise SpecError(f"{model_dir} is quantised already; begin with the unquantised checkpoint")
+        raise SpecError(f"{model_dir} is already quantized; use the unquantized checkpoint")
     try:
         into.mkdir(parents=True)
     except FileExistsError:
-        raise SpecError(f"{into} is there already") from None
+        raise SpecError(f"{into} already exists") from None
     quantize, description = _FORMATS[kind]
     for file in model_dir.glob("*"):
         if file.is_file() and file.suffix not in (".safetensors", ".gguf") and ".index." not in file.name:

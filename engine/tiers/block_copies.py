@@ -1,10 +1,10 @@
-"""Whole blocks between a rank's pool and the memory of its machine, beside what is computed.
+"""Copies of whole blocks between a rank's pool and host memory, overlapped with compute.
 
-    save   pool ──gathered, where steps are computed──> staging ──on the lane down──> a row of the host's
-    load   a row of the host's ──on the lane up──> staging ──on the lane up──> pool
+    save   pool ──gather, on the compute stream──> staging ──down stream──> host row
+    load   host row ──up stream──> staging ──up stream──> pool
 
-Gathering takes a device microseconds, the way over the bus as long as a step: so a block may be written again as soon
-as it was gathered, and no step waits for the bus, unless more is saved than the bus carries.
+A gather takes microseconds and the bus transfer takes as long as a step. A block may be overwritten right after its
+gather, and no step waits for the bus unless saves exceed its bandwidth.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from engine.kv.pool import KVPool
 from engine.runner import streams
 from engine.runner.streams import Event
 
-BATCH = 16  # blocks at a time
+# Blocks per copy.
+BATCH = 16
 
 
 class BlockCopies:
-    """`save` belongs to the thread that computes, `load` to the one that loads."""
+    """Block copies of one rank. The compute thread calls `save`, the loader thread calls `load`."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -33,8 +34,10 @@ class BlockCopies:
         self._going_up = _Staging(pool)
 
     def save(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> Event:
-        """Copy up to BATCH blocks to rows of the host, (block_bytes,) uint8 each. What the caller starts from now on
-        may write to the blocks; the rows have their content when the event has come."""
+        """Copy up to BATCH blocks to host rows, each (block_bytes,) uint8.
+
+        Work that the caller starts afterwards may overwrite the blocks. The rows are valid once the event completes.
+        """
         staging = next(self._going_down)
         staging.emptied.hold_up()
         staged_BN = staging.rows_BN[: len(blocks)]
@@ -48,7 +51,7 @@ class BlockCopies:
         return staging.emptied
 
     def load(self, rows: Sequence[Tensor], blocks: Sequence[int], *, behind: Event) -> None:
-        """Copy up to BATCH rows to blocks, behind what these were used for before; returns when they are there."""
+        """Copy up to BATCH rows to blocks after the event `behind`; returns when the copy is complete."""
         staged_BN = self._going_up.rows_BN[: len(rows)]
         with self._up.entered():
             for row, staged in zip(rows, staged_BN, strict=True):
@@ -60,6 +63,9 @@ class BlockCopies:
 
 
 class _Staging:
+    """Device buffer of one batch."""
+
     def __init__(self, pool: KVPool) -> None:
         self.rows_BN = torch.empty((BATCH, pool.layout.block_bytes), dtype=torch.uint8, device=pool.device)
-        self.emptied = streams.streams_of(pool.device).mark()  # when it may be filled again
+        # Completes when the buffer may be filled again.
+        self.emptied = streams.streams_of(pool.device).mark()

@@ -1,4 +1,4 @@
-"""A KV block as a file: a header that says what it is, and the bytes of the pool.
+"""File format of a KV block: a signed header and the bytes of the pool.
 
     0   8   magic
     8   4   version of this format
@@ -6,13 +6,12 @@
     16  16  fingerprint of the layout    weights, layers, heads, block size, dtype
     32  4   tensor parallelism
     36  16  prefix hash
-    52  32  seal of the payload          HMAC-SHA256, of the prefix hash and the bytes
-    84  32  seal of all this             HMAC-SHA256
+    52  32  signature of the payload     HMAC-SHA256 over the prefix hash and the bytes
+    84  32  signature of the header      HMAC-SHA256
     116     payload, as KVPool.copy_out makes it
 
-All numbers little-endian. A file that is not exactly that is none of ours. Nor is one that was sealed with another key:
-who can write files here, but not read the key beside them (engine/tiers/directory_lock.py), can make us miss a block
-and no more.
+All numbers are little-endian. Files that differ from this, or are signed with another key, are rejected. An attacker
+who can write files here but cannot read the key beside them (engine/tiers/directory_lock.py) can only cause misses.
 """
 
 from __future__ import annotations
@@ -40,11 +39,12 @@ _MAGIC = b"KVBLOCK\n"
 
 @dataclass(frozen=True)
 class Stamp:
-    """What the bytes of one rank must be for another life of that rank to use them."""
+    """Layout, rank and key that a block file must match to be reused by a later process of the same rank."""
 
     layout: KVLayout
     rank: int
-    key: bytes = field(repr=False)  # 32 bytes, of whoever owns the directory
+    # 32 bytes, stored in the directory's root.
+    key: bytes = field(repr=False)
 
     @property
     def payload_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Stamp:
         return fields + sign(self.key, b"header", fields)
 
     def read_header(self, data: bytes) -> Header | None:
-        """None if this is no header of ours."""
+        """Parse and verify a header. Returns None if it does not match."""
         fields, shown = data[: _FIELDS.size], data[_FIELDS.size :]
         if len(data) != _HEADER_BYTES or not is_signed(shown, self.key, b"header", fields):
             return None
@@ -63,7 +63,7 @@ class Stamp:
         return Header(prefix_hash, payload_signature) if tuple(ours) == self._ours else None
 
     def has_signed(self, header: Header, payload: memoryview) -> bool:
-        """Whether this is the payload that the header was written for."""
+        """Return True if the header's payload signature matches `payload`."""
         return is_signed(header.payload_signature, self.key, b"payload", header.prefix_hash, payload)
 
     @property
@@ -73,21 +73,22 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself, and has proved."""
+    """Verified header of a block file."""
 
     prefix_hash: bytes
     payload_signature: bytes
 
 
 def write_block(path: Path, stamp: Stamp, prefix_hash: bytes, payload: Tensor) -> None:
-    """Write a block whole, or not at all. payload: (block_bytes,) uint8 on the CPU, contiguous. Raises OSError.
+    """Write a block atomically. payload: (block_bytes,) uint8 on the CPU, contiguous. Raises OSError.
 
-    It is not synced: what a power failure leaves is seen by its seal. Nobody else may read it.
+    Not synced: the signature detects a torn file after a power failure. The file mode is 0600.
     """
     header = stamp.header(prefix_hash, payload)
     partial = path.with_suffix(".part")
     try:
-        partial.unlink(missing_ok=True)  # what a killed process has left, or somebody else has put there
+        # Left by a killed process, or placed by another user.
+        partial.unlink(missing_ok=True)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb", buffering=0):
             for data in (header, payload.numpy().data):
@@ -100,7 +101,7 @@ def write_block(path: Path, stamp: Stamp, prefix_hash: bytes, payload: Tensor) -
 
 
 def read_block(path: Path, stamp: Stamp, prefix_hash: bytes) -> Tensor | None:
-    """The payload, (block_bytes,) uint8; None unless the file is whole and holds this very block. Raises OSError."""
+    """Return the payload, (block_bytes,) uint8; None if the file is damaged or holds another block. Raises OSError."""
     with _open(path) as file:
         if os.fstat(file.fileno()).st_size != _HEADER_BYTES + stamp.payload_bytes:
             return None
@@ -113,7 +114,7 @@ def read_block(path: Path, stamp: Stamp, prefix_hash: bytes) -> Tensor | None:
 
 
 def read_hash(path: Path, stamp: Stamp) -> bytes | None:
-    """Which block the file holds, by its header and size alone; None if it is none of ours. Raises OSError."""
+    """Return the prefix hash in the file's header, or None if header or size do not match. Raises OSError."""
     with _open(path) as file:
         header = stamp.read_header(file.read(_HEADER_BYTES))
         size = os.fstat(file.fileno()).st_size
@@ -121,7 +122,7 @@ def read_hash(path: Path, stamp: Stamp) -> bytes | None:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Raises OSError, also for a link to elsewhere, and never waits for what is no file."""
+    """Open for reading. Raises OSError, also for symbolic links; does not block on FIFOs or devices."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     return cast(BinaryIO, os.fdopen(descriptor, "rb", buffering=0))
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells every rank to do with its lower tiers, and what a rank answers."""
+"""Commands from rank 0 to every rank for its lower tiers, and the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.types.tier import Tier
 
 
 class Spill(NamedTuple):
-    """An order to copy one block from the host to the disk."""
+    """Command to copy one block from host to disk."""
 
     source: int  # place
     target: int  # place
@@ -17,7 +17,7 @@ class Spill(NamedTuple):
 
 
 class Save(NamedTuple):
-    """An order to copy one block from the device to the uppermost tier below it."""
+    """Command to copy one block from the device to the first tier below it."""
 
     tier: Tier
     block: int
@@ -26,17 +26,18 @@ class Save(NamedTuple):
 
 
 class LoadSource(NamedTuple):
-    """Where one block is loaded from, and where to."""
+    """Source and target of one block to load."""
 
     tier: Tier
     place: int
     prefix_hash: bytes
-    block: int  # on the device, to be filled
+    # Target on the device.
+    block: int
 
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """An order to load blocks back to the device, one after the other, as far as it goes."""
+    """Command to load blocks to the device in order, stopping at the first that is missing."""
 
     id: int
     sources: list[LoadSource]
@@ -44,7 +45,7 @@ class LoadOrder:
 
 @dataclass
 class TierOrders:
-    """Carried out in this order: spills, then saves, then loads."""
+    """Commands for one step, executed in this order: spills, saves, loads."""
 
     spills: list[Spill] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -56,9 +57,10 @@ class TierOrders:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came of a load on one rank."""
+    """Result of a load on one rank."""
 
     id: int
-    num_blocks: int  # leading blocks that are in the pool now
+    # Leading blocks that are now in the pool.
+    num_blocks: int
     num_bytes: dict[Tier, int]
     seconds: dict[Tier, float]

@@ -1,12 +1,12 @@
-"""A directory for one rank's blocks, which is nobody else's as long as the process lives.
+"""Exclusive directory for one rank's block files, locked while its process lives.
 
-    <root>/key                       seals the blocks; 32 bytes
-    <root>/<claim>/rank-<k>/         block files
-    <root>/<claim>/rank-<k>.lock     locked by the process that uses them
+    <root>/key                      key that signs the blocks; 32 bytes
+    <root>/<slot>/rank-<k>/         block files
+    <root>/<slot>/rank-<k>.lock     locked by the process that uses them
 
-A replica takes over the blocks of one that has ended on its node, whatever that was called; `root` is for replicas of
-one deployment and role. All ranks of a replica use the same claim: rank 0 chooses it. Blocks outlive replicas and
-deployments, so their key is not a deployment's: it lies where they lie. All of it is for its owner's eyes alone.
+A replica takes over the blocks of an ended replica on its node, whatever its name. `root` is shared by the replicas of
+one deployment and role. All ranks of a replica use the slot that rank 0 chooses. Blocks outlive deployments, so their
+key is stored beside them instead of in the deployment. Only the owner can read any of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class DirectoryLock:
-    """Held until it is released, or the process has ended."""
+    """Lock on one rank's directory. Held until `release` or the end of the process."""
 
     name: str
     directory: Path
@@ -38,8 +38,10 @@ class DirectoryLock:
 
 
 def open_key(root: Path) -> bytes:
-    """The key of all blocks below `root`; made by whoever comes first. Raises OSError, PermissionError where somebody
-    else could have read it."""
+    """Return the key of all blocks below `root`; the first caller creates it.
+
+    Raises OSError, and PermissionError if other users could have read it.
+    """
     _make_private(root)
     path = root / _KEY_FILE
     with suppress(FileExistsError):
@@ -49,12 +51,12 @@ def open_key(root: Path) -> bytes:
         status = os.fstat(descriptor)
         key = file.read(_KEY_BYTES + 1)
     if status.st_uid != os.geteuid() or status.st_mode & 0o077 or len(key) != _KEY_BYTES:
-        raise PermissionError(f"{path} must be a file of {_KEY_BYTES} bytes that its owner alone can read; remove it")
+        raise PermissionError(f"{path} must be a file of {_KEY_BYTES} bytes owned by this user, mode 0600; remove it")
     return key
 
 
 def choose_lock(root: Path, *, replica: str, rank: int = 0) -> DirectoryLock:
-    """A claim that nobody holds, the one used last if there are several; or a new one. Raises OSError."""
+    """Lock the most recently used free slot, or a new one. Raises OSError."""
     _make_private(root)
     for directory in sorted((path for path in root.iterdir() if path.is_dir()), key=_age):
         if found := take_lock(root, name=directory.name, rank=rank):
@@ -63,11 +65,11 @@ def choose_lock(root: Path, *, replica: str, rank: int = 0) -> DirectoryLock:
         name = f"{replica}-{number}" if number else replica
         if not (root / name).exists() and (made := take_lock(root, name=name, rank=rank)):
             return made
-    raise FileExistsError(f"{root}: a thousand claims of {replica}")
+    raise FileExistsError(f"{root}: all 1000 slots of {replica} are locked")
 
 
 def take_lock(root: Path, *, name: str, rank: int) -> DirectoryLock | None:
-    """This very claim; None if somebody holds it. Raises OSError."""
+    """Lock this slot. Returns None if another process holds it. Raises OSError."""
     directory = root / name / f"rank-{rank}"
     _make_private(directory.parent)
     _make_private(directory)
@@ -80,18 +82,19 @@ def take_lock(root: Path, *, name: str, rank: int) -> DirectoryLock | None:
 
 
 def _make_private(directory: Path) -> None:
-    """Be there, ours, and closed to everybody else. Raises OSError."""
+    """Create the directory if needed, and make it private to this user. Raises OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat(follow_symlinks=False)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(f"{directory} must be a directory of the user that serves")
+        raise PermissionError(f"{directory} must be a directory owned by the serving user")
     if status.st_mode & 0o077:
         directory.chmod(0o700)
 
 
 def _write_key(path: Path) -> None:
-    """Whole, or not at all. Raises FileExistsError where there is one."""
-    descriptor, new = tempfile.mkstemp(dir=path.parent)  # 0600
+    """Write a new key atomically. Raises FileExistsError if there is one."""
+    # mkstemp creates the file with mode 0600.
+    descriptor, new = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
@@ -101,6 +104,6 @@ def _write_key(path: Path) -> None:
 
 
 def _age(path: Path) -> float:
-    """Smaller if it was written to later."""
+    """Return a sort key that puts the most recently written slot first."""
     directory = path / "rank-0"
     return -directory.stat().st_mtime if directory.exists() else 0.0

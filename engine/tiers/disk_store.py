@@ -1,4 +1,4 @@
-"""Blocks in files, written behind the back of whoever puts them there."""
+"""Disk tier: block files, written asynchronously."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CLOSE_S = 5.0
 
 
 class DiskStore:
-    """Implements BlockStore: one file per place, in a directory that is this rank's alone.
+    """Implements BlockStore with one file per place, in a directory that belongs to this rank alone.
 
-    A thread of its own first looks through the files of an earlier life (`take_found`), then writes. What does not fit
-    into its queue is dropped, and so is everything until it has looked. A directory that cannot be written to ends the
-    writing for good, with one warning; what is there can still be read.
+    A background thread first scans the files of an earlier process (`take_found`), then writes. `put` drops blocks
+    while the scan runs and when the queue is full. The first write error disables writing, with one warning; existing
+    files stay readable.
     """
 
     def __init__(
@@ -36,15 +36,17 @@ class DiskStore:
         max_queued_bytes: int = _MAX_QUEUED_BYTES,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ended` is called on the thread, when it touches the directory no more."""
+        """ended: called on the writer thread when it no longer touches the directory."""
         self.num_places = num_places
         self.num_dropped = 0
         self._directory = directory
         self._stamp = stamp
         self._max_queued = max(1, max_queued_bytes // stamp.payload_bytes)
-        self._queued: dict[int, tuple[bytes, Tensor]] = {}  # by place, the one under way included
+        # By place, including the block being written.
+        self._queued: dict[int, tuple[bytes, Tensor]] = {}
         self._order: deque[int] = deque()
-        self._changed = threading.Condition()  # guards all of these
+        # Guards all of these.
+        self._changed = threading.Condition()
         self._found: dict[int, bytes] = {}
         self._lost: list[tuple[int, bytes]] = []
         self._has_looked = False
@@ -81,36 +83,36 @@ class DiskStore:
             logger.warning("KV block %s cannot be read: %s", path, error)
             return None
         if payload is None:
-            logger.warning("KV block %s is not the one that was written there, and is deleted", path)
+            logger.warning("deleted KV block %s: content does not match its header", path)
             self._delete(path)
         return payload
 
     @property
     def num_free_in_queue(self) -> int:
-        """How many blocks more would be accepted now."""
+        """Number of further blocks that `put` would accept now."""
         with self._changed:
             is_taking = self._has_looked and self._is_writable
             return self._max_queued - len(self._queued) if is_taking else 0
 
     def take_found(self) -> dict[int, bytes]:
-        """Blocks of an earlier life by place, the oldest first; each is told once."""
+        """Return blocks of an earlier process by place, the oldest first, and clear the list."""
         with self._changed:
             found, self._found = self._found, {}
         return found
 
     def take_lost(self) -> list[tuple[int, bytes]]:
-        """Blocks that were accepted and could not be written; each is told once."""
+        """Return accepted blocks that could not be written, and clear the list."""
         with self._changed:
             lost, self._lost = self._lost, []
         return lost
 
     def wait_until_written(self, *, timeout_s: float) -> bool:
-        """Until nothing is queued, and the files have been looked through; False after `timeout_s`."""
+        """Wait until the scan is done and the queue is empty. Returns False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._has_looked and not self._queued, timeout_s)
 
     def close(self) -> None:
-        """Write what is queued, for some seconds at most, and end."""
+        """Write the queued blocks, for at most _CLOSE_S seconds, and stop the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -138,7 +140,7 @@ class DiskStore:
         self._ended()
 
     def _look(self) -> dict[int, bytes]:
-        """The files of an earlier life, by age; what is none of ours, or has no place here, is deleted."""
+        """Return the valid files of an earlier process, by age; deletes invalid files and those without a place."""
         found: list[tuple[float, int, bytes]] = []
         for path in self._directory.iterdir():
             try:
@@ -159,8 +161,9 @@ class DiskStore:
                 return True
             except OSError as error:
                 self._is_writable = False
-                logger.warning("no more KV blocks are written to %s: %s", self._directory, error)
-        self._delete(self._path(place))  # of what was in its place before
+                logger.warning("stopped writing KV blocks to %s: %s", self._directory, error)
+        # The file of the previous block in this place.
+        self._delete(self._path(place))
         return False
 
     def _path(self, place: int) -> Path:

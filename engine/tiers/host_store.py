@@ -1,4 +1,4 @@
-"""Blocks in the machine's own memory."""
+"""Host tier: blocks in main memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from engine.runner.streams import Event
 
 
 class HostStore:
-    """Implements BlockStore. Its memory is one piece, which is mapped as it is first used; for a CUDA pool all of it is
-    page-locked at once. Raises SpecError where the machine does not do that."""
+    """Implements BlockStore in one allocation that is mapped on first use; for a CUDA pool it is page-locked at once.
+
+    Raises SpecError if the machine cannot page-lock it.
+    """
 
     def __init__(self, *, num_places: int, block_bytes: int, device: torch.device) -> None:
-        """device: of the pool that the blocks come from, and go back to."""
+        """device: device of the pool that the blocks are copied from and to."""
         self.num_places = num_places
         self._rows = lazy_zeros((num_places, block_bytes), torch.uint8)
         self._streams = streams.streams_of(device)
@@ -29,7 +31,7 @@ class HostStore:
         return True
 
     def get(self, place: int, prefix_hash: bytes) -> Tensor | None:
-        """Waits for a device that is still saving it."""
+        """Return the payload; waits for a save in progress."""
         if self._hashes[place] != prefix_hash:
             return None
         if saved := self._saved.get(place):
@@ -37,12 +39,12 @@ class HostStore:
         return self._rows[place]
 
     def row(self, place: int) -> Tensor:
-        """To be filled, in the stead of what was there, and then to be told of by `is_saved`."""
+        """Return the row to overwrite. Its content is invalid until `is_saved`."""
         self._hashes[place] = None
         return self._rows[place]
 
     def is_saved(self, place: int, prefix_hash: bytes, when: Event) -> None:
-        """Its row has this content when the event has come."""
+        """Mark the row as holding this block once the event `when` completes."""
         self._saved[place], self._hashes[place] = when, prefix_hash
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank's lower tiers: it copies what rank 0's table has decided."""
+"""Lower tiers of one rank: executes the copies that rank 0's table decides."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _MAX_DROPPED = 10_000
 
 
 class RankTiers:
-    """`carry_out` belongs to the thread that computes: what goes down is copied there and then, before its block is
-    written again; from a GPU to memory without waiting (engine/tiers/block_copies.py). What comes back does so on a
-    thread of its own, and `on_loaded` is called on that.
+    """Block copies of one rank. The compute thread calls `carry_out`.
+
+    Saves are copied before their block is overwritten; from a GPU to host memory without waiting (see
+    engine/tiers/block_copies.py). A loader thread executes loads and calls `on_loaded`.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class RankTiers:
         stores = {Tier.HOST: host, Tier.DISK: disk}
         self._stores: dict[Tier, BlockStore] = {tier: store for tier, store in stores.items() if store}
         self.on_loaded = on_loaded
-        self._dropped: deque[tuple[Tier, bytes]] = deque(maxlen=_MAX_DROPPED)  # the other ranks are not asked
-        # And what comes before: who had the blocks until now.
+        # Blocks that this rank failed to save. Bounded, because only rank 0 drains it.
+        self._dropped: deque[tuple[Tier, bytes]] = deque(maxlen=_MAX_DROPPED)
+        # Each load with the event that its blocks' previous use ends with.
         self._orders: queue.SimpleQueue[tuple[LoadOrder, Event] | None] = queue.SimpleQueue()
         self._thread = BackgroundThread(self._load_forever, name="kv-load")
         self._thread.start()
@@ -59,8 +61,10 @@ class RankTiers:
         return {tier: store.num_places for tier, store in self._stores.items()}
 
     def carry_out(self, orders: TierOrders) -> None:
-        """Blocks that are saved hold their content until this returns, and on a GPU until what was started by then is
-        done. Loads have only begun."""
+        """Execute orders. The caller must keep saved blocks intact until this returns.
+
+        On a GPU, they must stay intact until the work queued by then is done. Loads are only started.
+        """
         for spill in orders.spills:
             payload = self._stores[Tier.HOST].get(spill.source, spill.prefix_hash)
             if payload is None or not self._stores[Tier.DISK].put(spill.target, spill.prefix_hash, payload):
@@ -74,13 +78,13 @@ class RankTiers:
 
     def _save_to_host(self, saves: list[Save]) -> None:
         for batch in (saves[i : i + BATCH] for i in range(0, len(saves), BATCH)):
-            assert self._host, "orders for a tier that this rank does not have"
+            assert self._host, "save to the host tier, which this rank does not have"
             when = self._copies.save([save.block for save in batch], [self._host.row(save.place) for save in batch])
             for save in batch:
                 self._host.is_saved(save.place, save.prefix_hash, when)
 
     def _save_to_disk(self, saves: list[Save]) -> None:
-        """On a GPU this waits for what is computed: mostly it is ordered when that is nothing."""
+        """Save to disk. On a GPU this waits for queued compute; orders are mostly given while the device is idle."""
         if saves:
             payloads_BN = self._pool.copy_out([save.block for save in saves])
             for save, payload in zip(saves, payloads_BN, strict=True):
@@ -88,22 +92,22 @@ class RankTiers:
                     self._dropped.append((save.tier, save.prefix_hash))
 
     def take_lost(self) -> list[tuple[Tier, bytes]]:
-        """Blocks that were to be kept and are not; each is told once. On the thread of `carry_out`."""
+        """Return blocks that could not be saved, and clear the list. Call on the thread of `carry_out`."""
         lost = list(self._dropped)
         self._dropped.clear()
         return lost + [(Tier.DISK, prefix_hash) for _, prefix_hash in self._disk.take_lost()] if self._disk else lost
 
     def take_found(self) -> dict[int, bytes]:
-        """What the disk has from an earlier life; see DiskStore."""
+        """Return the disk's blocks of an earlier process; see DiskStore."""
         return self._disk.take_found() if self._disk else {}
 
     @property
     def room_ahead(self) -> int:
-        """How many blocks may be copied to the disk now without crowding out what must be."""
+        """Number of blocks that may be copied to disk ahead of eviction without crowding out required saves."""
         return self._disk.num_free_in_queue // 2 if self._disk else 0
 
     def close(self) -> None:
-        """End the loading, and let the stores finish what they have taken."""
+        """Stop loading, and let the stores finish accepted blocks."""
         self._orders.put(None)
         self._thread.join(_CLOSE_S)
         for store in self._stores.values():
@@ -116,7 +120,7 @@ class RankTiers:
     def _load_or_none(self, order: LoadOrder, behind: Event) -> LoadResult:
         try:
             return self._load(order, behind)
-        except Exception:  # an edge: whoever waits must hear of it, and so must the next one
+        except Exception:  # keep the loader alive; the owner of the load must get a result
             logger.exception("load %s failed", order.id)
             return LoadResult(order.id, 0, {}, {})
 
@@ -136,7 +140,7 @@ class RankTiers:
         return LoadResult(order.id, num_blocks, num_bytes, seconds)
 
     def _batch(self, sources: list[LoadSource]) -> list[LoadSource]:
-        """The leading ones of one tier, up to BATCH."""
+        """Return the leading sources of one tier, up to BATCH."""
         batch: list[LoadSource] = []
         for source in sources[:BATCH]:
             if source.tier is not sources[0].tier:
@@ -145,7 +149,7 @@ class RankTiers:
         return batch
 
     def _load_batch(self, batch: list[LoadSource], behind: Event) -> int:
-        """How many of them are in the pool now."""
+        """Load the leading blocks that are present. Returns their number."""
         payloads: list[Tensor] = []
         for source in batch:
             payload = self._stores[source.tier].get(source.place, source.prefix_hash)

@@ -1,4 +1,4 @@
-"""What keeps one rank's blocks below its pool."""
+"""Interface of a tier that stores one rank's blocks below its pool."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from torch import Tensor
 
 
 class BlockStore(Protocol):
-    """Blocks in numbered places, [0, num_places). Which block is in which place, rank 0 decides for all ranks, and what
-    it believes is a hint: the store has the last word.
+    """Blocks in numbered places, [0, num_places). Rank 0 assigns blocks to places for all ranks.
 
-    `put` is called on the thread that computes and never waits; `get` on a thread that may wait. Nobody puts a block in
-    a place that somebody is getting.
+    Its assignment is a hint: the store decides what is valid. The compute thread calls `put`, which never waits; the
+    loader thread calls `get`, which may. No caller puts a block into a place that is being read.
     """
 
     num_places: int
 
     def put(self, place: int, prefix_hash: bytes, payload: Tensor) -> bool:
-        """Keep a block, in the stead of what was there. False: it was dropped, and the place holds nothing to rely on.
+        """Store a block and replace the previous one. Returns False if it was dropped; the place is then invalid.
 
-        payload: (block_bytes,) uint8, on any device; it is the caller's again when this returns.
+        payload: (block_bytes,) uint8, on any device; the caller may reuse it on return.
         """
         ...
 
     def get(self, place: int, prefix_hash: bytes) -> Tensor | None:
-        """The block's payload on the CPU, to be read only, and as long as nobody puts another one in its place.
+        """Return the block's payload on the CPU, read-only, valid until the next `put` to this place.
 
-        None: it is not there, or not as it was.
+        Returns None if the block is missing or damaged.
         """
         ...
 

@@ -1,12 +1,11 @@
-"""Which blocks of a replica lie in which tier, and what moves between them: rank 0's decisions. No bytes are touched.
+"""Table of a replica's blocks by tier, and rank 0's decisions on what to move. Touches no payload bytes.
 
     device ──evicted──> host ──evicted──> disk ──evicted──> gone
       ^                  │                 │
       └──────load────────┴─────────────────┘     a copy stays below
 
-What the device evicts goes down to the next tier, and so on. A block that is never evicted, for it is always in use,
-would be lost with the process, and with it the use of all that follows it: so blocks are also copied to the disk while
-there is nothing else to do (`save_ahead`).
+Blocks evicted from a tier move to the next one. A block that is always in use is never evicted and would be lost with
+the process, along with every block that depends on it. Therefore `save_ahead` copies blocks to disk while idle.
 """
 
 from __future__ import annotations
@@ -23,18 +22,21 @@ from engine.timing.rate import Rate
 
 T = TypeVar("T")
 
-_TRY_AGAIN = 16  # so many times a load is passed over as too dear before it is measured once more
+# Loads skipped as too slow before one is measured again.
+_TRY_AGAIN = 16
 
 
 @dataclass(eq=False)
 class Load(Generic[T]):
-    """Blocks on their way back to the device, for `owner`."""
+    """Load of blocks to the device, in flight, for `owner`."""
 
     owner: T
     order: LoadOrder
-    expires_at: float  # on the caller's clock
+    # On the caller's clock.
+    expires_at: float
     is_given_up: bool = False
-    answers: dict[int, LoadResult] = field(default_factory=dict)  # of each rank
+    # By rank.
+    answers: dict[int, LoadResult] = field(default_factory=dict)
 
     @property
     def blocks(self) -> list[int]:
@@ -42,37 +44,45 @@ class Load(Generic[T]):
 
     @property
     def num_loaded(self) -> int:
-        """Leading blocks that every rank has."""
+        """Number of leading blocks that every rank has loaded."""
         return min(answer.num_blocks for answer in self.answers.values())
 
 
 class TierTable(Generic[T]):
-    """Owned by the step thread of rank 0. `lower` are the places of the tiers below the device, without gaps."""
+    """Tier index of one replica. Owned by the step thread of rank 0.
+
+    `lower` maps each tier below the device to the manager of its places.
+    """
 
     def __init__(
         self, device: BlockManager, lower: Mapping[Tier, BlockManager], *, num_ranks: int, block_bytes: int
     ) -> None:
-        """block_bytes: of one rank."""
-        self.num_hits = dict.fromkeys(lower, 0)  # blocks loaded
-        self.num_saved = dict.fromkeys(lower, 0)  # blocks that came down to each tier
+        """block_bytes: bytes of a block on one rank."""
+        # Blocks loaded, by tier.
+        self.num_hits = dict.fromkeys(lower, 0)
+        # Blocks saved, by tier.
+        self.num_saved = dict.fromkeys(lower, 0)
         self._device = device
         self._lower = dict(sorted(lower.items()))
         self._num_ranks = num_ranks
         self._block_bytes = block_bytes
-        self._rates = {tier: Rate() for tier in lower}  # bytes
+        # Bytes per second.
+        self._rates = {tier: Rate() for tier in lower}
         self._num_passed_over = 0
         self._loads: dict[int, Load[T]] = {}
         self._ids = itertools.count()
-        self._evicted: list[tuple[int, bytes]] = []  # of the device, since the last orders
+        # Evicted from the device since the last orders.
+        self._evicted: list[tuple[int, bytes]] = []
         self._orders = TierOrders()
-        self._unsaved: dict[bytes, None] = {}  # on the device and not on the disk, where there is one; the oldest first
+        # Blocks on the device that the disk tier does not have, the oldest first.
+        self._unsaved: dict[bytes, None] = {}
         if self._lower:
             device.on_evict = lambda block, prefix_hash: self._evicted.append((block, prefix_hash))
         for tier, below in itertools.pairwise(self._lower):
             self._lower[tier].on_evict = self._spiller(below)
 
     def take_orders(self) -> list[TierOrders]:
-        """What every rank is to do, before anything is written to a block that was allocated since the last call."""
+        """Return the orders for every rank. Execute them before writing to blocks allocated since the last call."""
         evicted, self._evicted = self._evicted, []
         done: list[TierOrders] = []
         for block, prefix_hash in evicted:
@@ -81,7 +91,7 @@ class TierTable(Generic[T]):
         return [*done, orders] if orders else done
 
     def save_ahead(self, max_blocks: int) -> None:
-        """Copy blocks to the disk that are only on the device, the oldest first: with the next orders."""
+        """Order copies to disk of the oldest blocks that are only on the device."""
         disk = self._lower.get(Tier.DISK)
         for prefix_hash in list(itertools.islice(self._unsaved, max_blocks)):
             del self._unsaved[prefix_hash]
@@ -96,12 +106,12 @@ class TierTable(Generic[T]):
     def has_unsaved(self) -> bool:
         return bool(self._unsaved)
 
-    # Back to the device.
+    # Loading to the device.
 
     def offer(self, hashes: Sequence[bytes], *, compute_block_s: float) -> int:
-        """How many leading blocks are here or can be loaded sooner than computed; 0 if none needs to be loaded.
+        """Count the leading blocks that are on the device or load faster than they compute; 0 if none needs loading.
 
-        compute_block_s: what it takes to compute a block; 0: nobody knows, and loading is right.
+        compute_block_s: seconds to compute a block; 0 if unknown, which favours loading.
         """
         if not self._lower:
             return 0
@@ -116,12 +126,12 @@ class TierTable(Generic[T]):
         return start + num_worth if num_worth else 0
 
     def depth(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are here, in any tier."""
+        """Count the leading blocks that are present in any tier."""
         start = self._device.match(hashes)
         return start + len(self._find(hashes[start:]))
 
     def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int], *, expires_at: float) -> Load[T] | None:
-        """Load as many of these as are here, in order, into the owner's blocks. None if that is none."""
+        """Load the leading blocks that are present into the owner's blocks. Returns None if there are none."""
         sources = []
         for (tier, manager), prefix_hash, block in zip(self._find(hashes), hashes, blocks, strict=False):
             taken = manager.allocate([prefix_hash], 1)
@@ -135,7 +145,7 @@ class TierTable(Generic[T]):
         return load
 
     def loaded(self, rank: int, loaded: LoadResult) -> Load[T] | None:
-        """One rank has done with a load. The load, once, when every rank has and its owner still waits for it."""
+        """Record one rank's result. Returns the load once all ranks have reported, unless it was given up."""
         load = self._loads.get(loaded.id)
         if load is None:
             return None
@@ -150,46 +160,46 @@ class TierTable(Generic[T]):
         return load
 
     def give_up(self, load: Load[T]) -> None:
-        """Nobody waits for it any more. Takes over the owner's reference to the blocks that it fills."""
+        """Abandon a load. Takes over the owner's reference to the blocks that it fills."""
         load.is_given_up = True
         self._device.quarantine(load.blocks)
 
     def expired(self, now: float) -> list[Load[T]]:
-        """Those that have waited long enough: give them up."""
+        """Return the loads past their deadline; the caller gives them up."""
         return [load for load in self._loads.values() if load.expires_at < now and not load.is_given_up]
 
-    # What has become of blocks below.
+    # Changes reported by the lower tiers.
 
     def found(self, places: Mapping[int, bytes]) -> None:
-        """The disk has these from an earlier life, the oldest first."""
+        """Register disk blocks of an earlier process, the oldest first."""
         self._lower[Tier.DISK].adopt(places)
 
     def lost(self, tier: Tier, prefix_hash: bytes) -> None:
-        """What was to be kept there is not."""
+        """Drop a block that the tier failed to store."""
         self._lower[tier].discard(prefix_hash)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Nobody is to find this content again."""
+        """Remove these hashes from all lower tiers."""
         for manager in self._lower.values():
             for prefix_hash in hashes:
                 manager.unfill(prefix_hash)
 
-    # What the world is told.
+    # Metrics and reports.
 
     def num_blocks(self, tier: Tier) -> int:
         return self._lower[tier].num_full if tier in self._lower else 0
 
     def bytes_per_s(self, tier: Tier) -> float:
-        """Of all ranks, from there to the device; 0 until something was measured."""
+        """Return the load bandwidth of all ranks from this tier to the device; 0 until measured."""
         return self._rates[tier].per_s * self._num_ranks if tier in self._rates else 0.0
 
     def block_s(self, tier: Tier) -> float:
-        """What it takes to load a block; 0 until something was measured."""
+        """Return the seconds to load a block; 0 until measured."""
         rate = self._rates[tier].per_s
         return self._block_bytes / rate if rate else 0.0
 
     def take_changes(self) -> dict[bytes, Tier | None]:
-        """Every hash whose place may have changed since the last call, and the best tier that holds it."""
+        """Return the hashes that may have moved since the last call, with the best tier that holds each."""
         changed: set[bytes] = set()
         for manager in (self._device, *self._lower.values()):
             changed.update(manager.take_changes())
@@ -202,7 +212,7 @@ class TierTable(Generic[T]):
         return {prefix_hash: self._tier_of(prefix_hash) for prefix_hash in changed}
 
     def held(self) -> dict[bytes, Tier]:
-        """Every block that is here, and the best tier that holds it."""
+        """Return every block present, with the best tier that holds it."""
         held: dict[bytes, Tier] = {}
         for tier, manager in reversed(self._lower.items()):
             held.update(dict.fromkeys(manager.full_hashes(), tier))
@@ -215,10 +225,10 @@ class TierTable(Generic[T]):
             manager.check_integrity()
             sources = [source for load in self._loads.values() for source in load.order.sources]
             held = {source.place for source in sources if source.tier is tier}
-            assert manager.num_blocks - manager.num_available == len(held), f"{tier.name}: places held by nobody"
+            assert manager.num_blocks - manager.num_available == len(held), f"{tier.name}: places held without a load"
 
     def _find(self, hashes: Sequence[bytes]) -> list[tuple[Tier, BlockManager]]:
-        """Where each of the leading blocks lies."""
+        """Return the tier of each leading block present, up to the first that is missing."""
         found = []
         for prefix_hash in hashes:
             place = next(((t, manager) for t, manager in self._lower.items() if prefix_hash in manager), None)
@@ -233,14 +243,15 @@ class TierTable(Generic[T]):
         return next((tier for tier, manager in self._lower.items() if prefix_hash in manager), None)
 
     def _save(self, block: int, prefix_hash: bytes, done: list[TierOrders]) -> None:
-        """Bring a block down to the next tier. Orders that must be carried out before go to `done`."""
+        """Order a copy of a block to the next tier. Orders that must be executed first are appended to `done`."""
         tier, manager = next(iter(self._lower.items()))
         orders = self._orders
         num_spills = len(orders.spills)
         if prefix_hash in manager or (place := _take(manager, prefix_hash)) is None:
             return
         if len(orders.spills) > num_spills and any(save.place == place for save in orders.saves):
-            done.append(TierOrders(orders.spills[:-1], orders.saves))  # what is spilled now was saved a moment ago
+            # The spilled place was filled by a save in the same orders: split them so that the save runs first.
+            done.append(TierOrders(orders.spills[:-1], orders.saves))
             orders.spills, orders.saves = orders.spills[-1:], []
         orders.saves.append(Save(tier, block, place, prefix_hash))
         self.num_saved[tier] += 1
@@ -257,7 +268,7 @@ class TierTable(Generic[T]):
         return spill
 
     def _let_go(self, load: Load[T]) -> None:
-        """Every rank has done with a load: learn from it, and let its places go."""
+        """Update the bandwidth from a finished load and release its places."""
         for tier in {source.tier for source in load.order.sources}:
             slowest = max(load.answers.values(), key=lambda answer: answer.seconds.get(tier, 0.0))
             if seconds := slowest.seconds.get(tier, 0.0):
@@ -271,9 +282,9 @@ class TierTable(Generic[T]):
 
 
 def worth_loading(tiers: Sequence[Tier], load_s: Mapping[Tier, float], compute_s: float) -> int:
-    """How many leading blocks to load, so that the least time goes by until all are there. Pure.
+    """Return the number of leading blocks to load that minimizes the time until all are present. Pure.
 
-    load_s: seconds for a block of each tier, 0 where unknown; compute_s: to compute one.
+    load_s: seconds per block by tier, 0 if unknown; compute_s: seconds to compute a block.
     """
     if not compute_s:
         return len(tiers)
@@ -286,7 +297,7 @@ def worth_loading(tiers: Sequence[Tier], load_s: Mapping[Tier, float], compute_s
 
 
 def _take(manager: BlockManager, prefix_hash: bytes) -> int | None:
-    """A place for this block. None if loads hold them all."""
+    """Allocate a place for this block. Returns None if loads hold them all."""
     taken = manager.allocate([], 1)
     if taken is None:
         return None

@@ -1,4 +1,4 @@
-"""The lower tiers of a replica, as the step loop of its rank 0 uses them."""
+"""Lower tiers of a replica, as used by the step loop of rank 0."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from engine.tiers.table import Load, TierTable
 
 T = TypeVar("T")
 
-_MIN_BYTES_PER_S = 20e6  # of a rank; what is slower is not waited for
-_AHEAD = 64  # blocks that are copied to the disk each time there is nothing else to do
+# Per rank. Loads slower than this are not waited for.
+_MIN_BYTES_PER_S = 20e6
+# Blocks copied to disk per idle step.
+_AHEAD = 64
 
 
 class Tiers(Generic[T]):
-    """Owned by the step thread. A replica without lower tiers has none of it, and all of this does nothing.
+    """Tier operations of the step loop. Owned by the step thread. Without lower tiers every method is a no-op.
 
-    Orders go to every rank with the step, before anything that writes to blocks. A load's owner waits until `loaded`
-    hands the load over, or `expired` names it. What needs neither clock nor disk is asked of the `table`.
+    Orders go to every rank with the step, before any write to blocks. The owner of a load waits until `loaded` returns
+    the load or `expired` names it. `table` holds the part that needs neither clock nor disk.
     """
 
     def __init__(
         self, blocks: BlockManager, rank: RankTiers | None, layout: KVLayout, *, eviction: str, timeout_s: float
     ) -> None:
-        """rank: of rank 0 itself. eviction: of the memory; files are given up by age. timeout_s: of a load, beyond what
-        its bytes need, and those of the loads before it."""
+        """rank: tiers of rank 0. eviction: policy of the host tier; the disk tier evicts by age.
+
+        timeout_s: extra time for a load beyond the transfer time of its bytes and of the loads before it.
+        """
         self.num_losses = 0
         self._rank = rank
         self._layout = layout
@@ -46,23 +50,22 @@ class Tiers(Generic[T]):
         self._loads: dict[T, Load[T]] = {}
 
     def save_ahead(self, *, is_last: bool = False) -> None:
-        """There is nothing else to do: copy blocks to the disk, with the next orders; as many as it takes if these are
-        the last."""
+        """Copy blocks to disk with the next orders; call while idle. is_last: copy as many as the disk accepts."""
         if self._rank and self.table.has_unsaved:
             room = self._rank.room_ahead
             self.table.save_ahead(room if is_last else min(_AHEAD, room))
 
     def offer(self, sequence: TokenSequence, *, tokens_per_s: float) -> int:
-        """How many leading tokens are here, or can be loaded sooner than computed; 0 if there is nothing to load.
+        """Count the leading tokens that are on the device or load faster than they compute; 0 if none needs loading.
 
-        tokens_per_s: of computing; 0: not yet known.
+        tokens_per_s: prefill throughput; 0 if unknown.
         """
         size = self._layout.block_size
         compute_block_s = size / tokens_per_s if tokens_per_s else 0.0
         return self.table.offer(sequence.hashes(), compute_block_s=compute_block_s) * size
 
     def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
-        """Load what is still here of these blocks, in order, with the next orders. False if that is nothing."""
+        """Load the leading blocks that are still present, with the next orders. Returns False if there are none."""
         num_queued = len(hashes) + sum(len(load.blocks) for load in self._loads.values())
         timeout_s = self._timeout_s + num_queued * self._layout.block_bytes / _MIN_BYTES_PER_S
         load = self.table.begin(owner, hashes, blocks, expires_at=time.monotonic() + timeout_s)
@@ -71,7 +74,7 @@ class Tiers(Generic[T]):
         return load is not None
 
     def loaded(self, rank: int, loaded: LoadResult) -> Load[T] | None:
-        """One rank has done with a load. The load, once, when every rank has and its owner waits for it."""
+        """Record one rank's result. Returns the load once all ranks have reported, unless it was cancelled."""
         load = self.table.loaded(rank, loaded)
         if load:
             del self._loads[load.owner]
@@ -79,7 +82,7 @@ class Tiers(Generic[T]):
         return load
 
     def cancel(self, owner: T) -> set[int]:
-        """The owner waits no more. Returns the blocks that are not its own any more."""
+        """Cancel the owner's load. Returns the blocks that no longer belong to it."""
         load = self._loads.pop(owner, None)
         if load is None:
             return set()
@@ -87,11 +90,11 @@ class Tiers(Generic[T]):
         return set(load.blocks)
 
     def expired(self) -> list[T]:
-        """Who has waited long enough: cancel it."""
+        """Return the owners of loads past their deadline; the caller cancels them."""
         return [load.owner for load in self.table.expired(time.monotonic())]
 
     def take_changes(self) -> dict[bytes, Tier | None]:
-        """Every hash whose place may have changed since the last call, and the best tier that holds it."""
+        """Return the hashes that may have moved since the last call, with the best tier that holds each."""
         if self._rank:
             if found := self._rank.take_found():
                 self.table.found(found)
@@ -108,6 +111,6 @@ class Tiers(Generic[T]):
 
 
 def _manager(tier: Tier, num_places: int, eviction: str) -> BlockManager:
-    # There may be many files: only their order is remembered, not their history.
+    # The disk may hold many files: keep only their order, not their history.
     is_large = tier is Tier.DISK
     return BlockManager(num_places, LeastRecentlyUsed() if is_large else make_eviction(eviction, num_blocks=num_places))

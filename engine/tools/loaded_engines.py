@@ -1,4 +1,4 @@
-"""Engines with random work, whose steps are timed."""
+"""Engines filled with random prompts, for timing steps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import Runner
 
-MOST_STEPS = 128  # of one measurement
+# Maximum steps per measurement.
+MOST_STEPS = 128
 
 
 def decoding_engine(runner: ModelRunner, model: Runner[Tensor], *, batch: int, context: int) -> Engine[Tensor]:
-    """An engine of so many sequences, each with a random prompt and one token more; there is room for the steps of one
-    measurement. `model` computes them."""
+    """Return an engine with `batch` running sequences of random prompts, each one token past its prefill.
+
+    The pool has room for the steps of one measurement. `model` computes the steps.
+    """
     engine = _engine(runner, model, SchedulerConfig(max_batch_tokens=context, max_running=batch, max_waiting=1))
     sequences = []
-    for seed in range(batch):  # each prompt alone, in one step
+    # Prefill each prompt alone, in one step.
+    for seed in range(batch):
         prompt = _random_prompt(runner, context, seed)
         engine.add(prompt)
         engine.step()
@@ -34,7 +38,7 @@ def decoding_engine(runner: ModelRunner, model: Runner[Tensor], *, batch: int, c
 
 
 def prefilling_engine(runner: ModelRunner, num_tokens: int, *, max_batch_tokens: int) -> Engine[Tensor]:
-    """An engine with a random prompt, which it is about to compute."""
+    """Return an engine with one random prompt queued for prefill."""
     config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=1, max_waiting=1, decodes=False)
     engine = _engine(runner, runner, config)
     engine.add(_random_prompt(runner, num_tokens, 0))

@@ -1,4 +1,4 @@
-"""The engine by itself, in one process. It is what a cluster's answers are compared with."""
+"""Single-process engine: the reference that cluster outputs are compared with."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def generate(
 ) -> list[list[SampledToken]]:
     """Continue each prompt (token ids) until it finishes; the last token of each has its finish_reason.
 
-    Prompts are computed in chunks beside running sequences, `max_batch_tokens` a step. Prefixes are not shared. Under
-    tensor parallelism every rank calls this with the same arguments and gets the same tokens.
+    Prefill is chunked and mixed with running sequences, up to `max_batch_tokens` per step. Prefixes are not shared.
+    With tensor parallelism every rank calls this with the same arguments and gets the same tokens.
     """
     if isinstance(samplings, Sampling):
         samplings = [samplings] * len(prompts)
@@ -54,10 +54,11 @@ def _sequence(runner: ModelRunner, number: int, prompt: Seq[int], sampling: Samp
         token_ids=tuple(prompt),
         num_prompt_tokens=len(prompt),
         sampling=sampling,
-        salt=str(number),  # nobody finds another's prefix
+        # Unique salt: prompts do not share prefixes.
+        salt=str(number),
     )
     layout, max_context = runner.layout, runner.config.max_context
     sequence = Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=max_context)
     if sequence.num_blocks_for(min(len(prompt) + sampling.max_tokens, max_context)) > runner.pool.num_blocks:
-        raise ContextLengthExceeded(f"prompt {number} and its output do not fit into the pool")
+        raise ContextLengthExceeded(f"prompt {number} and its output do not fit into the KV pool")
     return sequence

@@ -1,13 +1,13 @@
-"""What quantisation costs in quality: perplexity over strided windows of a text, for each place where bits are saved.
+"""Quality cost of quantization: perplexity over strided windows of a text, for each quantized part.
 
     window   |------ context ------|------ scored ------|      the next window begins `stride` tokens later, so that
-                                    <---- stride ----->        every token is scored once, behind at least a context
+                                    <---- stride ----->        every token is scored once, after a full context
 
-Settings are compared token by token: what a setting costs is the mean of its differences from the baseline, whose noise
-is far below that of either perplexity. Its standard error comes from the windows' means, for tokens of one are alike.
+Settings are compared token by token: the cost of a setting is the mean difference from the baseline, which has far less
+noise than either perplexity. The standard error is computed over window means, because tokens of a window correlate.
 
-The context is computed as a prefill replica would, and its KV travels as the wire would carry it; the scored part is
-computed behind it, as a decode replica would after a migration.
+The context is computed as on a prefill replica, and its KV is encoded as on the wire. The scored part is computed after
+it, as on a decode replica after a migration.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from engine.kv.pool import KVPool
 from engine.runner.runner import ModelRunner
 from engine.weights.open_checkpoint import is_quantized
 
-# W windows, T scored tokens of one, K kv heads, D head_dim, V vocabulary
+# W windows, T scored tokens per window, K kv heads, D head_dim, V vocabulary
 
 _BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is in how many bits; the defaults save nothing."""
+    """Numeric format of each part; the defaults quantize nothing."""
 
     model_dir: Path
-    weights: str = "as_stored"  # one of engine.layers.shards.WEIGHTS
+    # One of engine.layers.shards.WEIGHTS.
+    weights: str = "as_stored"
     pool_dtype: str = "auto"
     wire_dtype: str = "raw"
 
@@ -51,9 +52,9 @@ class Setting:
 def compare(
     settings: dict[str, Setting], text: str, *, dtype: str, window: int, stride: int, max_windows: int
 ) -> dict[str, Any]:
-    """Perplexity of each setting, and its distance from the first in per cent; plain JSON values. Raises SpecError.
+    """Return the perplexity of each setting and its difference from the first in per cent, as plain JSON values.
 
-    `standard_error_percent` is of that distance: two of them on either side hold the true one 19 times of 20.
+    `standard_error_percent` belongs to the difference; twice that on either side is a 95 % interval. Raises SpecError.
     """
     if not 0 < stride < window:
         raise SpecError(f"--stride {stride}: must be above 0 and below --window {window}")
@@ -83,12 +84,12 @@ def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: 
     ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     windows = [ids[start : start + window] for start in range(0, len(ids) - window + 1, stride)][:max_windows]
     if not windows:
-        raise SpecError(f"the text has {len(ids)} tokens, which do not fill one window of {window}")
+        raise SpecError(f"the text has {len(ids)} tokens, fewer than one window of {window}")
     return windows
 
 
 def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: int) -> Tensor:
-    """The scored tokens' negative log likelihoods, (W, T) float64 on the host."""
+    """Return the negative log likelihoods of the scored tokens, (W, T) float64 on the host."""
     num_blocks = -(-len(windows[0]) // _BLOCK_SIZE)
     config = EngineConfig(
         model_dir=setting.model_dir,
@@ -112,14 +113,14 @@ def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: 
 
 
 def _logits(runner: ModelRunner, ids: list[int], start: int, end: int, *, last_only: bool) -> Tensor:
-    """Of the positions [start, end), or of the last of them."""
+    """Return the logits of positions [start, end), or of the last of them."""
     num_logits = 1 if last_only else end - start
     row = Row(token_ids=ids[start:end], start=start, blocks=range(runner.pool.num_blocks), num_logits=num_logits)
     return runner.forward(Batch.of([row], block_size=_BLOCK_SIZE))
 
 
 def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None:
-    """Put the pool's first positions through a wire of 8 bits and back."""
+    """Encode the first positions of the pool in an 8-bit wire format and decode them in place."""
     layout, heads = pool.layout, slice(0, pool.layout.heads_per_rank)
     slots_T = torch.arange(num_tokens, device=pool.device)
     shape = (num_tokens, layout.num_sides, layout.heads_per_rank)
@@ -131,9 +132,10 @@ def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None
 
 
 def settings_for(model_dir: Path, others: Iterable[tuple[str, Path]]) -> dict[str, Setting]:
-    """The baseline, each saving by itself, and all together. others: name and directory of quantised checkpoints.
+    """Return the baseline, each quantized part by itself, and all combined.
 
-    A model that is stored in few bits is widened in the baseline, and multiplied as it is stored in a setting.
+    others: name and directory of quantized checkpoints. A quantized `model_dir` is dequantized in the baseline and used
+    as stored in a setting of its own.
     """
     settings = {"baseline": Setting(model_dir=model_dir)}
     if is_quantized(model_dir):

@@ -1,4 +1,4 @@
-"""How long a model's steps take on this machine: alone, and while other replicas step beside them."""
+"""Step times of a model on this machine: alone, and with other replicas stepping at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from core.process.child_process import ChildProcess
 from core.types.step_timing import StepTiming, pairs
 from engine.timing.step_time_model import StepTimeModel
 
-_PROMPTS = (32, 128, 512, 1024)  # tokens
+# In tokens.
+_PROMPTS = (32, 128, 512, 1024)
 _BATCHES, _CONTEXTS = (1, 4), (64, 512)
 _BESIDE = {"prefill": {"num_tokens": 256}, "decode": {"batch": 2, "context": 128}}
 _ANSWER_S = 300.0
@@ -28,10 +29,10 @@ def profile_steps(
     num_replicas: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Returns {"prefill": StepTiming, "decode": StepTiming, "slowdown": [...]}.
+    """Return {"prefill": StepTiming, "decode": StepTiming, "slowdown": [...]}.
 
-    slowdown[k - 1] is how much longer steps take while k replicas of `threads` threads each step at the same time, for
-    k up to num_replicas. seconds: of each measurement. Raises ReplicaLost.
+    slowdown[k - 1] is the relative step time while k replicas of `threads` threads each step at the same time, for k up
+    to num_replicas. seconds: duration of each measurement. Raises ReplicaLost.
     """
     most_tokens = max(max(_PROMPTS), max(_BATCHES) * (max(_CONTEXTS) + 96)) + 1024
     options = {
@@ -75,7 +76,7 @@ def _decode_timing(stepper: ChildProcess, seconds: float) -> StepTiming:
 
 
 def _slowdown(steppers: Seq[ChildProcess], seconds: float) -> list[float]:
-    """The mean over prompts and over decoding."""
+    """Return the slowdown for each number of concurrent replicas, averaged over prefill and decode."""
     found = [
         [_mean_s(steppers[:count], order, seconds=seconds, **of) for order, of in _BESIDE.items()]
         for count in range(1, len(steppers) + 1)
@@ -84,7 +85,7 @@ def _slowdown(steppers: Seq[ChildProcess], seconds: float) -> list[float]:
 
 
 def _mean_s(steppers: Seq[ChildProcess], order: str, **arguments: Any) -> float:
-    """Of all that take the same steps at the same time."""
+    """Return the mean step time over replicas that run the same steps concurrently."""
     for stepper in steppers:
         stepper.tell(order, **arguments)
     return sum(float(stepper.answer()) for stepper in steppers) / len(steppers)

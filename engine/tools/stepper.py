@@ -1,4 +1,4 @@
-"""One process that takes a model's steps on order, so that several can be timed at the same moment.
+"""Process that runs a model's steps on command, so that several can be timed concurrently.
 
 python -m engine.tools.stepper PORT OPTIONS     see core.process.child_process
 """
@@ -19,17 +19,19 @@ from engine.runner.runner import ModelRunner
 from engine.tools.loaded_engines import decoding_engine, prefilling_engine
 
 _BLOCK_SIZE = 16
-_NUM_STEPS = 64  # of one batch, before it begins anew
-_RECORDED_ROWS = 64  # as in a decode replica, if the operator says nothing
+# Decode steps per batch before a new batch starts.
+_NUM_STEPS = 64
+# Default of a decode replica.
+_RECORDED_ROWS = 64
 
 
 class Stepper:
-    """Every public method is an order."""
+    """Timed steps of one model. Every public method is a command."""
 
     def __init__(
         self, model_dir: str, *, dtype: str, weights: str, pool_dtype: str, threads: int, most_tokens: int
     ) -> None:
-        """`most_tokens` are held by the sequences of one step, all together."""
+        """most_tokens: total tokens held by the sequences of one step."""
         torch.set_num_threads(threads)
         config = EngineConfig(
             model_dir=Path(model_dir),
@@ -44,10 +46,10 @@ class Stepper:
         self._runner = ModelRunner(config)
 
     def ready(self) -> None:
-        """The model is there."""
+        """Return once the model is loaded."""
 
     def prefill(self, num_tokens: int, seconds: float) -> float:
-        """Prompts, each in one step, for so long at least: mean seconds of a step."""
+        """Prefill prompts, one step each, for at least `seconds`. Returns the mean seconds per step."""
 
         def step() -> None:
             prefilling_engine(self._runner, num_tokens, max_batch_tokens=num_tokens).step()
@@ -55,7 +57,7 @@ class Stepper:
         return _mean_s(step, seconds)
 
     def decode(self, batch: int, context: int, seconds: float) -> float:
-        """Steps of `batch` sequences of about `context` tokens, for so long at least: mean seconds of a step."""
+        """Decode `batch` sequences of about `context` tokens for at least `seconds`. Returns mean seconds per step."""
         total_s, num_steps = 0.0, 0
         while total_s < seconds:
             engine = decoding_engine(self._runner, self._runner, batch=batch, context=context)
@@ -70,7 +72,8 @@ class Stepper:
 
 
 def _mean_s(step: Callable[[], None], seconds: float) -> float:
-    step()  # the first meets memory that was never touched
+    # The first step touches new memory and is not timed.
+    step()
     begin, count = time.perf_counter(), 0
     while count < 2 or time.perf_counter() - begin < seconds:
         step()

@@ -1,4 +1,4 @@
-"""A model directory's weights as named tensors, of which a rank reads only its share."""
+"""Interface to a model directory's weights as named tensors, readable in slices for each rank."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from torch import Tensor
 from core.types.errors import SpecError
 from engine.weights.quantized_weight import QuantizedWeight
 
-Span = tuple[int, int]  # [start, end) of a dimension
+# [start, end) of a dimension
+Span = tuple[int, int]
 Shape = tuple[int, ...]
 
-_NAMED_AT_MOST = 5  # tensors in an error message
+# Tensors listed in an error message.
+_NAMED_AT_MOST = 5
 
 
 class Checkpoint(Protocol):
-    """The tensors of a model directory, under their Hugging Face names."""
+    """Tensors of a model directory, under their Hugging Face names."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
-        """A tensor, or a part of it, in whatever dtype it is stored (quantised ones as fp32). Raises SpecError."""
+        """Read a tensor or a slice in its stored dtype (quantized ones as fp32). Raises SpecError."""
         ...
 
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
-        """The same as it is stored, in few bits; None where it is not, or where the part would cut through blocks."""
+        """Read the quantized form; None if it is stored unquantized, or if the slice would cut a quantization block."""
         ...
 
 
 def check_tensors(found: Mapping[str, Shape], expected: Mapping[str, Shape], *, optional: frozenset[str]) -> None:
-    """Raise one SpecError that names every kind of difference. `optional` names may be there and are not read."""
+    """Raise one SpecError that lists all differences. `optional` names may be present and are not read."""
     missing = [name for name in expected if name not in found]
     # Buffers that old versions of transformers saved; they follow from the config.
     surplus = [n for n in found if n not in expected and n not in optional and not n.endswith("rotary_emb.inv_freq")]
@@ -47,4 +49,4 @@ def check_tensors(found: Mapping[str, Shape], expected: Mapping[str, Shape], *, 
         if names
     ]
     if complaints:
-        raise SpecError(f"the weights do not fit config.json; tensors {'; '.join(complaints)}")
+        raise SpecError(f"weights do not match config.json: tensors {'; '.join(complaints)}")

@@ -1,4 +1,4 @@
-"""Weights in GGUF files, which were imported as a table of their tensors."""
+"""Weights in GGUF files that were imported as a tensor table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.weights.quantized_weight import GGMLWeight
 
 
 class GGUFCheckpoint:
-    """Implements Checkpoint."""
+    """Implements Checkpoint over memory-mapped GGUF files."""
 
     def __init__(self, model_dir: Path) -> None:
         self._tensors = {tensor.name: tensor for tensor in read_table(model_dir)}
@@ -38,7 +38,7 @@ class GGUFCheckpoint:
         return GGMLWeight(blocks_OB[:, first:end].contiguous(), kind)
 
     def _blocks(self, name: str, rows: Span | None) -> GGMLWeight:
-        """Quantised blocks lie along a row, so that rows can be taken, and put in order, without touching them."""
+        """Return the quantized blocks of these rows. Blocks lie along a row, so rows can be sliced and reordered."""
         tensor = self._tensors[name]
         first, end = rows or (0, tensor.shape[0])
         row_bytes = tensor.num_bytes // tensor.shape[0]
@@ -53,12 +53,13 @@ class GGUFCheckpoint:
 def _map(file: Path) -> mmap.mmap:
     try:
         with file.open("rb") as opened:
-            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory
+            # torch requires writable memory.
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
-        raise SpecError(f"{file}: cannot be read: {error}") from error
+        raise SpecError(f"{file} cannot be read: {error}") from error
 
 
 def _deinterleave(rows: Tensor, *, head_dim: int) -> Tensor:
-    """Undo llama.cpp's order of rotary rows in each head: 0, D/2, 1, D/2 + 1, … -> 0, 1, …, D/2, …"""
+    """Undo llama.cpp's interleaved order of rotary rows per head: 0, D/2, 1, D/2 + 1, … -> 0, 1, …, D/2, …"""
     heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return heads.transpose(1, 2).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""Which kind of checkpoint a model directory holds."""
+"""Detection of a model directory's checkpoint format."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
 
 
 def is_quantized(model_dir: Path) -> bool:
-    """Whether a model directory's matrices may be stored in few bits."""
+    """Return True if a model directory's matrices may be quantized."""
     return (model_dir / TABLE).exists() or bool(quantization_config(model_dir))

@@ -1,4 +1,4 @@
-"""Quantised matrices as they lie in memory, and how they become numbers again."""
+"""Quantized matrices in memory, and their dequantization."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from torch import Tensor
 
 from core.model.gguf_table import GGMLType
 
-# O outputs, I inputs, G groups of inputs that share a scale, B bytes of a row of ggml's blocks
+# O outputs, I inputs, G groups of inputs that share a scale, B bytes per row of ggml blocks
 
 
 class QuantizedWeight(Protocol):
-    """A (O, I) matrix of few bits."""
+    """Quantized (O, I) matrix."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Rows [start, end) as numbers: (end - start, I) fp32, on the device where the codes are."""
+        """Dequantize rows [start, end): (end - start, I) fp32, on the device of the codes."""
         ...
 
     def to(self, device: torch.device) -> QuantizedWeight:
-        """The same on `device`, if its numbers can be made there; else itself."""
+        """Move to `device` if it can dequantize there; otherwise return self."""
         ...
 
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = group[i]: FP8, INT8, AWQ and GPTQ alike.
+    """Matrix with scales per group of inputs; covers FP8, INT8, AWQ and GPTQ.
 
-    codes: (O, I) float8_e4m3fn, int8 or uint8; or, of 4 bits, (O, ceil(I / 2)) uint8, the even input in the low half.
-    scales: (O, G) fp32. zeros: (O, G) fp32, or None where codes are symmetric. group: (I,) int64.
+    weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = group[i].
+    codes: (O, I) float8_e4m3fn, int8 or uint8; or 4-bit (O, ceil(I / 2)) uint8, the even input in the low half.
+    scales: (O, G) fp32. zeros: (O, G) fp32, or None for symmetric codes. group: (I,) int64.
     """
 
     codes: Tensor
@@ -45,7 +46,7 @@ class GroupedWeight:
 
     @classmethod
     def of_4_bits(cls, codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, group_I: Tensor) -> GroupedWeight:
-        """codes: (O, I), each in 0..15; they are packed here."""
+        """Pack 4-bit codes. codes: (O, I), each in 0..15."""
         even = torch.nn.functional.pad(codes_OI, (0, codes_OI.shape[1] % 2)).to(torch.uint8)
         return cls(even[:, ::2] | even[:, 1::2] << 4, scales_OG, zeros_OG, group_I)
 
@@ -69,7 +70,7 @@ class GroupedWeight:
 
 @dataclass(frozen=True)
 class GGMLWeight:
-    """Whole blocks of a GGUF file, on the host. blocks: (O, B) uint8."""
+    """Whole quantization blocks of a GGUF file, on the host. blocks: (O, B) uint8."""
 
     blocks_OB: Tensor
     kind: GGMLType
@@ -79,11 +80,12 @@ class GGMLWeight:
         return self.blocks_OB.shape[0], self.blocks_OB.shape[1] // self.kind.num_bytes * self.kind.block
 
     def rows(self, start: int, end: int) -> Tensor:
-        from gguf import GGMLQuantizationType  # here, for other formats are read where it is not installed
+        # Imported here because gguf is optional for other formats.
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         stored = self.blocks_OB[start:end].numpy().reshape(-1)
-        # gguf works through 16 rows at a time; rows of a hundred blocks, which need not be the matrix's, suit it best.
+        # gguf processes 16 rows at a time and is fastest with rows of about 100 blocks, whatever the matrix's shape.
         wide = stored.reshape(-1, math.gcd(len(stored) // self.kind.num_bytes, 128) * self.kind.num_bytes)
         numbers = dequantize(np.ascontiguousarray(wide), GGMLQuantizationType[self.kind.name])
         return torch.from_numpy(numbers).view(end - start, -1)

@@ -14,7 +14,7 @@ from engine.weights.checkpoint import Shape, Span
 
 
 class SafetensorsCheckpoint:
-    """Implements Checkpoint: one or several files, mapped into memory."""
+    """Implements Checkpoint over one or several memory-mapped files."""
 
     def __init__(self, model_dir: Path) -> None:
         self.shapes: dict[str, Shape] = {}
@@ -30,7 +30,8 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         if rows is None and columns is None:
-            whole: Tensor = self._file_of[name].get_tensor(name)  # which may have no dimension at all
+            # get_slice does not support scalars.
+            whole: Tensor = self._file_of[name].get_tensor(name)
             return whole
         stored = self._file_of[name].get_slice(name)
         taken = slice(*rows or (None,))

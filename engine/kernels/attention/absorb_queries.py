@@ -1,10 +1,9 @@
-"""What a step of rows of one query does before latent attention, in one kernel: store_latents.py's rows, and queries
-that can be multiplied with rows.
+"""Fused kernel before latent decode attention: stores rows as in store_latents.py, and absorbs queries.
 
     absorbed_h = (K_h^T nope_h, rotate(rope_h))      q_h = (nope_h, rope_h)
 
-Programs that store rows come first, one for each token; the others have some tokens of one head, and some of the
-latent's numbers.
+The first programs store rows, one token each. Each further program computes a tile of tokens and latent features of one
+head.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from engine.kernels.quant.row_quantization import as_bytes
 
 # T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, D = C + P, F = P / 2, N nope_dim, Q = N + P
 
-_FEW, _MANY = 16, 64  # tokens of a program
+# Tokens per program.
+_FEW, _MANY = 16, 64
 _BLOCK_C = 128
 
 
@@ -38,9 +38,9 @@ def absorb_queries(
     *,
     is_interleaved: bool,
 ) -> Tensor:
-    """Store rows at `slots_T`, as store_latents does. Returns the queries (T, H, D), products accumulated in fp32.
+    """Store rows at `slots_T`, as store_latents does, and return the absorbed queries (T, H, D).
 
-    q, row: dense in their last dimension, may be views. key: contiguous, of q's dtype.
+    q, row: dense in their last dimension, may be views. key: contiguous, of q's dtype. Products accumulate in fp32.
     """
     absorb = launch_absorb_queries if q_THQ.is_cuda else reference_absorb_queries
     return absorb(
@@ -109,7 +109,8 @@ def launch_absorb_queries(
     assert q_THQ.stride(-1) == row_TD.stride(-1) == 1 and codes_B11SD.is_contiguous() and key_HNC.is_contiguous()
     out_THD = torch.empty(num_tokens, num_heads, latent_dim + rope_dim, dtype=q_THQ.dtype, device=q_THQ.device)
     codes = as_bytes(codes_B11SD)
-    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD  # where rotated keys are numbers
+    # View in which rotated keys are bf16 numbers.
+    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD
     block_t = _FEW if num_tokens <= _FEW else _MANY
     parts = cdiv(latent_dim, _BLOCK_C)
     _absorb_queries[(num_tokens + cdiv(num_tokens, block_t) * num_heads * parts,)](
@@ -181,7 +182,7 @@ def _absorb_queries(
     IS_INTERLEAVED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ) -> None:
-    """One program: the row of one token; or BLOCK_C numbers of one head's latent queries, of BLOCK_T tokens."""
+    """One program: the row of one token; or BLOCK_C latent features of one head's queries, for BLOCK_T tokens."""
     f = tl.arange(0, BLOCK_F)
     program = tl.program_id(0)
     if program < num_tokens:

@@ -1,13 +1,12 @@
-"""Attention of rows of few queries over their blocks: what a decode step waits for, so every byte is read once.
+"""Paged attention for rows with few queries, as in decode steps. Every KV byte is read once.
 
-The keys of all strips of queries (strips.py) are shared out among programs (splits.py), whose results are put together
-(Dao et al. 2023, "Flash-Decoding"). The G query heads that share a kv head, of all queries of a strip, are computed by
-one program.
+The keys of all query groups (query_groups.py) are split evenly among programs (kv_splits.py), whose partial results are
+combined (Dao et al. 2023, "Flash-Decoding"). One program computes the G query heads of a KV head for all queries of a
+group.
 
-In a pool of 8 bits the numbers of a row lie so close together that a matrix unit's operand would be picked up byte by
-byte. So values are read two features at a time, as one number of 16 bits, and split into even and odd features when
-they lie in registers. Both products are in fp16, which holds every code; values' scales are divided by the largest that
-came so far, so that weights stay in its range.
+In 8-bit pools, loading single codes as matrix operands would be byte by byte. Values are therefore read two features at
+a time as int16 and split into even and odd features in registers. Both products are in fp16, which represents every
+code exactly; value scales are divided by the largest so far, so that weights stay in its range.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ from engine.kernels.attention.query_groups import TILE_ROWS, QueryGroups
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes, from_code, from_codes
 
-# T tokens of the step, R rows of splits.py, each a strip of up to Q queries, N queries, H query heads, K kv heads,
+# T tokens of the step, R rows of kv_splits.py, each a group of up to Q queries, N queries, H query heads, K kv heads,
 # G = H / K, D head_dim, B blocks, S block_size, W programs of a kv head, P = W + R parts
 
-_PARTS_COMBINED, _FEATURES_COMBINED = 16, 128  # at a time, in one program
+# Parts and features combined at a time by one program.
+_PARTS_COMBINED, _FEATURES_COMBINED = 16, 128
 
 
 def decode_attention(
@@ -40,12 +40,12 @@ def decode_attention(
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
-    """softmax(q k / sqrt(D)) v of the queries of all strips, each over the keys up to its own.
+    """Compute softmax(q k / sqrt(D)) v for the queries of all groups, each over the keys up to its own.
 
-    q, out: (T, H, D) bf16, fp16 or fp32; out is written at the strips' tokens only. codes, scales: a layer of the pool,
-    of 8 bits or of q's dtype; see KVPool. The queries of a strip without keys get zeros. splits: of the strips'
-    contexts and `window_of_query_groups`; results differ by rounding only. Where the value of a key is no number, the
-    results of all queries of its strip are none, also of those before it.
+    q, out: (T, H, D) bf16, fp16 or fp32; out is written at the groups' tokens only. codes, scales: a layer of the pool,
+    of 8 bits or of q's dtype; see KVPool. Queries of a group without keys get zeros. splits: Splits of the groups'
+    contexts and `window_of_query_groups`; it affects rounding only. A NaN value spoils all queries of its group, also
+    those that precede it.
     """
     attend = launch_decode_attention if q_THD.is_cuda else reference_decode_attention
     attend(
@@ -60,12 +60,12 @@ def decode_attention(
 
 
 def window_of_query_groups(window: int | None, most: int) -> int | None:
-    """Up to so many keys before the last query of a strip one of its queries sees."""
+    """Return the number of keys before a group's last query that any of its queries sees; None without a window."""
     return None if window is None else window + most - 1
 
 
 def resident_programs(*, has_scales: bool) -> int:
-    """How many of the kernel's programs a processor runs at once: of four warps each, or, over 8 bits, of one."""
+    """Return the number of programs that a multiprocessor runs at once: four warps each, or one warp for 8 bits."""
     return 8 if has_scales else 4
 
 
@@ -114,7 +114,8 @@ def launch_decode_attention(
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and query_groups.tables_UB.stride(-1) == 1
     num_programs = len(splits.rows_W)
-    part_PXD = torch.empty(  # X = Q H: of each query all heads
+    # X = Q H: all heads of each query.
+    part_PXD = torch.empty(
         num_programs + num_rows, query_groups.most * num_heads, dim, dtype=torch.float32, device=q_THD.device
     )
     largest_PX, total_PX = torch.empty(2, *part_PXD.shape[:2], dtype=torch.float32, device=q_THD.device)
@@ -147,10 +148,11 @@ def launch_decode_attention(
             SHARED_N=KEYS,
             HAS_SCALES=False,
             NATIVE=False,
-            num_stages=2,  # of three, a processor would hold three programs, not four
+            # With three stages a multiprocessor would hold three programs instead of four.
+            num_stages=2,
         )
     else:
-        # One warp, so that nothing waits for a barrier; as many as there are registers for run side by side.
+        # One warp needs no barriers; registers limit how many run side by side.
         is_small = block_m == TILE_ROWS and block_d <= 128
         _attend_part[(num_programs, num_kv_heads)](
             q_THD,
@@ -218,8 +220,7 @@ def _attend_part(
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    """One program: the queries of a strip that one kv head has, Q times G at most, over the program's share of blocks,
-    of one strip or of several."""
+    """One program: up to Q times G queries of a group and KV head, over its share of the keys of one or more groups."""
     program, head = tl.program_id(0), tl.program_id(1)
     SEEN: tl.constexpr = WINDOW + Q - 1 if WINDOW > 0 else 0
     share = tl.load(starts + num_rows + 1)
@@ -240,7 +241,8 @@ def _attend_part(
         mask = is_query[:, None] & (d < D)[None, :]
         place_of_q = token * q_token_stride + (head * G + of_head) * q_head_stride
         queries = tl.load(q + place_of_q[:, None] + d[None, :], mask=mask, other=0.0)
-        sees = context - num_queries + 1 + query  # how many keys each query sees
+        # Number of keys that each query sees.
+        sees = context - num_queries + 1 + query
         table = tables + row.to(tl.int64) * table_stride
         at = (((program + row).to(tl.int64) * Q + query) * K + head) * G + of_head
         if HAS_SCALES:
@@ -286,7 +288,9 @@ def _attend_numbers(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Keys [first, end) of a row, of q's dtype -> out (M, D), largest (M), total (M): see online_softmax.py."""
+    """Attend to keys [first, end) of a row in q's dtype. Returns out (M, D), largest (M), total (M); see
+    online_softmax.py.
+    """
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -335,7 +339,9 @@ def _attend_codes(
     WINDOW: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Keys [first, end) of a row, of 8 bits -> even features of out (M, D / 2), odd ones, largest (M), total (M)."""
+    """Attend to 8-bit keys [first, end) of a row. Returns even features of out (M, D / 2), odd ones, largest (M),
+    total (M).
+    """
     dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
     q, power = _fit(q, dtype)
     scale *= power
@@ -343,7 +349,8 @@ def _attend_codes(
     odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    unit = 7.52316384526264e-37  # what values are multiples of: the largest scale so far, or 2^-120
+    # Unit of the accumulated values: the largest scale so far, or 2^-120.
+    unit = 7.52316384526264e-37
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     for n in range(first, end, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
@@ -387,7 +394,7 @@ def _weigh(
     Q: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """-> the largest score now, what came before is multiplied by, and the weights of these keys."""
+    """Return the new largest score, the factor for earlier results, and the weights of these keys."""
     is_seen = (key < end)[None, :]
     if Q > 1:
         is_seen = is_seen & (key[None, :] < sees[:, None])
@@ -397,13 +404,14 @@ def _weigh(
     grown = tl.maximum(largest, tl.max(scores, axis=1))
     base = grown
     if Q > 1 or WINDOW > 0:
-        base = tl.where(grown == -float("inf"), 0.0, grown)  # of these keys none is seen
+        # A query may see none of these keys.
+        base = tl.where(grown == -float("inf"), 0.0, grown)
     return grown, tl.exp2(largest - base), tl.exp2(scores - base[:, None])
 
 
 @jit
 def _fit(q: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Queries (M, D) as `dtype`, and the power of two that they are multiples of: so fp16 has room for bf16."""
+    """Convert queries (M, D) to `dtype`, scaled by a power of two so that bf16 fits fp16. Returns both."""
     power = 1.0
     if dtype != q.dtype:
         wide = q.to(tl.float32)
@@ -424,9 +432,9 @@ def _scales_of(
     S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """The scales of keys n, n + 1, …, as fp32 (BLOCK_N); `place`: where they begin in a block. Zero from `end` on.
+    """Load the scales of keys n, n + 1, … as fp32 (BLOCK_N). `place`: their offset in a block. Zero from `end` on.
 
-    Two are read at once, if they are given as int32: copies into shared memory, which run ahead, have 4 bytes or more.
+    Two are read at once if given as int32, because asynchronous copies to shared memory need at least 4 bytes.
     """
     if scales.dtype.element_ty == tl.int32:
         key = n + 2 * tl.arange(0, BLOCK_N // 2)
@@ -481,10 +489,11 @@ def whole_of_parts(
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ) -> tl.tensor:
-    """The features `d` of one row's head, BLOCK_P parts at a time; zeros of a row without keys."""
+    """Combine the features `d` of one row's head from its parts, BLOCK_P at a time; zeros for a row without keys."""
     share = tl.load(starts + num_rows + 1)
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
-    first, last = begin // share, (end + share - 1) // share  # programs; of a row without keys, none
+    # Range of programs; empty for a row without keys.
+    first, last = begin // share, (end + share - 1) // share
     last = tl.where(begin < end, last, first)
     p = tl.arange(0, BLOCK_P)
     base = -1e30

@@ -1,10 +1,9 @@
-"""Attention of many queries per row over keys and values that stand one token behind the other, gathered for this step.
+"""Prefill attention over contiguous keys and values, gathered for this step.
 
-    s_j = (q k_j + q' key_j) scale          key_j: a part of the keys that all heads share; latent layouts have one
+    s_j = (q k_j + q' key_j) scale          key_j: part of the keys shared by all heads; latent layouts have one
 
-They came out of the pool (gather_rows.py), or were made from latents (latent_heads.py): either way they are read by
-many queries, and whole tiles of them by one copy of the device's own (TMA, where it has one). Queries are cut into
-tiles as in prefill_attention.
+Keys come from the pool (gather_rows.py) or were expanded from latents (latent_heads.py). Many queries read them, in
+whole tiles by TMA where the device has it. Queries are cut into tiles as in prefill_attention.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ from engine.kernels.attention.online_softmax import weigh
 from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
 from engine.kernels.language import descriptor, has_tile_copies, jit, power_of_2, tl
 
-# T tokens of the step, L keys of all rows, H query heads of this rank, K kv heads, N dim of a head's own part of keys,
-# P of the shared part, W of values
+# T tokens of the step, L keys of all rows, H query heads of this rank, K kv heads, N per-head key dim,
+# P shared key dim, W value dim
 
-_KEYS = 64  # of one step of a program
+# Keys per loop iteration of a program.
+_KEYS = 64
 
 
 @dataclass(frozen=True)
 class Carry:
-    """What earlier keys came to, where a row's keys are attended to slice by slice. Written by all slices but the last.
+    """Partial results of earlier keys, for rows processed in slices. Written by all slices but the last.
 
-    Not normalised; see online_softmax.py.
+    Not normalized; see online_softmax.py.
     """
 
     out_THW: Tensor
@@ -46,12 +46,13 @@ class Carry:
 
 @dataclass(frozen=True)
 class Slice:
-    """Of each row, the keys at positions [begin, end)."""
+    """Keys at positions [begin, end) of each row."""
 
     begin: int
     end: int
     is_last: bool
-    carry: Carry | None = None  # None: of one slice
+    # None: the only slice.
+    carry: Carry | None = None
 
 
 WHOLE = Slice(0, 1 << 30, is_last=True)
@@ -70,10 +71,10 @@ def dense_prefill_attention(
     out_THW: Tensor,
     part: Slice = WHOLE,
 ) -> None:
-    """softmax(q (k, shared) scale) v of each row's queries, its last positions, over the keys not after them.
+    """Compute softmax(q (k, shared) scale) v for each row's queries, its last positions, over keys up to their own.
 
     q: (T, H, N + P); all bf16, fp16 or fp32, k, v and out contiguous, K divides H. firsts, contexts: (R,) int32; a
-    row's keys of this slice begin at `first` of L. out is written at the tiles' queries only, by the last slice.
+    row's keys of this slice start at `first` of L. Only the last slice writes out, at the tiles' queries only.
     """
     attend = launch_dense_prefill_attention if q_THD.is_cuda else reference_dense_prefill_attention
     attend(
@@ -159,10 +160,11 @@ def launch_dense_prefill_attention(
     assert q_THD.stride(-1) == 1 and k_LKN.is_contiguous() and v_LKW.is_contiguous() and out_THW.is_contiguous()
     blocks = {"BLOCK_N": max(16, power_of_2(nope_dim)), "BLOCK_P": max(16, power_of_2(rope_dim or 1))}
     blocks["BLOCK_W"] = max(16, power_of_2(value_dim))
-    # Whole tiles are copied where a tile's columns are a head's: others would come with columns of the next.
+    # TMA copies need tiles whose columns are exactly one head; others would include columns of the next head.
     is_tiled = has_tile_copies(q_THD.device) and q_THD.dtype != torch.float32
     is_tiled &= (nope_dim, value_dim) == (blocks["BLOCK_N"], blocks["BLOCK_W"])
-    if shared_LP is not None:  # which may be columns of wider rows, that then have to begin at multiples of 16 bytes
+    # Shared keys may be columns of wider rows; TMA needs them aligned to 16 bytes.
+    if shared_LP is not None:
         starts = shared_LP.stride(0), shared_LP.storage_offset()
         is_tiled &= rope_dim == blocks["BLOCK_P"] and all(start % 8 == 0 for start in starts)
     k_LN, v_LW = k_LKN.view(len(k_LKN), -1), v_LKW.view(len(v_LKW), -1)
@@ -203,7 +205,8 @@ def launch_dense_prefill_attention(
         **blocks,
         IS_TILED=is_tiled,
         num_warps=4,
-        num_stages=2 if rope_dim else 3,  # two programs share a processor's memory
+        # Two programs share a multiprocessor's memory.
+        num_stages=2 if rope_dim else 3,
     )
 
 
@@ -265,7 +268,8 @@ def _attend_tile(
     kv_head = head // (H // K)
     first_key = tl.load(key_firsts + row) - begin
     end = tl.minimum(tl.minimum(context, end), context - length + first_query + BLOCK_M)
-    seen = tl.minimum(context - length + first_query + 1, end)  # keys that every query of the tile sees
+    # Keys that every query of the tile sees.
+    seen = tl.minimum(context - length + first_query + 1, end)
     plain = begin + tl.maximum(seen - begin, 0) // BLOCK_L * BLOCK_L
     place = token * H + head
     mask = is_query & (w < W)[None, :]
@@ -284,7 +288,8 @@ def _attend_tile(
             k_stride, shared_stride, v_stride, N, P, W, BLOCK_L, BLOCK_N, BLOCK_P, BLOCK_W, IS_TILED, True,
         )  # fmt: skip
     if is_last != 0:
-        total = tl.where(total == 0.0, 1.0, total)  # places behind the row's last query
+        # Positions past the row's last query have no keys.
+        total = tl.where(total == 0.0, 1.0, total)
         tl.store(out + place[:, None] * W + w[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
     else:
         tl.store(carried + place[:, None] * W + w[None, :], result, mask=mask)
@@ -321,7 +326,7 @@ def _step(
     IS_TILED: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Take keys n, n + 1, …, which lie from place `at` on."""
+    """Accumulate keys n, n + 1, …, which start at place `at`."""
     key = n + tl.arange(0, BLOCK_L)
     is_key = (key < end) if MASKED else tl.full([BLOCK_L], True, tl.int1)
     scores = tl.dot(
@@ -335,11 +340,11 @@ def _step(
     total = total * fade + tl.sum(weights, axis=1)
     values = _tile(v, at, head, v_stride, is_key, W, BLOCK_L, BLOCK_W, IS_TILED)
     if MASKED and IS_TILED:
-        values = tl.where(is_key[:, None], values, 0.0)  # what is no key may be no number
+        # Masked lanes may hold NaN.
+        values = tl.where(is_key[:, None], values, 0.0)
     weights = weights.to(values.dtype)
     if P > 0:
-        # Two products before the third are started one by one where the third goes on in the accumulator of the last
-        # step: ptxas (C7515) then lets none of them run beside anything.
+        # If the third product accumulated into the last iteration's sum, ptxas (C7515) would serialize all products.
         fades = tl.broadcast_to(fade[:, None], result.shape)
         result = tl.fma(result, fades, tl.dot(weights, values, input_precision="ieee"))
     else:
@@ -359,7 +364,7 @@ def _tile(
     BLOCK_D: tl.constexpr,
     IS_TILED: tl.constexpr,
 ) -> tl.tensor:
-    """(BLOCK_L, BLOCK_D) of one head from place `at` on; a tiled one has numbers behind the last key, too."""
+    """Load (BLOCK_L, BLOCK_D) of one head from place `at` on; a TMA tile has garbage past the last key."""
     if IS_TILED:
         tile = source.load([at, head * D])
     else:

@@ -1,7 +1,7 @@
-"""Keys and values of whole blocks out of a pool's layer, one token behind the other, as numbers.
+"""Gathering of whole blocks of keys and values into contiguous tokens.
 
-What many queries read is gathered once: rows of one token then lie a constant step apart, as the device's own copies
-want it, and codes of 8 bits are widened once for all query heads and tiles.
+Keys that many queries read are gathered once. The rows of a head are then equally spaced, as TMA needs, and 8-bit codes
+are dequantized once for all query heads and tiles.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from engine.kernels.language import has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_code
 
-# N blocks that are gathered, L = N * S keys, B blocks of the pool, K kv heads, S block_size, D head_dim
+# N gathered blocks, L = N * S keys, B blocks of the pool, K kv heads, S block_size, D head_dim
 
 
 def gather_rows(
     codes_B2KSD: Tensor, scales_B2KS: Tensor | None, blocks_N: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The blocks' keys and values as `dtype`, each (L, K, D). blocks: int32."""
+    """Return the blocks' keys and values as `dtype`, each (L, K, D). blocks: int32."""
     gather = launch_gather_rows if codes_B2KSD.is_cuda else reference_gather_rows
     return gather(codes_B2KSD, scales_B2KS, blocks_N, dtype)
 

@@ -1,14 +1,14 @@
-"""How the keys of a step's rows are shared out among programs: evenly, however unlike the rows' lengths are.
+"""Even split of a step's keys among programs, for rows of any lengths.
 
-The rows' keys stand one row behind the other, in blocks of KEYS. Of these each program takes as many as any other,
-wherever rows end:
+The rows' keys are laid out row after row in blocks of KEYS. Every program takes the same number of blocks, regardless
+of row boundaries:
 
     rows      |------ 0 ------|- 1 -|------------- 2 -------------|
     programs  |--- 0 ---|--- 1 ---|--- 2 ---|--- 3 ---|--- 4 ---|-|
 
-A part is what one program computes of one row. In their order, each has one more program or one more row before it than
-the part before has: so program w's part of row r is part w + r, and W + R are enough.
-The shape of all this follows from how many rows there are, and `longest`, alone: so a recorded step may hold it.
+A part is the result of one program for one row. Each next part belongs to either the next program or the next row, so
+program w's part of row r is part w + r, and W + R parts suffice. All shapes depend only on the number of rows and on
+`longest`, so the split can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,29 +23,36 @@ from engine.kernels.language import cdiv, jit, tl
 
 # R rows, W programs (of one kv head)
 
-KEYS = 64  # of a block
-_MIN_BLOCKS = 4  # of a program: below, putting the parts together costs more than they do
-_ROWS, _PROGRAMS = 128, 16  # that are looked at together
+# Keys per block.
+KEYS = 64
+# Minimum blocks per program; with fewer, combining the parts costs more than the split saves.
+_MIN_BLOCKS = 4
+# Rows and programs processed together.
+_ROWS, _PROGRAMS = 128, 16
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Made once per step, for all layers of one window."""
+    """Split of one step's keys, shared by all layers with the same window."""
 
-    starts_R: Tensor  # int32 (R + 2): each row's first block; then the number of all blocks, and of one program's
-    rows_W: Tensor  # int32: the row of each program's first block
+    # int32 (R + 2): each row's first block; then the total number of blocks, and the blocks per program.
+    starts_R: Tensor
+    # int32: row of each program's first block.
+    rows_W: Tensor
 
     @classmethod
     def of(cls, contexts_R: Tensor, *, window: int | None, num_heads: int, longest: int, resident: int) -> Splits:
-        """contexts: (R,) int32 keys of each row, none more than `longest`. num_heads: how many programs share a part,
-        each for one head, or group of heads. resident: how many programs of the kernel a processor runs at once.
-        On a CPU nothing is shared out."""
+        """Split the keys of R rows.
+
+        contexts: (R,) int32 keys of each row, at most `longest`. num_heads: number of programs per part, one for each
+        head or group of heads. resident: programs that a multiprocessor runs at once. On a CPU nothing is split.
+        """
         if not contexts_R.is_cuda:
             return cls(contexts_R, contexts_R)
         processors = torch.cuda.get_device_properties(contexts_R.device).multi_processor_count
-        wanted = processors * resident // num_heads
+        target = processors * resident // num_heads
         possible = len(contexts_R) * cdiv(cdiv(longest, KEYS), _MIN_BLOCKS)
-        return share_out(contexts_R, window=window, num_programs=max(1, min(wanted, possible)))
+        return share_out(contexts_R, window=window, num_programs=max(1, min(target, possible)))
 
 
 def share_out(contexts_R: Tensor, *, window: int | None, num_programs: int) -> Splits:
@@ -68,7 +75,7 @@ def share_out(contexts_R: Tensor, *, window: int | None, num_programs: int) -> S
 
 @jit
 def blocks_of(context: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """-> the first block of a row that its query sees, and how many it sees."""
+    """Return the first block of a row that its query sees, and the number of blocks that it sees."""
     first = context * 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0) // BLOCK_N
@@ -88,7 +95,7 @@ def _share_out(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """One program for all: of rows that decode there are a few hundred, seldom more strips."""
+    """Single program for all rows; a decode step has a few hundred."""
     i = tl.arange(0, BLOCK_R)
     total = 0
     for start in range(0, num_rows, BLOCK_R):
@@ -101,7 +108,8 @@ def _share_out(
     tl.store(starts + num_rows + 1, share)
     for start in range(0, num_programs, BLOCK_W):
         w = start + tl.arange(0, BLOCK_W)
-        row = tl.zeros([BLOCK_W], tl.int32)  # as many as end before, or where, the program's first block begins
+        # Counts the rows that end at or before the program's first block.
+        row = tl.zeros([BLOCK_W], tl.int32)
         end = 0
         for first in range(0, num_rows, BLOCK_R):
             r = first + i

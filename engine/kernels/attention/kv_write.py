@@ -1,4 +1,4 @@
-"""Keys and values of a step into their blocks, quantised on the way if the pool has 8 bits."""
+"""KV cache write: stores a step's keys and values in their blocks, quantized if the pool has 8 bits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def write_kv(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k
     """Store keys and values at `slots_T` (int32 or int64, block id * S + offset).
 
     codes: (B, 2, K, S, D), a pool's layer: bf16, fp16 or fp32, or float8_e4m3fn or int8 with scales (B, 2, K, S)
-    bf16.
-    k, v: (T, K, D) of any float dtype, dense in D; they may be views of a larger tensor. A negative slot writes
-    nothing: it is that of a row which only fills up a batch.
+    bf16. k, v: (T, K, D) of any float dtype, dense in D; may be views. A negative slot marks a padding row and writes
+    nothing.
     """
     store = launch_write_kv if k_TKD.is_cuda else reference_write_kv
     store(codes_B2KSD, scales_B2KS, slots_T, k_TKD, v_TKD)
@@ -36,8 +35,10 @@ def reference_write_kv(
 
 
 def write_rows(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, rows_T2KD: Tensor) -> None:
-    """By torch, on any device, whatever the number of sides. Where the pool's rows of codes are longer than those
-    given, the numbers at the end stay in bf16: see quantize_rows. Slots are not negative."""
+    """Store rows with torch, on any device, for one or two sides. Slots must not be negative.
+
+    If the pool's rows are longer than those given, the trailing numbers stay in bf16; see quantize_rows.
+    """
     block_size = codes_B2KSD.shape[3]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
     if scales_B2KS is None:

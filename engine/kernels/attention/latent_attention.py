@@ -1,10 +1,10 @@
-"""Absorbed latent attention of one query per row over its blocks: all heads share one key per token, the row itself.
+"""Absorbed latent attention for rows with one query: all heads share one key per token, the row itself.
 
     s_hj = (q_h . row_j) scale      out_h = V_h (softmax(s_h) latents)      row_j = (latent_j, rotated key_j)
 
-Values are the first part of the keys, so that a block is read once for both, and for as many heads as a program has
-registers for: all of them up to 64. As in decode_attention, the keys of all rows are shared out among programs whose
-results are put together (latent_values.py). Row format: engine/kv/layout.py.
+Values are the first part of the keys, so a block is read once for both, and for as many heads as fit a program's
+registers (up to 64). As in decode_attention, keys are split among programs, whose results are combined
+(latent_values.py). Row format: engine/kv/layout.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from engine.kernels.quant.code_words import widen
 from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_codes
 
 # R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, W value_dim, B blocks, S block_size;
-# in launching, P: parts of results, as many as programs and rows together
+# in launch functions P: number of parts, programs plus rows
 
-_MIN_HEADS, _MOST_HEADS = 16, 64  # of one program
+# Heads per program.
+_MIN_HEADS, _MOST_HEADS = 16, 64
 
 
 def latent_decode_attention(
@@ -39,12 +40,12 @@ def latent_decode_attention(
     contexts_R: Tensor,
     splits: Splits,
 ) -> Tensor:
-    """The values, (R, H, W), that queries get whose absorbed part comes first.
+    """Return the attention output (R, H, W) of absorbed queries, absorbed part first.
 
     q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, 8
-    bits with scales or of q's dtype. value: contiguous, of q's dtype; weighed sums of latents are rounded to it before
-    it expands them. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; a row of none gets zeros.
-    splits: of these contexts.
+    bits with scales or of q's dtype. value: contiguous, of q's dtype; weighted sums of latents are rounded to it before
+    the expansion. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; rows without keys get zeros.
+    splits: Splits of these contexts.
     """
     attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
     return attend(
@@ -60,12 +61,12 @@ def latent_decode_attention(
 
 
 def heads_at_once(num_heads: int) -> int:
-    """Of one program."""
+    """Return the number of heads per program."""
     return min(_MOST_HEADS, max(_MIN_HEADS, power_of_2(num_heads)))
 
 
 def splits_of_latents(contexts_R: Tensor, *, num_heads: int, longest: int) -> Splits:
-    """See Splits.of."""
+    """Split the rows' keys for this kernel; see Splits.of."""
     block_h = heads_at_once(num_heads)
     resident = 2 if block_h == _MIN_HEADS else 1
     return Splits.of(contexts_R, window=None, num_heads=cdiv(num_heads, block_h), longest=longest, resident=resident)
@@ -114,7 +115,8 @@ def launch_latent_decode_attention(
     has_scales, rope_dim = scales_B11S is not None, dim - latent_dim
     assert q_RHD.is_contiguous() and tables_RB.stride(-1) == 1 and codes_B11SD.is_contiguous()
     codes = as_bytes(codes_B11SD)
-    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD  # where rotated keys are numbers
+    # View in which rotated keys are bf16 numbers.
+    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD
     num_programs, block_h = len(splits.rows_W), heads_at_once(num_heads)
     part_PHC = torch.empty(num_programs + num_rows, num_heads, latent_dim, dtype=torch.float32, device=device)
     largest_PH, total_PH = torch.empty(2, *part_PHC.shape[:2], dtype=torch.float32, device=device)
@@ -189,7 +191,7 @@ def _attend_latents(
     NATIVE: tl.constexpr,
     IN_PAIRS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_H heads over their share of blocks, of one row or of several."""
+    """One program: BLOCK_H heads over its share of blocks, of one or more rows."""
     program = tl.program_id(0)
     share = tl.load(starts + num_rows + 1)
     place = program * share
@@ -207,7 +209,7 @@ def _attend_latents(
         query = q + (row.to(tl.int64) * H + h)[:, None] * (C + P)
         q_rope = tl.load(query + C + p[None, :], mask=is_head[:, None] & (p < P)[None, :], other=0.0)
         table = tables + row.to(tl.int64) * table_stride
-        # Numbers of 8 bits are read two at a time, and split: a matrix unit's operand would be picked up byte by byte.
+        # Read 8-bit codes in pairs and split them, because matrix operands would be loaded byte by byte.
         STEP: tl.constexpr = 2 if HAS_SCALES else 1
         c = tl.arange(0, BLOCK_C // STEP)
         is_c = c * STEP < C
@@ -244,7 +246,7 @@ def _attend_latents(
                 other=0.0,
             ).to(q_rope.dtype)
             scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
-            # Every step has a key, so that the largest score is a number.
+            # Every iteration has at least one key, so the largest score is finite.
             scores = tl.where(is_key[None, :], scores, -float("inf"))
             largest, fade, weights = weigh(scores, largest, is_key[None, :], scale, False)
             total = total * fade + tl.sum(weights, axis=1)

@@ -1,9 +1,9 @@
-"""What absorbed attention stands for: parts of weighed sums of latents, put together and expanded to heads' values.
+"""Last step of absorbed attention: combines partial sums of latents and expands them to the heads' values.
 
     out[r, h] = V_h round(sum_p 2^(m_p - m) part_p / sum_p 2^(m_p - m) l_p)      round: to the activations' dtype
 
-A program does so for one head and a few rows, one row behind the other, and multiplies them with the head's matrix at
-once. With few rows several programs share a head's features, and each of them puts the parts together for itself.
+A program combines a few rows of one head and multiplies them with the head's matrix. With few rows several programs
+split a head's features, and each combines the parts for itself.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from engine.kernels.language import cdiv, jit, power_of_2, tl
 
 # R rows, H query heads of this rank, C latent_dim, W value_dim, P parts
 
-_MOST_ROWS = 16  # of a program: a matrix unit's operand
+# Rows per program: the height of a matrix operand.
+_MOST_ROWS = 16
 _BLOCK_W, _BLOCK_P = 32, 8
 
 
 def launch_latent_values(
     part_PHC: Tensor, largest_PH: Tensor, total_PH: Tensor, splits: Splits, value_HWC: Tensor, out_RHW: Tensor
 ) -> None:
-    """part, largest, total: what the programs of `splits` have left. value: contiguous. out: dense in W; its rows are
-    those of the contexts that are split, in their order."""
+    """Combine and expand the partial results of `splits`. value: contiguous. out: dense in W, rows in splits' order."""
     num_rows, num_heads, value_dim = out_RHW.shape
     latent_dim = value_HWC.shape[2]
     assert value_HWC.is_contiguous() and out_RHW.stride(-1) == 1
@@ -57,8 +57,10 @@ def launch_latent_values(
 
 
 def _share(num_rows: int, num_heads: int, value_dim: int, device: torch.device) -> tuple[int, int]:
-    """How many rows and features a program has: as many as leave a program for each processor, if there can be so many.
-    On a CPU so that tests see both."""
+    """Return rows and features per program, such that every multiprocessor gets a program if possible.
+
+    On a CPU both are split, so that tests cover it.
+    """
     if device.type != "cuda":
         return 2, _BLOCK_W
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -90,7 +92,7 @@ def _latent_values(
     BLOCK_C: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """One program: `features` of one head's values, of `rows` rows."""
+    """One program: `features` of one head's values, for `rows` rows."""
     head, first = tl.program_id(1), tl.program_id(0) * rows
     count = tl.minimum(rows, num_rows - first)
     m, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)

@@ -1,12 +1,12 @@
-"""What the attention kernels share: one step of an online softmax over keys that lie in a pool's blocks.
+"""Shared parts of the attention kernels: one step of an online softmax over paged keys.
 
 For a block of keys k_j and values v_j, with m the largest score so far (Milakov and Gimelshein 2018, arXiv:1805.02867):
 
     s_j = q k_j / sqrt(D)      m' = max(m, max s_j)      l' = l e^(m - m') + sum e^(s_j - m')
                                o' = o e^(m - m') + sum e^(s_j - m') v_j                             out = o / l
 
-A pool of 8 bits is never widened to numbers: its codes are exact in fp16 and bf16, so that a key's scale multiplies its
-scores, and a value's scale its weights.
+8-bit pools are not dequantized: their codes are exact in fp16 and bf16, so a key's scale multiplies its scores and a
+value's scale its weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, fro
 
 
 def gather_row(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, table: Tensor, length: int) -> Tensor:
-    """The keys and values of one row of block ids, for the references: (2, K, L, D) fp32."""
+    """Return keys and values of one block table, for the references: (2, K, L, D) fp32."""
     table = table[: -(-length // codes_B2KSD.shape[3])].long()
     if scales_B2KS is None:
         kv_B2KSD = codes_B2KSD[table].float()
@@ -33,7 +33,7 @@ def gather_row(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, table: Tensor, l
 
 
 def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, *, window: int | None) -> Tensor:
-    """Attention of the last Q positions of a row over its L keys, in fp32: (Q, H, D)."""
+    """Compute attention of the last Q positions of a row over its L keys, in fp32: (Q, H, D)."""
     num_queries, num_heads, dim = q_QHD.shape
     k_KLD, v_KLD = kv_2KLD
     length = k_KLD.shape[1]
@@ -50,8 +50,10 @@ def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, *, window: int | None) -> Tens
 
 @jit
 def places_of(first: tl.tensor, S: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """-> in which cell of its row's table each of the keys [first, first + BLOCK_N) is, and where in that block. What
-    does not change from step to step is computed once. first: a multiple of BLOCK_N."""
+    """Return the table cell and the offset in the block of each key in [first, first + BLOCK_N).
+
+    Parts that do not change between steps are computed once. first: a multiple of BLOCK_N.
+    """
     i = tl.arange(0, BLOCK_N)
     if BLOCK_N % S == 0:
         return first // S + i // S, i % S
@@ -62,15 +64,20 @@ def places_of(first: tl.tensor, S: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple
 def weigh(
     scores: tl.tensor, largest: tl.tensor, is_seen: tl.tensor, scale: tl.tensor, MASKED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Scores (M, N) of some more keys -> the largest so far (M), what came of earlier keys is to be multiplied by (M),
-    and the keys' weights (M, N). scale: of the scores; positive. MASKED: some are not seen; else all are."""
+    """Weigh further keys by their scores (M, N).
+
+    Returns the largest score so far (M), the factor for earlier results (M), and the weights (M, N). scale: positive
+    factor of the scores. MASKED: some keys are hidden.
+    """
     if MASKED:
         scores = tl.where(is_seen, scores, -float("inf"))
     grown = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     base = grown
     if MASKED:
-        base = tl.where(grown == -float("inf"), 0.0, grown)  # a query that has seen no key yet
-    return grown, tl.exp2(largest - base), tl.exp2(scores * scale - base[:, None])  # product and difference are fused
+        # A query may not have seen a key yet.
+        base = tl.where(grown == -float("inf"), 0.0, grown)
+    # The product and the difference are fused.
+    return grown, tl.exp2(largest - base), tl.exp2(scores * scale - base[:, None])
 
 
 @jit
@@ -102,14 +109,13 @@ def attend_block(
     IN_PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Take keys [first, first + BLOCK_N) of a row into (out (M, D), odd, largest (M), total (M)), which are returned.
+    """Accumulate keys [first, first + BLOCK_N) of a row into out (M, D), odd, largest (M), total (M), and return them.
 
-    q: (M, D). position: (M), of each query. end: keys from there on do not exist. table: where the row's block ids
-    begin. scale: log2(e) / sqrt(D), for powers of two are what the device computes. MASKED: some key may be hidden from
-    some query; else all of them are there and seen by all.
+    q: (M, D). position: (M), of each query. end: number of existing keys. table: pointer to the row's block ids. scale:
+    log2(e) / sqrt(D), because the device computes powers of two. MASKED: some key may be hidden from some query.
 
-    STEP: 1, or of codes of 8 bits 2: D counts pairs of them then, each an int16 of `numbers`; q and out are the even
-    features, q_odd and odd the others, which else nobody looks at. NATIVE: see from_code; IN_PAIRS: see widen, STEP 2.
+    STEP: 1, or 2 for 8-bit codes. With 2, D counts pairs, each an int16 of `numbers`; q and out hold the even features,
+    q_odd and odd the odd ones, which are unused otherwise. NATIVE: see from_code; IN_PAIRS: see widen, STEP 2.
     """
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)

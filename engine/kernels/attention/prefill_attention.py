@@ -1,10 +1,11 @@
-"""Attention of many queries per row over its blocks: a prompt, or a chunk of one behind a prefix that is there already.
+"""Paged prefill attention: a prompt, or a chunk of one after a cached prefix.
 
-Queries are cut into tiles (tiles.py). Where few of them come behind many keys, the keys of a tile are split among
-programs, too. This reads the pool's blocks where they lie; keys that many queries see are gathered first: see
-dense_prefill.py. An A100, whose matrix units take codes of 8 bits out of registers, would load those of values byte by
-byte. There they are read two features at a time, as one number of 16 bits, and split into even and odd features when
-they lie in registers; devices that multiply out of shared memory have fewer instructions one by one.
+Queries are cut into tiles (query_tiles.py). For few queries over many keys, a tile's keys are split among programs too.
+Reads the pool's blocks in place; keys seen by many queries are gathered first, see dense_prefill.py.
+
+On an A100, matrix operands come from registers, and 8-bit values would be loaded byte by byte. There they are read two
+features at a time as int16 and split in registers. Devices with operands in shared memory need fewer instructions when
+reading single codes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from engine.kernels.quant.row_quantization import as_bytes
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
 # P splits of a tile's keys
 
-_KEYS = 64  # of one step of a program; of pairs half as many, for even and odd features take registers
+# Keys per loop iteration; half as many for pairs, whose even and odd features need registers.
+_KEYS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _MIN_KEYS_PER_SPLIT = 512
 
@@ -39,11 +41,11 @@ def prefill_attention(
     window: int | None,
     out_THD: Tensor,
 ) -> None:
-    """softmax(q k / sqrt(D)) v of each row's queries, its last positions, over the keys not after them.
+    """Compute softmax(q k / sqrt(D)) v for each row's queries, its last positions, over keys up to their own.
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the tiles' queries only. codes, scales: a layer of the pool,
-    of 8 bits or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, the queries'
-    included.
+    of 8 bits or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, including those of
+    the queries.
     """
     attend = launch_prefill_attention if q_THD.is_cuda else reference_prefill_attention
     attend(
@@ -89,7 +91,7 @@ def launch_prefill_attention(
     num_splits: int | None = None,
     codes_at_once: int | None = None,
 ) -> None:
-    """num_splits: for tests; else as many as keep the device busy. codes_at_once: one or two, of 8 bits, for tests."""
+    """Launch the kernel. num_splits, codes_at_once (1 or 2): override the chosen values, for tests."""
     _, num_heads, dim = q_THD.shape
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     has_scales = scales_B2KS is not None
@@ -142,9 +144,9 @@ def launch_prefill_attention(
 def _splits_for(num_programs: int, longest: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
-    wanted = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR // num_programs
-    # Two at least of a few queries, however short their row is: so a worker's warm-up meets what long ones will need.
-    return min(wanted, max(2, cdiv(longest, _MIN_KEYS_PER_SPLIT))) if wanted > 1 else 1
+    target = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR // num_programs
+    # Use at least two splits for few queries even if rows are short, so that warm-up compiles the split kernel.
+    return min(target, max(2, cdiv(longest, _MIN_KEYS_PER_SPLIT))) if target > 1 else 1
 
 
 @partial(jit, do_not_specialize=["table_stride"])
@@ -180,7 +182,7 @@ def _attend_tile(
     NATIVE: tl.constexpr,
     IN_PAIRS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_M queries of one row and one head, over one part of the keys that they see.
+    """One program: BLOCK_M queries of one row and one head, over one split of the keys that they see.
 
     keys   first ........ plain ........ end       [first, plain): seen by every query of the tile, no mask needed
     """
@@ -231,7 +233,8 @@ def _attend_tile(
         tl.store(part_largest + in_parts, largest)
         tl.store(part_total + in_parts, total)
     else:
-        total = tl.where(total == 0.0, 1.0, total)  # places behind the row's last query may see nothing
+        # Positions past the row's last query may see no keys.
+        total = tl.where(total == 0.0, 1.0, total)
         place = (token[:, None] * H + head) * D + d[None, :]
         tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
 

@@ -1,9 +1,7 @@
-"""Queries of rows that decode, cut into strips: up to so many of one row, one behind the other, for which the row's
-keys are read once.
+"""Query groups: consecutive queries of one decoding row, which share one read of its keys.
 
-A row that decodes has one query, and of a draft one more for each of its tokens. A matrix unit multiplies 16 rows at a
-time: where few query heads share a kv head, the heads of several queries have room in what one query would fill with
-nothing.
+A decoding row has one query, plus one per draft token. A matrix unit multiplies 16 rows at a time: if few query heads
+share a KV head, the heads of several queries fit in the padding of one.
 """
 
 from __future__ import annotations
@@ -18,57 +16,65 @@ from torch import Tensor
 
 _Ints = NDArray[np.int64]
 
-# R rows, U strips, N queries of all strips, B blocks
+# R rows, U groups, N queries of all groups, B blocks
 
-TILE_ROWS = 16  # of a matrix unit's operand
+# Rows of a matrix operand.
+TILE_ROWS = 16
 
 
 @dataclass(frozen=True)
 class QueryGroups:
-    """All numbers are int32, on the device."""
+    """Query groups of one step. All tensors are int32 on the device."""
 
-    firsts_U: Tensor  # the token in the step of a strip's first query
-    counts_U: Tensor  # of its queries, 1 to `most`
+    # Token in the step of a group's first query.
+    firsts_U: Tensor
+    # Number of its queries, 1 to `most`.
+    counts_U: Tensor
     tables_UB: Tensor
-    contexts_U: Tensor  # keys that its last query sees, itself included; 0: a strip that is not there
-    tokens_N: Tensor  # of each query, in the step
-    seats_N: Tensor  # its strip times `most`, and which query of it this is; of a strip that is not there it gets zeros
+    # Keys that a group's last query sees, including its own; 0: padding.
+    contexts_U: Tensor
+    # Token in the step of each query.
+    tokens_N: Tensor
+    # Group index times `most`, plus the query's index in the group. Queries of padding groups get zeros.
+    seats_N: Tensor
     most: int
-    longest: int  # no context is longer
+    # Upper bound of the contexts.
+    longest: int
 
     @classmethod
     def of(cls, numbers: Sequence[Tensor], *, most: int, longest: int) -> QueryGroups:
-        """numbers: as above, in their order."""
+        """Build from the tensors above, in order."""
         firsts_U, counts_U, tables_UB, contexts_U, tokens_N, seats_N = numbers
         return cls(firsts_U, counts_U, tables_UB, contexts_U, tokens_N, seats_N, most, longest)
 
 
 def most_queries(num_heads: int, num_kv_heads: int) -> int:
-    """Of a strip, so that none costs more than one query does."""
+    """Return the largest group size at which a group costs no more than one query."""
     return max(1, TILE_ROWS // (num_heads // num_kv_heads))
 
 
 class QueryGroupSizes(NamedTuple):
-    """On the host."""
+    """Groups on the host."""
 
     rows_U: _Ints
-    firsts_U: _Ints  # counted within the row
+    # Relative to the row.
+    firsts_U: _Ints
     counts_U: _Ints
     contexts_U: _Ints
 
     @property
     def places_N(self) -> _Ints:
-        """Of their queries, one strip behind the other: how many come before it in its strip."""
+        """Return the index of each query in its group."""
         before_U = np.cumsum(self.counts_U) - self.counts_U
         return np.arange(int(self.counts_U.sum())) - np.repeat(before_U, self.counts_U)
 
     def seats_N(self, most: int) -> _Ints:
-        """See QueryStrips."""
+        """See QueryGroups."""
         return np.repeat(np.arange(len(self.counts_U)) * most, self.counts_U) + self.places_N
 
 
 def cut_query_groups(lengths_R: _Ints, contexts_R: _Ints, *, most: int) -> QueryGroupSizes:
-    """lengths: queries of each row, the last ones of its context."""
+    """Cut rows into groups. lengths: queries of each row, the last ones of its context."""
     num_R = -(-lengths_R // most)
     rows_U = np.repeat(np.arange(len(num_R)), num_R)
     firsts_U = (np.arange(len(rows_U)) - np.repeat(np.cumsum(num_R) - num_R, num_R)) * most

@@ -1,4 +1,4 @@
-"""Queries of prompts, cut into tiles that never cross rows: one program computes one tile of one head.
+"""Tiles of prompt queries that never cross rows: one program computes one tile of one head.
 
 Dao et al. 2022, arXiv:2205.14135.
 """
@@ -16,17 +16,22 @@ _Ints = NDArray[np.int64]
 
 # R rows, N tiles
 
-TILE_QUERIES = 64  # what one group of four warps multiplies at once
+# Queries that four warps multiply at once.
+TILE_QUERIES = 64
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Which rows a launch computes, and how their queries are cut."""
+    """Rows of a prefill launch, and their queries' tiles."""
 
-    rows_N: Tensor  # int32, of tables and contexts
-    firsts_N: Tensor  # int32, the tile's first query, counted within its row
-    begins_R: Tensor  # int32, each row's first token in the step
-    lengths_R: Tensor  # int32, its queries
+    # int32, row of tables and contexts.
+    rows_N: Tensor
+    # int32, the tile's first query, relative to its row.
+    firsts_N: Tensor
+    # int32, each row's first token in the step.
+    begins_R: Tensor
+    # int32, number of each row's queries.
+    lengths_R: Tensor
 
     @classmethod
     def of(
@@ -36,14 +41,16 @@ class QueryTiles:
         contexts_R: _Ints,
         device: torch.device,
     ) -> QueryTiles:
-        """See cut_tiles."""
+        """Cut the rows and upload the tiles; see cut_tiles."""
         arrays = (*cut_tiles(lengths_R, contexts_R), begins_R, lengths_R)
         return cls(*(torch.from_numpy(numbers.astype(np.int32)).to(device) for numbers in arrays))
 
 
 def cut_tiles(lengths_R: _Ints, contexts_R: _Ints) -> tuple[_Ints, _Ints]:
-    """The row and the first query of each tile (N,). Those that see the most keys come first, so that none of them
-    begins when the others are done."""
+    """Return the row and the first query of each tile (N,).
+
+    Tiles that see the most keys come first, so that none of them starts when the others are done.
+    """
     counts = -(-lengths_R // TILE_QUERIES)
     rows = np.repeat(np.arange(len(counts)), counts)
     firsts = np.concatenate([np.arange(count) * TILE_QUERIES for count in counts] or [np.zeros(0, np.int64)])

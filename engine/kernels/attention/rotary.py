@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): the pair (x[i], x[i + D/2]) is turned by its angle.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotates the pair (x[i], x[i + D/2]) by its angle.
 
 out[i] = x[i] cos - x[i + D/2] sin          out[i + D/2] = x[i + D/2] cos + x[i] sin
 """
@@ -14,9 +14,9 @@ from engine.kernels.language import jit, power_of_2, tl
 
 
 def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """x: (T, H, D), dense in D, may be a view; cos and sin (T, 1, F) of the same dtype. Returns (T, H, D).
+    """Rotate heads. x: (T, H, D), dense in D, may be a view; cos and sin (T, 1, F) of the same dtype.
 
-    On a GPU products and sum are rounded once, not one by one.
+    Returns (T, H, D). On a GPU products and sum are rounded once instead of one by one.
     """
     return launch_rotate(x_THD, cos_T1F, sin_T1F) if x_THD.is_cuda else reference_rotate(x_THD, cos_T1F, sin_T1F)
 

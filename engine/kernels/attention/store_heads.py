@@ -1,9 +1,8 @@
-"""From the fused projection of a layer to its queries, and to keys and values in the pool: all in one kernel.
+"""Fused kernel from a layer's projection to its queries, with keys and values stored in the pool.
 
-    q_h = rotate(norm(q_h))      k_h = rotate(norm(k_h))      v_h as it is          norm: where the model has one
+    q_h = rotate(norm(q_h))      k_h = rotate(norm(k_h))      v_h as is          norm: if the model has one
 
-Keys and values are quantised on their way if the pool has 8 bits. See rms_norm.py, rotary.py and kv_write.py, whose
-roundings these are.
+Keys and values are quantized if the pool has 8 bits. Rounds as rms_norm.py, rotary.py and kv_write.py do.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engine.kernels.rms_norm import reference_rms_norm
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of a head, before it is rotated."""
+    """RMSNorm weights of heads, applied before the rotation."""
 
     q_D: Tensor
     k_D: Tensor
@@ -39,10 +38,10 @@ def store_heads(
     slots_T: Tensor,
     norms: HeadNorms | None,
 ) -> Tensor:
-    """Returns the queries (T, H, D), contiguous, after keys and values have been stored at `slots_T`.
+    """Store keys and values at `slots_T`, and return the queries (T, H, D), contiguous.
 
     heads: (T, N, D), dense in D: queries, then keys, then values. cos, sin: (T, 1, F) of the same dtype. codes, scales,
-    slots: as write_kv has them; a negative slot stores nothing.
+    slots: as in write_kv; a negative slot stores nothing.
     """
     store = launch_store_heads if heads_TND.is_cuda else reference_store_heads
     return store(heads_TND, cos_T1F, sin_T1F, codes_B2KSD, scales_B2KS, slots_T, norms)
@@ -167,9 +166,10 @@ def _turned(
     BLOCK_D: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ) -> tl.tensor:
-    """Heads that begin at `rows` (N, 1), normed and rotated: (N, BLOCK_D). s: negative in the first half."""
+    """Load heads at `rows` (N, 1), norm and rotate them: (N, BLOCK_D). s: negative in the first half."""
     d = tl.arange(0, BLOCK_D)
-    other = tl.where(d < D // 2, d + D // 2, d - D // 2)  # the other one of each pair
+    # Index of each number's partner in its rotary pair.
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
     x = tl.load(rows + d[None, :], mask=mask, other=0.0)
     dtype: tl.constexpr = x.dtype
     x = x.to(tl.float32)
@@ -194,7 +194,7 @@ def _put(
     D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ) -> None:
-    """A row (1, BLOCK_D) to where it is kept. place: (1, 1), in rows."""
+    """Store a row (1, BLOCK_D) in the pool. place: (1, 1), row index."""
     target = codes + place * D + d[None, :]
     if HAS_SCALES:
         code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)

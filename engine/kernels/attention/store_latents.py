@@ -1,9 +1,9 @@
-"""From the projections of a latent layer to its queries, and to a row of each token in the pool: all in one kernel.
+"""Fused kernel from a latent layer's projections to its queries, with each token's row stored in the pool.
 
     row = (norm(latent), rotate(key))      q_h = (nope_h, rotate(rope_h))
 
-In a pool of 8 bits the latent is quantised, the rotated key is not. Rotary pairs that lie side by side are turned into
-the other order, half a head apart: queries and keys alike, so that their products do not show it.
+8-bit pools quantize the latent but not the rotated key. Interleaved rotary pairs are moved half a head apart, in
+queries and keys alike, so that products are unaffected.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def store_latents(
     is_interleaved: bool,
     out_THN: Tensor,
 ) -> None:
-    """Store rows at `slots_T` (int32 or int64, block id * S + offset; a negative slot stores nothing), and the last N
-    numbers of each query, with what is to be rotated turned, in `out`: P of them, or Q.
+    """Store rows at `slots_T` (int32 or int64, block id * S + offset; a negative slot stores nothing).
 
+    Writes the last N numbers of each query, rotated part included, to `out`; N is P or Q.
     q, row: dense in their last dimension, row with the latent first. cos, sin: (T, 1, F). codes, scales: a layer of a
-    latent pool; see engine/kv/layout.py. out: dense in N; may be a view of a larger tensor, not of q.
+    latent pool; see engine/kv/layout.py. out: dense in N; may be a view, but not of q.
     """
     store = launch_store_latents if q_THQ.is_cuda else reference_store_latents
     store(
@@ -107,7 +107,8 @@ def launch_store_latents(
     assert q_THQ.stride(-1) == row_TD.stride(-1) == out_THN.stride(-1) == 1 and codes_B11SD.is_contiguous()
     has_scales, latent_dim = scales_B11S is not None, row_TD.shape[1] - rope_dim
     codes = as_bytes(codes_B11SD)
-    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD  # where rotated keys are numbers
+    # View in which rotated keys are bf16 numbers.
+    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD
     num_copied = out_THN.shape[-1] - rope_dim
     _store_latents[(num_tokens, 1 + cdiv(num_heads, _HEADS_AT_ONCE))](
         q_THQ[..., query_dim - rope_dim - num_copied :],
@@ -214,7 +215,7 @@ def store_row(
     IS_INTERLEAVED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ) -> None:
-    """One token's row into its slot, if it has one."""
+    """Store one token's row in its slot, if it has one."""
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         row = rows + token * row_stride
@@ -237,7 +238,7 @@ def store_row(
 def _angles(
     cos: tl.tensor, sin: tl.tensor, token: tl.tensor, F: tl.constexpr, BLOCK_F: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """-> of one token: the numbers by which pairs are turned, and which pairs there are, each (1, BLOCK_F)."""
+    """Return cosines, sines and the mask of one token's pairs, each (1, BLOCK_F)."""
     f = tl.arange(0, BLOCK_F)
     turn = tl.load(cos + token * F + f, mask=f < F, other=0.0).to(tl.float32)
     tilt = tl.load(sin + token * F + f, mask=f < F, other=0.0).to(tl.float32)
@@ -255,13 +256,13 @@ def turn_rows(
     BLOCK_F: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
 ) -> None:
-    """Rows (N, 1) of 2 F numbers each, rotated into others, by angles of each (N, F) or of all (1, F)."""
+    """Rotate rows (N, 1) of 2 F numbers each into `target`, by angles per row (N, F) or shared (1, F)."""
     f = tl.arange(0, BLOCK_F)[None, :]
     if IS_INTERLEAVED:
         first, second = tl.load(source + 2 * f, mask=mask, other=0.0), tl.load(source + 2 * f + 1, mask=mask, other=0.0)
     else:
         first, second = tl.load(source + f, mask=mask, other=0.0), tl.load(source + F + f, mask=mask, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
-    # Rounded to the activations' dtype, whatever the target has.
+    # Round to the activations' dtype first, whatever the target's dtype.
     tl.store(target + f, (x * turn - y * tilt).to(first.dtype).to(target.dtype.element_ty), mask=mask)
     tl.store(target + F + f, (y * turn + x * tilt).to(first.dtype).to(target.dtype.element_ty), mask=mask)

@@ -1,10 +1,10 @@
-"""All that a router does for the few tokens of a decode step, in one kernel: its product, the choice, the sorting.
+"""Fused MoE router for decode steps: logits, choice of experts, and sorting into tiles, in one kernel.
 
     logits = x @ weight.T          chosen, weights = choose(logits)          tiles = sort_into_tiles(chosen)
 
-See expert_choice.py and expert_tiles.py. Programs share the logits' outputs and inputs, and write their sums; the last
-one to come of a tile of tokens adds them up, in their order, and chooses for these tokens; the last one of all sorts.
-Counters are left at zero. A token's bits do not depend on the tokens beside it.
+See top_k.py and expert_tiles.py. Programs split the outputs and inputs of the product and write partial sums. The last
+program of a token tile adds them up in order and chooses its experts; the last program of all sorts. Counters are reset
+to zero. A token's result does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -28,25 +28,30 @@ from engine.kernels.moe.top_k import (
     reference_choose_experts,
 )
 
-# T tokens, E hidden_size, X experts to choose from, L logits: X, and perhaps one more, C experts of each token
+# T tokens, E hidden_size, X experts to choose from, L logits: X, optionally one more, C experts per token
 
 MOST_TOKENS = 64
-_ROWS = 16  # tokens that are chosen for at once
-_OUTPUTS, _DEPTH = 64, 128  # of a program, and inputs multiplied at a time
-_LEAST_INPUTS, _MOST_SPLITS = 256, 16  # of a program, and programs that share the inputs
-_SORTED = 64  # experts at a time
+# Tokens whose experts are chosen at once.
+_ROWS = 16
+# Outputs per program, and inputs per loop iteration.
+_OUTPUTS, _DEPTH = 64, 128
+# Minimum inputs per program, and maximum programs that split the inputs.
+_LEAST_INPUTS, _MOST_SPLITS = 256, 16
+# Experts sorted at a time.
+_SORTED = 64
 
 
 class RoutedTokens(NamedTuple):
-    """The experts of each token."""
+    """Chosen experts of each token."""
 
     chosen_TC: Tensor  # int64
     weights_TC: Tensor  # fp32
-    tiles: Tiles | None = None  # of `chosen`, where it is sorted already
+    # Tiles of `chosen`, if already sorted.
+    tiles: Tiles | None = None
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """For one router: zeros that stay zeros; no two streams may use them at a time."""
+    """Return the counters of one router: zero between launches. Two streams must not use them concurrently."""
     return torch.zeros(MOST_TOKENS // _ROWS + 1, dtype=torch.int32, device=device)
 
 
@@ -59,8 +64,10 @@ def route(
     *,
     is_exact: bool,
 ) -> RoutedTokens:
-    """x: at most MOST_TOKENS. weight: contiguous. is_exact: whether logits stay in fp32, in which they are summed; else
-    they are rounded to x's dtype."""
+    """Choose experts. x: at most MOST_TOKENS rows. weight: contiguous.
+
+    is_exact: keep logits in fp32, in which they are summed; otherwise round them to x's dtype.
+    """
     compute = launch_route if x_TE.is_cuda else reference_route
     return compute(x_TE, weight_LE, bias_X, counters, rule, is_exact=is_exact)
 
@@ -74,7 +81,7 @@ def reference_route(
     *,
     is_exact: bool,
 ) -> RoutedTokens:
-    """Not sorted: that is for the GPU's kernels. On a CPU exact routers have their weights in fp32."""
+    """Route with torch, without sorting into tiles. On a CPU, weights of exact routers are fp32."""
     return RoutedTokens(*reference_choose_experts(F.linear(x_TE.to(weight_LE.dtype), weight_LE), bias_X, rule))
 
 
@@ -169,9 +176,10 @@ def _route(
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_L logits of ROWS tokens, over its share of the inputs; and what follows, where it is last.
+    """One program: BLOCK_L logits of ROWS tokens over its share of inputs; the last programs also choose and sort.
 
-    X, C: as in `choose` the experts of a group, and those that are chosen."""
+    X, C: number of experts per group and of chosen experts, as in `choose`.
+    """
     L: tl.constexpr = G * X + WEIGHS_SHARED
     tile = tl.program_id(2)
     t = tile * ROWS + tl.arange(0, ROWS)
@@ -224,7 +232,7 @@ def _add_up(
     BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """This program's sums of products."""
+    """Accumulate and store this program's partial sums."""
     o, k = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_K)
     dtype = weight.dtype.element_ty
     sums = tl.zeros([t.shape[0], BLOCK_L], tl.float32)
@@ -252,10 +260,11 @@ def _sort(
     BLOCK_S: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ) -> None:
-    """What expert_tiles.py's kernel does, BLOCK_S experts at a time: each token has an expert once, or not at all, so
-    that a choice's rank among those of its expert is how many tokens before it have the expert.
+    """Sort as expert_tiles.py does, BLOCK_S experts at a time.
 
-    X, C: all experts, and all that a token has, those of every token included."""
+    A token has an expert at most once, so a choice's rank within its expert is the number of earlier tokens with it.
+    X, C: number of all experts, and of a token's experts, shared ones included.
+    """
     t, s, m, j = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S), tl.arange(0, M), tl.arange(0, BLOCK_J)
     begin = 0
     for first in range(0, X, BLOCK_S):
@@ -271,8 +280,8 @@ def _sort(
         rank = tl.cumsum(is_there, axis=0) - 1
         tl.store(choices + begins[None, :] * M + rank, choice, mask=choice >= 0)
         empty = (begins * M + counts)[:, None] + m[None, :]
-        nobody = tl.zeros([BLOCK_S, M], tl.int32) + num_tokens * C
-        tl.store(choices + empty, nobody, mask=empty < ((begins + tiles) * M)[:, None])
+        padding = tl.zeros([BLOCK_S, M], tl.int32) + num_tokens * C
+        tl.store(choices + empty, padding, mask=empty < ((begins + tiles) * M)[:, None])
         whose = tl.zeros([BLOCK_S, BLOCK_J], tl.int32) + expert[:, None]
         tl.store(experts + begins[:, None] + j[None, :], whose, mask=j[None, :] < tiles[:, None])
         begin += tl.sum(tiles, axis=0)

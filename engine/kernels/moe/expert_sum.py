@@ -1,4 +1,4 @@
-"""What the experts of each token add to it: sum_c weight_c out_c, in fp32, in the order in which the router chose them.
+"""Weighted sum of a token's expert outputs: sum_c weight_c out_c in fp32, in the router's order.
 
 sum = round(((w_0 out_0 + w_1 out_1) + w_2 out_2) + ...)          round: to the activations' dtype
 """
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from engine.kernels.language import jit, power_of_2, tl
 
-# T tokens, C experts chosen for each, E hidden_size
+# T tokens, C experts per token, E hidden_size
 
 
 @dataclass(frozen=True)
 class ExpertSum:
-    """A weighted sum that is still to be made: here, or by the kernel that reads it (rms_norm.py)."""
+    """Deferred weighted sum, computed here or by the kernel that reads it (rms_norm.py)."""
 
     out_TCE: Tensor  # contiguous
     weights_TC: Tensor  # fp32, contiguous
 
     def total(self) -> Tensor:
-        """(T, E) in the dtype of what is summed."""
+        """Compute the sum (T, E) in the outputs' dtype."""
         sum_up = launch_sum_experts if self.out_TCE.is_cuda else reference_sum_experts
         return sum_up(self.out_TCE, self.weights_TC)
 
@@ -44,7 +44,7 @@ def launch_sum_experts(out_TCE: Tensor, weights_TC: Tensor) -> Tensor:
 def sum_of_experts(
     out: tl.tensor, weights: tl.tensor, token: tl.tensor, i: tl.tensor, num_features: tl.tensor, C: tl.constexpr
 ) -> tl.tensor:
-    """The features `i` of a token's sum, rounded; those past the last are 0. Inside another kernel."""
+    """Return features `i` of a token's rounded sum, 0 past the last. For use inside other kernels."""
     total = tl.zeros(i.shape, tl.float32)
     for c in tl.static_range(C):
         weight = tl.load(weights + token * C + c)

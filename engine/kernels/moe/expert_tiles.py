@@ -1,7 +1,7 @@
-"""Choices in the order of their experts, each expert's run filled up to whole tiles of M rows: see fused_experts.py.
+"""Sorting of choices by expert, each expert's run padded to whole tiles of M rows; see fused_experts.py.
 
-How many tiles there are follows from the choices, which only the device knows. So there is room for the most that there
-can be, ceil(N / M) + min(X, N) - 1, since each expert wastes less than one.
+The number of tiles depends on the choices, which only the device has. Launches therefore cover the maximum,
+ceil(N / M) + min(X, N) - 1, since each expert wastes less than one tile.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from torch import Tensor
 
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 
-# T tokens, C choices of each, N = T * C choices, X experts, M rows of a tile, B tiles, P = B * M places
+# T tokens, C choices per token, N = T * C choices, X experts, M rows per tile, B tiles, P = B * M places
 
-_AT_ONCE = 512, 4096  # choices that a program looks at: of decode steps, and of prompts
-_MIN_ROWS = 16  # of a tile: a matrix unit's operand
+# Choices that a program reads at a time, in decode steps and in prompts.
+_AT_ONCE = 512, 4096
+# Minimum rows per tile: the height of a matrix operand.
+_MIN_ROWS = 16
 
 
 class Tiles(NamedTuple):
-    choice_P: Tensor  # int32: the choice at each place, N where there is none
-    expert_B: Tensor  # int32: the expert of each tile, X where it is empty; its places mean nothing then
+    # int32: choice at each place, N for padding.
+    choice_P: Tensor
+    # int32: expert of each tile, X for an empty one, whose places are undefined.
+    expert_B: Tensor
 
     @property
     def rows(self) -> int:
@@ -30,15 +34,12 @@ class Tiles(NamedTuple):
 
 
 def rows_of_tiles(num_choices: int, num_experts: int, *, most: int) -> int:
-    """M that wastes few products where choices are as many as any other expert's."""
+    """Return the M that wastes few products if choices are spread evenly over experts."""
     return min(most, max(_MIN_ROWS, power_of_2(cdiv(num_choices, num_experts))))
 
 
 def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> Tiles:
-    """Nothing waits for the device.
-
-    chosen: int64, contiguous, each below num_experts.
-    """
+    """Sort choices without waiting for the device. chosen: int64, contiguous, each below num_experts."""
     sort = launch_sort_into_tiles if chosen_TC.is_cuda else reference_sort_into_tiles
     return sort(chosen_TC, num_experts=num_experts, rows=rows)
 
@@ -78,7 +79,7 @@ def launch_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) ->
 
 
 def new_tiles(num_choices: int, num_experts: int, rows: int, device: torch.device) -> Tiles:
-    """To be filled by a kernel."""
+    """Allocate tiles for a kernel to fill."""
     num_tiles = most_tiles(num_choices, num_experts, rows)
     places = torch.empty(num_tiles * (rows + 1), dtype=torch.int32, device=device)
     return Tiles(places[: num_tiles * rows], places[num_tiles * rows :])
@@ -100,8 +101,10 @@ def _sort_into_tiles(
     BLOCK_X: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """One program: one expert's tiles, and a share of the empty ones. Every program counts all choices by itself, so
-    that none waits for another."""
+    """One program: one expert's tiles and a share of the empty ones.
+
+    Every program counts all choices itself, so that none waits for another.
+    """
     expert = tl.program_id(0)
     x, n, m = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_N), tl.arange(0, M)
     counts = tl.zeros([BLOCK_X], tl.int32)

@@ -1,10 +1,10 @@
-"""The gated MLPs of a mixture of experts, all at once: for each token and each of its experts, the expert's output.
+"""Fused MoE: the gated MLPs of all experts at once. Computes each chosen expert's output for each token.
 
     out[t, c] = down_x (silu(gate_x x_t) * (up_x x_t))        x = chosen[t, c]
 
-Choices are sorted by expert and each expert's run is filled up to whole tiles of M rows, so that a program multiplies
-rows of one expert with a part of its weights (a grouped product). Two kernels: gate, up and what is between them; then
-down. Programs are launched for the most tiles that there can be (expert_tiles.py), and those past the end do nothing.
+Choices are sorted by expert and padded to tiles of M rows, so that a program multiplies rows of one expert with a part
+of its weights (a grouped product). Two kernels: gate and up with the activation; then down. Programs are launched for
+the maximum number of tiles (expert_tiles.py); those past the end return at once.
 """
 
 from __future__ import annotations
@@ -19,36 +19,42 @@ from engine.kernels.language import cdiv, jit, tl
 from engine.kernels.moe.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
 from engine.kernels.silu_mul import silu_mul
 
-# T tokens, C choices of each, N = T * C choices, E hidden_size, X experts, I features of one
+# T tokens, C choices per token, N = T * C choices, E hidden_size, X experts, I features of one expert
 
-_MAX_ROWS = 128  # of a tile
+# Maximum rows per tile.
+_MAX_ROWS = 128
 
 
 class _Tile(NamedTuple):
-    """How a program multiplies."""
+    """Tile sizes of a program."""
 
-    outputs: int  # of gate and of up each, or of down
-    depth: int  # inputs multiplied at a time
+    # Outputs of gate and of up each, or of down.
+    outputs: int
+    # Inputs per loop iteration.
+    depth: int
     num_warps: int
     num_stages: int
 
 
-# By the rows of a tile, as measured on an H100 in bf16; see docs/benchmarks/gpu.md.
+# By rows per tile, measured on an H100 in bf16; see docs/benchmarks/gpu_steps.md.
 _GATE_UP = {16: _Tile(64, 128, 4, 3), 32: _Tile(64, 128, 4, 3), 64: _Tile(128, 64, 8, 3), 128: _Tile(128, 64, 8, 4)}
 _DOWN = {16: _Tile(128, 128, 8, 3), 32: _Tile(128, 128, 8, 3), 64: _Tile(256, 64, 8, 3), 128: _Tile(256, 64, 8, 4)}
-_OF_FP32 = _Tile(64, 32, 4, 3)  # products that are not the matrix units', and are compiled multiplication by one
+# Products in fp32 do not use matrix units and are unrolled one by one.
+_OF_FP32 = _Tile(64, 32, 4, 3)
 _LEAST_DEPTH = 32
-_MOST_SUMS = 128 * 128  # of a program, beside operands in registers
-_RESERVED = 1024  # bytes of a processor's memory that each program cannot have
+# Accumulators per program, if operands are in registers too.
+_MOST_SUMS = 128 * 128
+# Bytes of a multiprocessor's shared memory that are reserved per program.
+_RESERVED = 1024
 
 
 def fused_experts(
     x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
 ) -> Tensor:
-    """The output of every chosen expert, not yet weighed: (T, C, E) of x's dtype, products accumulated in fp32.
+    """Return the unweighted output of every chosen expert: (T, C, E) of x's dtype, accumulated in fp32.
 
     x: (T, E) bf16, fp16 or fp32. gate_up: (X, 2 I, E), gate rows first. down: (X, E, I). chosen: (T, C) int64, each
-    below X. tiles: of these choices, where somebody has sorted them.
+    below X. tiles: these choices sorted, if available.
     """
     compute = launch_fused_experts if x_TE.is_cuda else reference_fused_experts
     return compute(x_TE, gate_up_X2IE, down_XEI, chosen_TC, tiles)
@@ -80,7 +86,7 @@ def launch_fused_experts(
     choice_P, expert_B = tiles
     rows = tiles.rows
     features_NI = x_TE.new_empty(num_choices, features)
-    # Programs that run at a time are those of few tiles: their rows and their experts' weights are in the cache.
+    # Programs that run concurrently cover few tiles, so their rows and expert weights stay in the cache.
     tile = _fit(_GATE_UP[rows], rows, 2, x_TE)
     _gate_up[(cdiv(features, tile.outputs), len(expert_B))](
         x_TE,
@@ -120,8 +126,7 @@ def launch_fused_experts(
 
 
 def _fit(tile: _Tile, rows: int, num_matrices: int, x: Tensor) -> _Tile:
-    """The same with less of everything, where the device's processors have fewer registers to spare than an H100's,
-    whose matrix units take their operands from memory, or less memory."""
+    """Shrink the tile for devices with less shared memory than an H100, or with operands in registers."""
     if x.element_size() > 2:
         return _OF_FP32
     if not x.is_cuda:
@@ -163,7 +168,7 @@ def _gate_up(
     is_row = choice < num_choices
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
-    # Rows and outputs past the last multiply what the last one does, and are not stored: so that no load has a mask.
+    # Rows and outputs past the last duplicate the last one and are not stored, so that loads need no mask.
     row = x + (tl.minimum(choice, num_choices - 1) // C)[:, None] * K + k[None, :]
     gate_row = weights + (expert * 2 * F + tl.minimum(o, F - 1))[None, :] * K + k[:, None]
     gate = tl.zeros([M, BLOCK_O], tl.float32)
@@ -172,7 +177,7 @@ def _gate_up(
         a = _part(row, start, k[None, :], K, BLOCK_K)
         gate = tl.dot(a, _part(gate_row, start, k[:, None], K, BLOCK_K), gate, input_precision="ieee")
         up = tl.dot(a, _part(gate_row + F * K, start, k[:, None], K, BLOCK_K), up, input_precision="ieee")
-    # As silu_mul does it: of products rounded to the model's dtype.
+    # As silu_mul: applied to products rounded to the model's dtype.
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up
@@ -213,7 +218,7 @@ def _down(
 
 @jit
 def _part(rows: tl.tensor, start: tl.tensor, k: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """The inputs from `start` on of rows that begin at `rows - k`."""
+    """Load the inputs from `start` on, for rows that begin at `rows - k`."""
     if K % BLOCK_K == 0:
         return tl.load(rows + start)
     return tl.load(rows + start, mask=start + k < K, other=0.0)

@@ -1,6 +1,6 @@
-"""The gated MLPs of a mixture of experts, whose matrices stay in few bits: fused_experts.py's sum, by coded products.
+"""Fused MoE with low-bit weights: the result of fused_experts.py, with products as in quantized_matmul.py.
 
-Three kernels after the sorting: gate and up of all choices, silu and the product of both, down.
+Three kernels after the sorting: gate and up of all choices, silu_mul, down.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from engine.kernels.quant.code_panels import CodePanels, numbers_of
 from engine.kernels.quant.quantized_matmul import launch_expert_product, most_rows_of_experts
 from engine.kernels.silu_mul import launch_silu_mul
 
-# T tokens, C choices of each, E hidden_size, X experts, I features of one
+# T tokens, C choices per token, E hidden_size, X experts, I features of one expert
 
 
 def coded_experts(
     x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor, tiles: Tiles | None = None
 ) -> Tensor:
-    """The output of every chosen expert, not yet weighed: (T, C, E) of x's dtype.
+    """Return the unweighted output of every chosen expert: (T, C, E) of x's dtype.
 
-    gate_up: of X experts, (2 I, E) each, gate rows first. down: (E, I) each. chosen: (T, C) int64, each below X.
-    tiles: of these choices, where somebody has sorted them.
+    gate_up: X experts, (2 I, E) each, gate rows first. down: (E, I) each. chosen: (T, C) int64, each below X. tiles:
+    these choices sorted, if available.
     """
     compute = launch_coded_experts if x_TE.is_cuda else reference_coded_experts
     return compute(x_TE, gate_up, down, chosen_TC, tiles)
@@ -43,8 +43,10 @@ def launch_coded_experts(
     num_choices, num_experts = chosen_TC.numel(), len(down.words)
     if not num_choices:
         return x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
-    most = min(most_rows_of_experts(panels, x_TE.device) for panels in (gate_up, down))  # they share the tiles
-    if tiles is None or tiles.rows > most:  # a router's may have more, where tokens have most of the experts
+    # Both products share the tiles.
+    most = min(most_rows_of_experts(panels, x_TE.device) for panels in (gate_up, down))
+    # The router's tiles may have more rows if tokens choose most of the experts.
+    if tiles is None or tiles.rows > most:
         rows = rows_of_tiles(num_choices, num_experts, most=most)
         tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
     choice_P, expert_B = tiles

@@ -1,14 +1,13 @@
-"""Which experts a token passes through, and what they weigh, by the router's logits.
+"""Choice of a token's experts and their weights from the router's logits.
 
     scores = softmax(logits)                          Mixtral, Qwen, DeepSeek-V2
     scores = sigmoid(logits)                          DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), which chooses by
                                                       scores + bias, and weighs without the bias
 
-Where experts lie in groups, a token's experts come from its best groups: those with the best expert, or for V3 the best
-two together (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+With groups of experts, a token's experts come from its best groups: those with the best expert, or for V3 the best sum
+of two experts (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
 
-Experts through which every token passes come behind those that it has chosen. They weigh 1, or in Qwen2-MoE
-sigmoid(the logit behind those of the others).
+Shared experts follow the chosen ones. They weigh 1, or in Qwen2-MoE sigmoid of the logit after those of the others.
 """
 
 from __future__ import annotations
@@ -20,23 +19,26 @@ from torch import Tensor
 
 from engine.kernels.language import jit, power_of_2, tl
 
-# T tokens, X experts to choose from, G groups of them, C experts of each token, those of all tokens included,
-# L logits: X, and perhaps one more
+# T tokens, X experts to choose from, G groups of them, C experts per token, shared ones included, L logits: X,
+# optionally one more
 
-TINY = 1e-20  # keeps a sum of weights above zero
+# Keeps a sum of weights above zero.
+TINY = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceRule:
-    """What differs from model to model, beside the bias."""
+    """Model-specific parameters of the choice, except for the bias."""
 
     num_choices: int
     num_groups: int = 1
     num_groups_per_token: int = 1
     normalizes_weights: bool
     weight_scale: float = 1.0
-    num_shared: int = 0  # experts of all tokens, numbered behind those that are chosen
-    weighs_shared: bool = False  # by a logit of their own
+    # Shared experts, numbered after those to choose from.
+    num_shared: int = 0
+    # Shared experts are weighed by their own logit.
+    weighs_shared: bool = False
 
     @property
     def num_experts_of_token(self) -> int:
@@ -44,9 +46,9 @@ class ChoiceRule:
 
 
 def choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
-    """The experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
+    """Return the experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
 
-    logits: of any float dtype, contiguous. bias: fp32; None: scores are softmaxes. Of equal experts any comes first.
+    logits: any float dtype, contiguous. bias: fp32; None: scores are softmaxes. Ties are in arbitrary order.
     """
     choose = launch_choose_experts if logits_TL.is_cuda else reference_choose_experts
     return choose(logits_TL, bias_X, rule)
@@ -57,10 +59,10 @@ def reference_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: Cho
     num_experts = logits_TL.shape[1] - rule.weighs_shared
     logits_TX = logits_TL[:, :num_experts]
     scores_TX = logits_TX.softmax(dim=-1) if bias_X is None else logits_TX.sigmoid()
-    wanted_TX = scores_TX if bias_X is None else scores_TX + bias_X
+    priority_TX = scores_TX if bias_X is None else scores_TX + bias_X
     if rule.num_groups > 1:
-        wanted_TX = _within_groups(wanted_TX, rule, best=1 if bias_X is None else 2)
-    chosen_TC = wanted_TX.topk(rule.num_choices, dim=-1).indices
+        priority_TX = _within_groups(priority_TX, rule, best=1 if bias_X is None else 2)
+    chosen_TC = priority_TX.topk(rule.num_choices, dim=-1).indices
     weights_TC = scores_TX.gather(1, chosen_TC)
     if rule.normalizes_weights:
         weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + TINY)
@@ -75,9 +77,9 @@ def reference_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: Cho
     )
 
 
-def _within_groups(wanted_TX: Tensor, rule: ChoiceRule, *, best: int) -> Tensor:
-    """-inf for experts outside of the token's best groups, which have the greatest sum of their `best` experts."""
-    wanted_TGX = torch.unflatten(wanted_TX, -1, (rule.num_groups, -1))
+def _within_groups(priority_TX: Tensor, rule: ChoiceRule, *, best: int) -> Tensor:
+    """Set experts outside the token's best groups to -inf. Groups rank by the sum of their `best` top experts."""
+    wanted_TGX = torch.unflatten(priority_TX, -1, (rule.num_groups, -1))
     group_TG = wanted_TGX.topk(best, dim=-1).values.sum(dim=-1)
     groups = group_TG.topk(rule.num_groups_per_token, dim=-1).indices
     is_out_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, groups, False)
@@ -103,13 +105,13 @@ def launch_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: Choice
 
 
 def new_choices(num_tokens: int, rule: ChoiceRule, device: torch.device) -> tuple[Tensor, Tensor]:
-    """To be filled by a kernel."""
+    """Allocate the outputs for a kernel to fill."""
     shape = num_tokens, rule.num_experts_of_token
     return torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str, int | bool]:
-    """What `choose` is compiled for."""
+    """Return the compile-time constants of `choose`."""
     num_experts = num_logits - rule.weighs_shared
     assert num_experts % rule.num_groups == 0
     in_group = num_experts // rule.num_groups
@@ -170,7 +172,7 @@ def _choose_experts(
 def experts_of_places(
     G: tl.constexpr, X: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """-> the expert at each place of a tile, in which each group has BLOCK_X places, and whether there is one."""
+    """Return the expert at each place of a tile that pads groups to BLOCK_X places, and the mask of experts."""
     place = tl.arange(0, BLOCK_G * BLOCK_X)
     return place // BLOCK_X * X + place % BLOCK_X, (place // BLOCK_X < G) & (place % BLOCK_X < X)
 
@@ -194,25 +196,25 @@ def choose(
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The logits (T, P) of some tokens, fp32, at the places of experts, and (T) of those of all tokens -> the experts
-    (T, BLOCK_C) of each, and their weights.
+    """Choose experts of some tokens. Returns their indices (T, BLOCK_C) and weights.
 
-    X: experts of a group. Whatever the logits are, experts that there are get chosen, and each of them once.
+    logits: (T, P) fp32 at the experts' places; of_shared: (T) logits of shared experts. X: experts per group. For any
+    logits, including NaN, distinct existing experts are chosen.
     """
     expert, is_expert = experts_of_places(G, X, BLOCK_G, BLOCK_X)
     c, place = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_G * BLOCK_X)
     if HAS_BIAS:
         scores = 1.0 / (1.0 + tl.exp(-logits))
-        wanted = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
+        priority = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
     else:
         logits = tl.where(is_expert[None, :], logits, -float("inf"))
         scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         scores = scores / tl.sum(scores, axis=1)[:, None]
-        wanted = scores
-    # What is no number is wanted least, but more than what is no expert, or has been chosen.
-    wanted = tl.where(is_expert[None, :], tl.where(wanted > -1e30, wanted, -1e30), -float("inf"))
+        priority = scores
+    # Rank NaN below all numbers, but above padding and experts already chosen.
+    priority = tl.where(is_expert[None, :], tl.where(priority > -1e30, priority, -1e30), -float("inf"))
     if G > 1:
-        grouped = tl.reshape(wanted, [wanted.shape[0], BLOCK_G, BLOCK_X])
+        grouped = tl.reshape(priority, [priority.shape[0], BLOCK_G, BLOCK_X])
         group = tl.max(grouped, axis=2)
         g, x = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X)
         if HAS_BIAS:
@@ -222,15 +224,15 @@ def choose(
         for _ in tl.static_range(CHOSEN_GROUPS):
             best = tl.argmax(tl.where(is_in > 0, -float("inf"), group), axis=1)
             is_in = tl.where(g[None, :] == best[:, None], 1, is_in)
-        wanted = tl.reshape(tl.where((is_in > 0)[:, :, None], grouped, -float("inf")), wanted.shape)
-    experts = tl.zeros([wanted.shape[0], BLOCK_C], tl.int32)
-    parts = tl.zeros([wanted.shape[0], BLOCK_C], tl.float32)
+        priority = tl.reshape(tl.where((is_in > 0)[:, :, None], grouped, -float("inf")), priority.shape)
+    experts = tl.zeros([priority.shape[0], BLOCK_C], tl.int32)
+    parts = tl.zeros([priority.shape[0], BLOCK_C], tl.float32)
     for i in tl.static_range(C):
-        best = tl.argmax(wanted, axis=1)
+        best = tl.argmax(priority, axis=1)
         is_best = place[None, :] == best[:, None]
         experts = tl.where(c[None, :] == i, (best // BLOCK_X * X + best % BLOCK_X)[:, None], experts)
         parts = tl.where(c[None, :] == i, tl.sum(tl.where(is_best, scores, 0.0), axis=1)[:, None], parts)
-        wanted = tl.where(is_best, -float("inf"), wanted)
+        priority = tl.where(is_best, -float("inf"), priority)
     if NORMALIZES:
         parts = parts / (tl.sum(parts, axis=1)[:, None] + tiny)
     parts = parts * weight_scale

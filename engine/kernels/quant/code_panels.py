@@ -1,9 +1,9 @@
-"""Matrices of few bits in the order in which a GPU's products read them, and the numbers that they stand for.
+"""Low-bit matrices in the memory order of the GPU product kernels, and their dequantization.
 
-Panels of 64 outputs. Inside a panel follows unit after unit of inputs, each as 64 rows of K words of 16 bits: words of
-a unit hold two (8 bits) or four codes, code p of word k that of the unit's input K p + k. So a program reads what lies
-side by side, 16 bytes at a time, and a tile of words is a tile of codes at each position (code_words.py). Beside the
-codes, in the same panels, lies what scales them: weight = scale * code + least, where a scale serves `group` inputs.
+Panels hold 64 outputs. A panel is a sequence of units of inputs, each with 64 rows of K 16-bit words. A word holds two
+(8 bits) or four codes; code p of word k belongs to the unit's input K p + k. A program thus reads 16 adjacent bytes at
+a time, and a tile of words is a tile of codes for each position (code_words.py). Scales are stored per panel beside the
+codes: weight = scale * code + least, with one scale per `group` inputs.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from torch import Tensor
 
 from engine.kernels.quant.code_words import E4M3, INT8, NIBBLES
 
-# P panels of 64 outputs, U units of inputs, K words of an output in a unit, G groups of inputs with a scale each,
-# N runs of 256 inputs, X experts (in front of all dimensions, where there are several)
+# P panels of 64 outputs, U units of inputs, K words per output and unit, G groups of inputs with a scale each,
+# N runs of 256 inputs, X experts (leading dimension, if there are several)
 
-ROWS = 64  # outputs of a panel
-RUN = 256  # inputs that share what K formats store twice; rows are filled up to whole ones
+# Outputs per panel.
+ROWS = 64
+# Inputs of a K-format super block; rows are padded to whole runs.
+RUN = 256
 
 
 @dataclass(frozen=True)
 class CodePanels:
-    """One matrix (O, I), or several of one shape.
+    """Low-bit matrix (O, I), or several of one shape.
 
-    kind: of code_words. group: inputs of a scale, 16 to 128; 0: all of an output. words: (P, U, 64, K) int16.
-    high: (P, N, 1 or 2, 64, K) int16, of 5 and 6 bits. scales: (P, G, 64) fp32 or fp16, or whole numbers of 8 bits that
-    multiply supers (P, N, 64) fp16. leasts: what is added as it is (P, G, 64) fp16, or the code that stands for zero
-    (uint8), or whole numbers that multiply super_leasts and are taken away; None: codes count from the middle. What has
-    8 bits lies output by output, (P, N, 64, 256 / group), so that those of a run are read as whole words.
+    kind: see code_words. group: inputs per scale, 16 to 128; 0: one scale per output. words: (P, U, 64, K) int16. high:
+    (P, N, 1 or 2, 64, K) int16, for 5 and 6 bits. scales: (P, G, 64) fp32 or fp16, or 8-bit integers that multiply
+    supers (P, N, 64) fp16. leasts: (P, G, 64) fp16 to add, or uint8 zero codes, or 8-bit integers that multiply
+    super_leasts and are subtracted; None: codes are centered. 8-bit values are stored output by output,
+    (P, N, 64, 256 / group), so that those of a run can be read as words.
     """
 
     kind: int
@@ -51,7 +53,7 @@ class CodePanels:
 
     @property
     def num_positions(self) -> int:
-        """Codes in a word."""
+        """Number of codes in a word."""
         return 2 if self.kind in (E4M3, INT8) else 4
 
     @property
@@ -59,13 +61,13 @@ class CodePanels:
         return self.words.shape[-3]
 
     def expert(self, index: int) -> CodePanels:
-        """One of several; nothing is copied."""
+        """Return one of several matrices, as a view."""
         tensors: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
         return replace(self, **tensors)
 
     @classmethod
     def stack(cls, each: Sequence[CodePanels]) -> CodePanels | None:
-        """Several as one; None where they are not alike."""
+        """Stack matrices; None if they differ in format."""
         first = each[0]
         parts = [panels.tensors() for panels in each]
         kinds = {(panels.kind, panels.group, panels.shape, tuple(panels.tensors())) for panels in each}
@@ -80,7 +82,7 @@ class CodePanels:
 
 
 def words_of_a_unit(kind: int, group: int) -> int:
-    """K. A group is a unit, or some of its positions; products want 16 inputs at a time at least."""
+    """Return K. A group is a unit or some of its positions; products need at least 16 inputs at a time."""
     if kind > NIBBLES:
         return 16
     inputs, positions = group or 128, 2 if kind < NIBBLES else 4
@@ -88,7 +90,7 @@ def words_of_a_unit(kind: int, group: int) -> int:
 
 
 def pack_words(codes_OI: Tensor, kind: int, group: int) -> tuple[Tensor, Tensor | None]:
-    """Codes (O, I) uint8, of int8 and e4m3 their bits -> words and high, with zeros up to whole panels and runs."""
+    """Pack codes (O, I) uint8 (the bits of int8 and e4m3) into words and high bits, padded to whole panels and runs."""
     num_words = words_of_a_unit(kind, group)
     padded = torch.nn.functional.pad(codes_OI, (0, -codes_OI.shape[1] % RUN, 0, -len(codes_OI) % ROWS))
     positions = 2 if kind < NIBBLES else 4
@@ -100,12 +102,12 @@ def pack_words(codes_OI: Tensor, kind: int, group: int) -> tuple[Tensor, Tensor 
     if kind == NIBBLES:
         return words, None
     bits = kind - 4
-    upper = torch.unflatten(codes_PU64jK >> 4, 1, (-1, 4 // bits)).transpose(2, 3)  # (P, runs of a word, 64, u, j, K)
+    upper = torch.unflatten(codes_PU64jK >> 4, 1, (-1, 4 // bits)).transpose(2, 3)  # (P, word runs, 64, u, j, K)
     return words, torch.unflatten(_shifted(upper.flatten(3, 4), bits), 1, (-1, bits))
 
 
 def in_panels(values_OG: Tensor, group: int) -> Tensor:
-    """Numbers (O, G) of groups of inputs -> (P, G, 64), or of 8 bits (P, N, 64, 256 / group); with zeros."""
+    """Arrange values (O, G) of groups as (P, G, 64), or 8-bit ones as (P, N, 64, 256 / group), padded with zeros."""
     padded = torch.nn.functional.pad(values_OG, (0, 0, 0, -len(values_OG) % ROWS))
     panels_P64G = padded.view(-1, ROWS, padded.shape[1])
     if values_OG.element_size() == 1:
@@ -114,14 +116,14 @@ def in_panels(values_OG: Tensor, group: int) -> Tensor:
 
 
 def as_words(values: Tensor) -> Tensor:
-    """Those of 8 bits of a run as numbers of 32 bits, or of 16 where there are only two."""
+    """View the 8-bit values of a run as 32-bit words, or 16-bit words if there are only two."""
     if values.element_size() > 1:
         return values
     return values.view(torch.int32 if values.shape[-1] >= 4 else torch.int16)
 
 
 def numbers_of(panels: CodePanels) -> Tensor:
-    """All of one matrix: (O, I) fp32."""
+    """Dequantize one matrix: (O, I) fp32."""
     codes_OI = _codes(panels)
     num_outputs, num_inputs = panels.shape
     group = panels.group or codes_OI.shape[1]
@@ -142,7 +144,7 @@ def numbers_of(panels: CodePanels) -> Tensor:
 
 
 def _codes(panels: CodePanels) -> Tensor:
-    """(O, I) fp32, with what fills them up; those without a sign count from the middle."""
+    """Unpack codes to fp32, padding included; unsigned codes are centered."""
     words = panels.words.to(torch.int32)
     if panels.kind < NIBBLES:
         bytes_PU64Kj = panels.words.unsqueeze(-1).view(torch.uint8)
@@ -151,7 +153,8 @@ def _codes(panels: CodePanels) -> Tensor:
     codes = torch.stack([words >> 4 * p & 15 for p in range(4)], dim=-2)
     if panels.high is not None:
         bits = panels.kind - 4
-        high = panels.high.to(torch.int32).flatten(1, 2)  # (P, words' units, 64, K)
+        # (P, units of words, 64, K)
+        high = panels.high.to(torch.int32).flatten(1, 2)
         upper = [[high >> (4 * u + p) * bits & (1 << bits) - 1 for p in range(4)] for u in range(4 // bits)]
         of_unit = torch.stack([torch.stack(part, dim=-2) for part in upper], dim=2)
         codes = codes | of_unit.flatten(1, 2) << 4
@@ -163,11 +166,11 @@ def _in_order(codes_PU64jK: Tensor) -> Tensor:
 
 
 def _by_output(values: Tensor) -> Tensor:
-    """(P, G, 64), or (P, N, 64, B) -> (O, G) fp32"""
+    """Arrange (P, G, 64) or (P, N, 64, B) as (O, G) fp32."""
     return values.transpose(1, 2).flatten(0, 1).flatten(1).float()
 
 
 def _shifted(codes_jK: Tensor, bits: int) -> Tensor:
-    """(…, j, K) -> (…, K) int16, code j at bit j * bits."""
+    """Combine (…, j, K) into (…, K) int16, code j at bit j * bits."""
     shifts = torch.arange(codes_jK.shape[-2], dtype=torch.int32, device=codes_jK.device).unsqueeze(-1) * bits
     return (codes_jK.to(torch.int32) << shifts).sum(dim=-2, dtype=torch.int32).to(torch.int16)

@@ -1,10 +1,10 @@
-"""Codes of matrices of few bits, in words of 16 bits, and the numbers that they stand for: in registers, exactly.
+"""Low-bit codes in 16-bit words, and their exact conversion to floats in registers.
 
-A word holds the codes of several inputs that lie apart, so that the same place of two words side by side makes a pair
-of bf16 at once, where the codes already lie (PTX; elsewhere by plain operations, in any dtype):
+A word holds codes of inputs that lie apart, so that one position of two adjacent words forms a bf16 pair without
+shuffles (in PTX; elsewhere with plain operations, in any dtype):
 
-    nibbles       0 1000011 0 000 qqqq  is the bf16 128 + q; 128 and the code of zero are taken away
-    int8          the same with 7 bits, and with the sign as the bit that makes 128 to 256: what is taken away
+    nibbles       0 1000011 0 000 qqqq  is the bf16 128 + q; subtract 128 and the zero code
+    int8          the same with 7 bits, and with the sign bit selecting 128 or 256 as the offset to subtract
     e4m3          s 0000eeee mmm 0000, whose exponent is 120 too small, times 2^120
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from engine.kernels.language import jit, tl
 
-# What codes are: e4m3 and int8 lie two in a word, the low byte first; others four, the low 4 bits of each. What 5 and
-# 6 bits have more lies in a second word: of unit u of four (of 6 bits: of two), position p, at bit
+# Kinds of codes. e4m3 and int8 are two per word, the low byte first; others four per word, the low 4 bits of each. The
+# upper bits of 5- and 6-bit codes are in a second word shared by four (6 bits: two) units: unit u, position p at bit
 # (4 u + p) * (bits - 4).
 E4M3, INT8, NIBBLES, FIVE_BITS, SIX_BITS = 0, 1, 4, 5, 6
 
@@ -24,10 +24,10 @@ E4M3, INT8, NIBBLES, FIVE_BITS, SIX_BITS = 0, 1, 4, 5, 6
 def widen(
     word: tl.tensor, high: tl.tensor, UNIT: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr
 ) -> Any:
-    """Words (O, K) int16 -> a tile (O, K) of `dtype` for each position, two or four of them.
+    """Convert words (O, K) int16 to one tile (O, K) of `dtype` for each position, two or four of them.
 
-    high: of codes of 5 and 6 bits; UNIT: whose of its bits. Codes without a sign count from the middle of their range.
-    NATIVE: on a GPU, into bf16. e4m3's NaN becomes 480.
+    high: upper bits of 5- and 6-bit codes; UNIT: selects the unit's bits. Unsigned codes are centered. NATIVE: use PTX,
+    on a GPU with bf16. e4m3's NaN becomes 480.
     """
     if NATIVE:
         if KIND == 0:
@@ -52,7 +52,7 @@ def widen(
 
 @jit
 def number_of_byte(word: tl.tensor, PLACE: tl.constexpr, IS_SIGNED: tl.constexpr) -> tl.tensor:
-    """One of the bytes of words of 16 or 32 bits, as fp32: the lowest bits of a number from 2^23 on, less 2^23."""
+    """Convert one byte of 16- or 32-bit words to fp32, by placing it in the low bits of 2^23 and subtracting 2^23."""
     byte = (word.to(tl.int32) >> (8 * PLACE)) & 255
     if IS_SIGNED:
         return ((byte ^ 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
@@ -61,7 +61,8 @@ def number_of_byte(word: tl.tensor, PLACE: tl.constexpr, IS_SIGNED: tl.constexpr
 
 @jit
 def _byte(word: tl.tensor, SHIFT: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    byte = (word.to(tl.int32) << (24 - SHIFT)) >> 24  # with its sign
+    # Sign-extended.
+    byte = (word.to(tl.int32) << (24 - SHIFT)) >> 24
     if KIND == 1:
         return byte.to(tl.float32).to(dtype)
     return (((byte << 20) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
@@ -77,7 +78,7 @@ def _code(
     return (code - (1 << (KIND - 1))).to(tl.float32).to(dtype)
 
 
-# The same as PTX, on pairs of words: their codes at one position are one register of two bf16.
+# The same in PTX on pairs of words: the codes at one position form one register of two bf16.
 
 
 @jit
@@ -162,9 +163,10 @@ def _nibble_pairs(word: tl.tensor) -> Any:
 
 @jit
 def _high_pairs(word: tl.tensor, high: tl.tensor, UNIT: tl.constexpr, KIND: tl.constexpr) -> Any:
-    """Upper bits are first turned to where they belong, at bit 4: by how much is written into the program."""
+    """Convert 5- and 6-bit codes. Upper bits are rotated to bit 4 first, by a compile-time amount."""
     BITS: tl.constexpr = KIND - 4
-    FIRST: tl.constexpr = (4 * UNIT * BITS - 4) & 31  # to the right, around the word
+    # Rotation to the right.
+    FIRST: tl.constexpr = (4 * UNIT * BITS - 4) & 31
     MASK: tl.constexpr = 0x00100010 if BITS == 1 else 0x00300030
     ZERO: tl.constexpr = 0xC310C310 if BITS == 1 else 0xC320C320
     return tl.inline_asm_elementwise(

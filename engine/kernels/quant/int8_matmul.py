@@ -1,9 +1,9 @@
-"""Products of rows and a matrix that have 8 bits both: whole numbers meet whole numbers, and nothing is rounded again.
+"""W8A8 product: int8 weights and activations quantized to int8, accumulated as exact integers.
 
     x[t] ~ scale[t] * code[t]     scale = max|x| / 127     code = nearest(x / scale)
     out[t, o] = residual[t, o] + (scale[t] * scale[o] * (code[t] . code[o]) + bias[o])
 
-Rows are quantised as they come. Few rows are shared out as in coded_product.py.
+Activations are quantized per row at run time. For few rows the inputs are split as in quantized_matmul.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from engine.kernels.quant.row_quantization import to_int8
 
 # T tokens, I input features, O output features
 
-DEPTH = 128  # inputs multiplied at a time; codes are filled up to so many with zeros
-_TINY = 1e-30  # the scale of an all-zero row
+# Inputs per loop iteration; codes are padded to a multiple with zeros.
+DEPTH = 128
+# Scale of an all-zero row.
+_TINY = 1e-30
 
 
 def quantize_to_int8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (T, I filled up with zeros to a multiple of 128) int8 and scales (T,) fp32."""
+    """Return codes (T, I padded with zeros to a multiple of 128) int8 and scales (T,) fp32."""
     return launch_quantize_to_int8(x_TI) if x_TI.is_cuda else reference_quantize_to_int8(x_TI)
 
 
@@ -55,7 +57,7 @@ def int8_product(
     bias_O: Tensor | None = None,
     residual_TO: Tensor | None = None,
 ) -> Tensor:
-    """(T, O) of x's dtype, rounded to it before the residual is added. codes and scales: of `quantize_to_int8`.
+    """Multiply: (T, O) of x's dtype, rounded before the residual is added. codes, scales: from `quantize_to_int8`.
 
     counters: as in coded_product.
     """
@@ -91,7 +93,7 @@ def launch_int8_product(
     sizes: tuple[int, int, int, int] | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """sizes: outputs and rows of a program, its warps, the stages of its loop."""
+    """Launch the kernel. sizes: outputs and rows of a program, its warps, and loop stages; for tests."""
     (num_rows, _), (num_outputs, width) = x_TI.shape, codes_OI.shape
     out_TO = x_TI.new_empty(num_rows, num_outputs)
     if not num_rows:
@@ -144,7 +146,8 @@ def _quantize(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     value = tl.load(x + row * num_inputs + i, mask=i < num_inputs, other=0.0).to(tl.float32)
-    sizes = tl.abs(value).to(tl.int32, bitcast=True)  # in the order of the sizes, and NaN comes last
+    # As integers, sizes keep their order and NaN is the largest.
+    sizes = tl.abs(value).to(tl.int32, bitcast=True)
     scale = tl.div_rn(tl.maximum(tl.max(sizes, axis=0), 0x0DA24260).to(tl.float32, bitcast=True), 127.0)  # 1e-30
     tl.store(codes + row * width + i, to_int8(tl.div_rn(value, scale)), mask=i < width)
     tl.store(scales + row, scale)

@@ -1,12 +1,11 @@
-"""Products with matrices of few bits, whose codes are read once, and widened in registers.
+"""Products with low-bit matrices: codes are read once and dequantized in registers.
 
     out[t, o] = residual[t, o] + (sum over groups g of scale[o, g] * (code[o, g] . x[t, g]) + least[o, g] * sum x[t, g]
                                   + bias[o])
 
-Codes are exact in the activations' dtype, and multiplied as such; scales meet the sums, in fp32: only the activations
-have been rounded. Few rows leave most of a device idle where one program computes all inputs of its outputs, so
-programs share them: each writes its sums, and the last one to come adds them up, in their order, and leaves its counter
-at zero.
+Codes are exact in the activations' dtype; scales multiply the fp32 sums. Only the activations have been rounded.
+With few rows, one program per output tile would leave the device idle, so programs split the inputs: each writes its
+partial sums, and the last one adds them up in order and resets its counter (split-K).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from engine.kernels.language import (
 from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
 from engine.kernels.quant.code_words import FIVE_BITS, NIBBLES, number_of_byte, widen
 
-# T tokens, I input features, O output features, C experts chosen for each token
+# T tokens, I input features, O output features, C experts per token
 
 _PROGRAMS_PER_PROCESSOR = 4
 _MOST_SPLITS = 16
@@ -40,21 +39,22 @@ _MOST_SPLITS = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes, and how."""
+    """Tile sizes and launch parameters of a program."""
 
     outputs: int
     rows: int
     num_warps: int
     num_stages: int
-    is_split: bool  # whether programs may share the inputs
+    # True if programs may split the inputs.
+    is_split: bool
 
     @classmethod
     def of(cls, num_rows: int, kind: int, num_words: int, device: torch.device) -> Tile:
-        """num_words: K of code_panels."""
+        """Choose a tile. num_words: K of code_panels."""
         if num_rows > 32 and _wants_few_rows(kind, num_words, device):
             return cls(128, 32, 8, 3, num_rows <= 64)
         if 32 < num_rows <= 64 and kind == FIVE_BITS and not has_tile_copies(device) and not spares_registers():
-            # By an older Triton 64 rows put registers away, where programs share the inputs.
+            # Older Triton spills registers with 64 rows and split inputs.
             return cls(128, 32, 8, 3, True)
         if num_rows <= 32:
             return cls(64, max(16, power_of_2(num_rows)), 4, 4 if kind < NIBBLES else 3, True)
@@ -64,7 +64,7 @@ class Tile:
 
 
 def new_counters(num_outputs: int, device: torch.device) -> Tensor:
-    """For the products of one matrix: for each tile of outputs, of which a panel has two at most, and of rows."""
+    """Return the counters of one matrix's products, one per tile of outputs (at most two per panel) and of rows."""
     return torch.zeros(2 * cdiv(num_outputs, ROWS), dtype=torch.int32, device=device)
 
 
@@ -77,9 +77,9 @@ def coded_product(
     residual_TO: Tensor | None = None,
     out_TO: Tensor | None = None,
 ) -> Tensor:
-    """residual + (x @ weight.T + bias), rounded to x's dtype before the residual is added: (T, O).
+    """Compute residual + (x @ weight.T + bias), rounded to x's dtype before the residual is added: (T, O).
 
-    counters: of `new_counters`, zeros that stay zeros; no two streams may use them at a time.
+    counters: from `new_counters`, zero between launches. Two streams must not use them concurrently.
     """
     if x_TI.is_cuda:
         return launch_coded_product(x_TI, panels, counters, bias_O=bias_O, residual_TO=residual_TO, out_TO=out_TO)
@@ -105,7 +105,7 @@ def launch_coded_product(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """out: some columns of the rows of a wider tensor, as residual's then are; None: a tensor of its own."""
+    """Launch the product. out: may be columns of a wider tensor if residual has the same layout; None allocates it."""
     (num_outputs, num_inputs), num_rows = panels.shape, len(x_TI)
     x_TI = x_TI.contiguous()
     out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO
@@ -152,13 +152,15 @@ def launch_coded_product(
 def launch_expert_product(
     x_NI: Tensor, panels: CodePanels, choice_P: Tensor, expert_B: Tensor, num_choices: int, *, of_each: int
 ) -> Tensor:
-    """The product of each choice's row with its expert's matrix: (choices, O). See expert_tiles.sort_into_tiles,
-    which makes choice and expert. of_each: choices that share a row of x."""
+    """Multiply each choice's row with its expert's matrix: (choices, O).
+
+    choice, expert: from expert_tiles.sort_into_tiles. of_each: number of choices that share a row of x.
+    """
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
     tile = replace(Tile.of(rows, panels.kind, panels.words.shape[-1], x_NI.device), num_stages=3)
-    assert tile.rows == rows, f"tiles of {rows} choices: see most_rows_of_experts"
+    assert tile.rows == rows, f"tiles of {rows} choices exceed most_rows_of_experts"
     tile = _fitted(tile, panels, x_NI.device)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
         x_NI,
@@ -188,7 +190,7 @@ def launch_expert_product(
 
 
 def most_rows_of_experts(panels: CodePanels, device: torch.device) -> int:
-    """How many choices a tile of `launch_expert_product` may have: as many as `Tile.of` has rows."""
+    """Return the maximum rows of a tile for `launch_expert_product`, the rows of `Tile.of`."""
     if panels.kind < NIBBLES:
         return 128
     is_short_of_registers = not has_tile_copies(device) and not spares_registers()
@@ -196,7 +198,7 @@ def most_rows_of_experts(panels: CodePanels, device: torch.device) -> int:
 
 
 def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Outputs [start, end) as numbers: (end - start, I). start: a multiple of 64."""
+    """Dequantize outputs [start, end): (end - start, I). start: a multiple of 64."""
     num_inputs = panels.shape[1]
     out_OI = torch.empty(end - start, num_inputs, dtype=dtype, device=panels.words.device)
     constants = _constants(panels, Tile(ROWS, 16, 4, 1, False), out_OI)
@@ -209,13 +211,15 @@ def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -
 
 
 def _wants_few_rows(kind: int, num_words: int, device: torch.device) -> bool:
-    """An A100's matrix units take rows out of registers, of which 64 rows of so many inputs have too few."""
+    """Return True if 64 rows would not fit: an A100's matrix operands are in registers."""
     return kind == NIBBLES and num_words > 16 and not has_tile_copies(device)
 
 
 def _fitted(tile: Tile, panels: CodePanels, device: torch.device) -> Tile:
-    """Triton has the products of all groups of a turn side by side in tensor memory, if a device has that; where they
-    do not fit, what it compiles is a trap. Tiles of 32 outputs are multiplied as on an A100, without it."""
+    """Shrink the tile if its products do not fit tensor memory, where Triton keeps those of all groups of an iteration.
+
+    Triton compiles a trap otherwise. Tiles of 32 outputs are multiplied without tensor memory, as on an A100.
+    """
     if not panels.group or not has_tensor_memory(device):
         return tile
     inputs = _units_of_a_span(panels) * panels.num_positions * panels.words.shape[-1]
@@ -224,21 +228,21 @@ def _fitted(tile: Tile, panels: CodePanels, device: torch.device) -> Tile:
 
 
 def _units_of_a_span(panels: CodePanels) -> int:
-    """So many that a turn of the loop has 256 inputs, or of 8 bits 128: enough to do beside what a turn costs."""
+    """Return the units per loop iteration: 256 inputs, or 128 for 8 bits, enough to amortize the loop overhead."""
     inputs = panels.num_positions * panels.words.shape[-1]
     return (RUN if panels.kind >= NIBBLES else 128) // inputs
 
 
 def splits_for(num_tiles: int, num_spans: int, device: torch.device) -> int:
-    """How many programs share the inputs of a tile. On a CPU two, so that tests see it."""
+    """Return the number of programs that split a tile's inputs. On a CPU two, so that tests cover it."""
     if device.type != "cuda":
         return min(2, num_spans)
-    wanted = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR
-    return max(1, min(wanted // num_tiles, num_spans, _MOST_SPLITS))
+    target = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR
+    return max(1, min(target // num_tiles, num_spans, _MOST_SPLITS))
 
 
 def _pointers(panels: CodePanels) -> tuple[Tensor, ...]:
-    """For those that are not there, any that are."""
+    """Return all pointers of the kernel; missing tensors are replaced by any other."""
     words, scales = panels.words, as_words(panels.scales)
     rest = (panels.high, panels.leasts, panels.supers, panels.super_leasts)
     high, leasts, supers, super_leasts = (scales if tensor is None else as_words(tensor) for tensor in rest)
@@ -263,7 +267,8 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, int | boo
         "BLOCK_O": tile.outputs,
         "BLOCK_T": tile.rows,
         "num_warps": tile.num_warps,
-        "num_stages": min(tile.num_stages, 2) if x.element_size() == 4 else tile.num_stages,  # of rows that fit
+        # fp32 rows need twice the memory.
+        "num_stages": min(tile.num_stages, 2) if x.element_size() == 4 else tile.num_stages,
     }
 
 
@@ -308,12 +313,14 @@ def _product(
     BLOCK_O: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_O outputs of BLOCK_T rows, over its share of the inputs. num_rows: of choices, where there are
-    experts."""
+    """One program: BLOCK_O outputs of BLOCK_T rows, over its share of the inputs. num_rows: counts choices for MoE."""
     POSITIONS: tl.constexpr = 2 if KIND < 4 else 4
-    PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS  # positions whose products are summed
-    GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1  # of a unit
-    OF_RUN: tl.constexpr = GROUPS * SPAN  # what has 8 bits is of runs, four or two in a word
+    # Positions whose products are summed.
+    PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS
+    # Groups per unit.
+    GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1
+    # 8-bit scales are stored by run, four or two per word.
+    OF_RUN: tl.constexpr = GROUPS * SPAN
     PACK: tl.constexpr = 4 if OF_RUN >= 4 else 2
     dtype = x.dtype.element_ty
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -333,7 +340,8 @@ def _product(
     k = tl.arange(0, K)
     r = o % 64
     is_o = o < num_outputs
-    panel = tl.where(is_o, panel, 0)  # what fills up the last tile may lie past the last panel
+    # Padding of the last tile may lie past the last panel.
+    panel = tl.where(is_o, panel, 0)
     x_row = x + row[None, :] * num_inputs + k[:, None]
     word_row = words + (panel * num_units * 64 * K)[:, None] + (r * K)[:, None] + k[None, :]
     ones = tl.full([BLOCK_O, K], 1.0, dtype)
@@ -359,9 +367,9 @@ def _product(
                 i = (unit * POSITIONS + p) * K
                 mask = is_row[None, :] if IS_EVEN else is_row[None, :] & (i + k < num_inputs)[:, None]
                 rows = tl.load(x_row + i, mask=mask, other=0.0)
-                # Every turn ends with sums that are used: Triton (3.6) leaves a last product under way when the next
-                # turn begins, and the compiler then gives the registers of its codes to others, too early.
-                # Where products do not run beside anything, they are summed where they come to be.
+                # Use every iteration's sums before it ends: Triton 3.6 otherwise leaves a product in flight at the
+                # start of the next iteration, and the compiler reuses the registers of its codes too early. Without
+                # asynchronous products, sums accumulate in place.
                 if p % PER_GROUP == 0:
                     product = acc if IN_PLACE else tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
                     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
@@ -444,7 +452,7 @@ def _widen(
     NATIVE: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """One program: a span of a panel. Rounded once, to the dtype of out."""
+    """One program: a span of a panel. Rounds once, to the dtype of out."""
     POSITIONS: tl.constexpr = 2 if KIND < 4 else 4
     PER_GROUP: tl.constexpr = GROUP // K if GROUP else 1
     GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1

@@ -1,11 +1,11 @@
-"""Rows of numbers in 8 bits each, with one scale per row: e4m3, or whole numbers (int8).
+"""8-bit quantization of rows with one scale per row, as e4m3 or int8.
 
     scale = bf16_up(max|x| / most)      x ~ code * scale      code = e4m3(x / scale), most = 448
                                                               code = nearest(x / scale), most = 127
 
-bf16_up rounds to bfloat16 away from zero, so that no code exceeds `most`. Append-only: a row is never requantised.
-e4m3's steps are relative, up to 1/8 of a number; int8's are all 1/127 of the row's largest. So keys, of whose numbers a
-few are large and decide the scores, lose less in int8, and rows whose numbers span many octaves in e4m3.
+bf16_up rounds to bfloat16 away from zero, so that no code exceeds `most`. Append-only: a row is never requantized.
+The steps of e4m3 are relative, up to 1/8 of a number; those of int8 are all 1/127 of the row's largest. Keys, of which
+a few large numbers decide the scores, lose less in int8; rows that span many octaves lose less in e4m3.
 Format: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3: largest finite value 448, no infinities).
 """
 
@@ -16,77 +16,83 @@ from torch import Tensor
 
 from engine.kernels.language import is_interpreted, jit, tl
 
-MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code of each dtype
-_TINY = 2.0**-120  # the scale of an all-zero row: any positive number whose inverse is finite
+# Largest code of each dtype.
+MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+# Scale of an all-zero row: any positive number with a finite inverse.
+_TINY = 2.0**-120
 _NAN = 0x7FC00000
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantise each row (the last dimension) with its own scale, but for its last `exact` numbers, which stay in bf16.
+    """Quantize each row (last dimension) with its own scale, except for its last `exact` numbers, kept in bf16.
 
     x: (..., D) bf16, fp16 or fp32. Returns codes (..., D + exact) of `dtype`, float8_e4m3fn or int8, the last 2 * exact
     of which are bytes of bf16, and scales (...) bfloat16, always positive.
-    The scale of a row with NaN or infinity is not finite either, and nothing finite comes back of it.
+    A row with NaN or infinity gets a non-finite scale and dequantizes to non-finite values.
     """
     if not exact:
         return _quantize(x.float(), dtype)
     codes, scales = _quantize(x[..., :-exact].float(), dtype)
-    kept = x[..., -exact:].to(torch.bfloat16).contiguous().view(torch.uint8)
-    return torch.cat((codes.view(torch.uint8), kept), dim=-1).view(dtype), scales
+    tail = x[..., -exact:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return torch.cat((codes.view(torch.uint8), tail), dim=-1).view(dtype), scales
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype, *, exact: int = 0) -> Tensor:
-    """The inverse of `quantize_rows`: codes (..., D + exact) and scales (...) -> (..., D) of `dtype`."""
+    """Dequantize codes (..., D + exact) with scales (...) to (..., D) of `dtype`; the inverse of `quantize_rows`."""
     if not exact:
         return _widen(codes).mul_(scales.float().unsqueeze(-1)).to(dtype)
     numbers = dequantize_rows(codes[..., : -2 * exact].contiguous(), scales, dtype)
-    kept = codes[..., -2 * exact :].contiguous().view(torch.bfloat16)
-    return torch.cat((numbers, kept.to(dtype)), dim=-1)
+    tail = codes[..., -2 * exact :].contiguous().view(torch.bfloat16)
+    return torch.cat((numbers, tail.to(dtype)), dim=-1)
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """float8 as its bytes, other tensors as they are: torch indexes hardly any float8, and Triton has none below
-    compute capability 8.9."""
+    """View float8 as bytes; other tensors are unchanged.
+
+    torch indexing supports little float8, and Triton has none below compute capability 8.9.
+    """
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = x.abs().amax(dim=-1)
-    # Divided by a tensor: a GPU multiplies by the inverse of a number of the host, which is another bit in places.
+    # Divide by a tensor: on a GPU, dividing by a host number multiplies by its inverse and may differ in the last bit.
     scales = _round_up_to_bf16((largest / torch.full_like(largest, MOST[dtype])).clamp_min(_TINY))
     x = x / scales.float().unsqueeze(-1)
     return (x.to(dtype) if dtype.is_floating_point else x.round_().nan_to_num_(0.0).to(dtype)), scales
 
 
 def _widen(codes: Tensor) -> Tensor:
-    """codes.float(), a new tensor. On a CPU e4m3 goes by whole vectors, where torch's own cast goes number by number;
-    NaN becomes 480.
+    """Return codes.float() as a new tensor. On a CPU e4m3 is vectorized, unlike torch's own cast; NaN becomes 480.
 
-    The bits of e4m3 at the same end of an fp32 number are the same number with an exponent that is 120 too small:
+    The bits of e4m3 at the top of an fp32 number are the same number with an exponent that is 120 too small:
         s eeee mmm  ->  s 0000eeee mmm00000000000000000000
     """
     if codes.dtype == torch.int8 or codes.device.type != "cpu":
         return codes.float()
-    bits = codes.view(torch.int8).to(torch.int32)  # keeps the sign
+    # Sign-extended.
+    bits = codes.view(torch.int8).to(torch.int32)
     bits.bitwise_left_shift_(20).bitwise_and_(-(1 << 31) | 0x7F << 20)
     return bits.view(torch.float32).mul_(2.0**120)
 
 
 def _round_up_to_bf16(x: Tensor) -> Tensor:
-    """The nearest bfloat16 not below x. x: positive fp32."""
-    bits = x.contiguous().view(torch.int32).clamp_max(_NAN)  # a GPU's NaN is all ones, which one more would carry over
+    """Return the nearest bfloat16 not below x. x: positive fp32."""
+    # Clamp, because a GPU's NaN is all ones and the addition would overflow.
+    bits = x.contiguous().view(torch.int32).clamp_max(_NAN)
     return ((bits + 0xFFFF) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
-# The same for Triton's kernels. The type of the codes says which they are: bytes (uint8) of e4m3, or int8.
+# The same in Triton. The dtype of the codes selects the format: uint8 for e4m3 bits, or int8.
 
 _FUSES = tl.constexpr(not is_interpreted()) if tl else None
 
 
 @jit
 def quantize_row(x: tl.tensor, mask: tl.tensor, codes: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """x (N, D) fp32, masked-off places zero -> codes (N, D) of that type, scales (N, 1) fp32 that are exact in bf16."""
-    sizes = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the sizes, and NaN comes last
+    """Quantize x (N, D) fp32, zero where masked off. Returns codes (N, D) and scales (N, 1) fp32, exact in bf16."""
+    # As integers, sizes keep their order and NaN is the largest.
+    sizes = tl.abs(x).to(tl.int32, bitcast=True)
     largest = tl.max(tl.where(mask, sizes, 0), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
     most: tl.constexpr = 127.0 if codes == tl.int8 else 448.0
     bits = tl.div_rn(largest, most).to(tl.int32, bitcast=True)
@@ -98,16 +104,16 @@ def quantize_row(x: tl.tensor, mask: tl.tensor, codes: tl.constexpr) -> tuple[tl
 
 @jit
 def _divide(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """x / scale, to nearest, for a scale of 8 bits of mantissa that is shared by a row.
+    """Compute x / scale to nearest, for a row's scale with an 8-bit mantissa.
 
-    With its inverse, rounded, the error of a first quotient is one fused operation, and mending it another (Markstein
-    1990, "Computation of elementary functions on the IBM RISC System/6000"). The interpreter's are not fused.
+    A first quotient with the rounded inverse is corrected by two fused operations (Markstein 1990, "Computation of
+    elementary functions on the IBM RISC System/6000"). They are not fused in the interpreter.
     """
     if _FUSES:
         inverse = tl.div_rn(1.0, scale)
         quotient = x * inverse
         rest = tl.fma(-quotient, scale, x)
-        # An infinite row has no rest.
+        # The remainder of an infinite number is NaN.
         quotient = tl.where(rest == rest, tl.fma(rest, inverse, quotient), quotient)
     else:
         quotient = tl.div_rn(x, scale)
@@ -116,9 +122,9 @@ def _divide(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @jit
 def to_int8(x: tl.tensor) -> tl.tensor:
-    """fp32 within +-127 -> int8, to nearest, ties to even; NaN becomes 0.
+    """Convert fp32 within +-127 to int8, to nearest, ties to even; NaN becomes 0.
 
-    Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
+    Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     """
     whole = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return tl.where(x == x, whole, 0).to(tl.int8)
@@ -126,14 +132,15 @@ def to_int8(x: tl.tensor) -> tl.tensor:
 
 @jit
 def to_e4m3(x: tl.tensor) -> tl.tensor:
-    """fp32 within +-448 -> e4m3 bits, to nearest, ties to even; NaN stays NaN.
+    """Convert fp32 within +-448 to e4m3 bits, to nearest, ties to even; NaN stays NaN.
 
-    Done by hand, because Triton's interpreter rounds 31.19 to 16, and the type is missing below compute capability 8.9.
+    Implemented by hand, because Triton's interpreter rounds 31.19 to 16, and the type needs compute capability 8.9.
     """
     magnitude = tl.abs(x)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    tiny = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # below 2^-6: multiples of 2^-9
+    # Below 2^-6: multiples of 2^-9.
+    tiny = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0.015625, tiny, normal)
     code = tl.where(x != x, 0x7F, code)
     return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
@@ -141,9 +148,9 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
 
 @jit
 def from_code(code: tl.tensor, dtype: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
-    """Codes -> `dtype`, exactly. NATIVE: see has_fp8_casts; without it e4m3's NaN becomes 480, as in _widen.
+    """Convert codes to `dtype`, exactly. NATIVE: see has_fp8_casts; without it e4m3's NaN becomes 480, as in _widen.
 
-    By way of fp16, to which the device turns two codes at a time; from there to bf16 it is slow but by fp32.
+    Goes through fp16, to which the device converts two codes at a time; from there to bf16 the fastest way is fp32.
     """
     if code.dtype == tl.int8:
         half = _half_of_int8(code.to(tl.uint8, bitcast=True).to(tl.int16))
@@ -158,7 +165,7 @@ def from_code(code: tl.tensor, dtype: tl.constexpr, NATIVE: tl.constexpr) -> tl.
 def from_codes(
     pair: tl.tensor, IS_INT8: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Two codes that lie side by side, as int16 -> the first and the second of them, as from_code does it."""
+    """Convert pairs of adjacent codes, given as int16, to the first and the second of each; see from_code."""
     first, second = pair & 0xFF, (pair >> 8) & 0xFF
     if IS_INT8:
         first, second = _half_of_int8(first), _half_of_int8(second)
@@ -174,13 +181,14 @@ def from_codes(
 
 @jit
 def _half_of_int8(bits: tl.tensor) -> tl.tensor:
-    """The eight bits of a whole number n, in int16. 1024 + 128 + n in fp16 has n + 128 for its last bits."""
+    """Convert int8 bits in int16 to fp16: 1024 + 128 + n in fp16 has n + 128 in its last bits."""
     return ((bits ^ 0x80) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
 
 
 @jit
 def _half_of_e4m3(bits: tl.tensor) -> tl.tensor:
-    """The eight bits in int16. In the places of an fp16 number they are one with an exponent that is 8 too small:
+    """Convert e4m3 bits in int16 to fp16, where they form a number with an exponent that is 8 too small.
+
     s eeee mmm  ->  s 0eeeemmm 0000000
     """
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0

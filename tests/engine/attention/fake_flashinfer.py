@@ -1,4 +1,4 @@
-"""FlashInfer's interface, as of 0.7.2, over torch: for a machine without a GPU."""
+"""Fake of FlashInfer's interface (0.7.2) over torch, for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class FakeFlashInfer:
-    """In the place of the module. What a wrapper has planned it keeps, as its own does, where others might write."""
+    """Stand-in for the module. Wrappers keep the tensors of their plan, as FlashInfer does, so reuse is noticed."""
 
     def __init__(self) -> None:
         self.num_runs = 0
@@ -42,7 +42,9 @@ class FakeWrapper:
     ) -> None:
         rows = qo_indptr, paged_kv_indptr, paged_kv_last_page_len
         assert causal and q_data_type == kv_data_type and num_qo_heads % num_kv_heads == 0
-        assert all(of.device.type == "cpu" and of.dtype is torch.int32 for of in rows), "it would wait for the device"
+        assert all(of.device.type == "cpu" and of.dtype is torch.int32 for of in rows), (
+            "plan arguments on the device would cause a sync"
+        )
         assert paged_kv_indices.dtype is torch.int32 and len(paged_kv_indices) == paged_kv_indptr[-1]
         assert (paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all()
         self._plan = (

@@ -1,5 +1,4 @@
-"""Steps with prompts by FlashInfer, or by what stands in for it: what they attend to is what torch does, and it is
-taken where it is quicker."""
+"""FlashInfer attention of steps with prompts: equals torch, and is chosen only if faster. Uses a fake of FlashInfer."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
         [(7, 8, [9]), (15, 32, [3, 1, 7, 4])],
     ],
 )
-def test_a_mixed_step(spans: list[tuple[int, int, list[int]]]) -> None:
+def test_mixed_step_equals_torch(spans: list[tuple[int, int, list[int]]]) -> None:
     rows = [Row(token_ids=[0] * (end - start), start=start, blocks=b, num_logits=1) for start, end, b in spans]
     batch = Batch.of(rows, block_size=SIZE)
     fused, angles = random(batch.num_tokens, 4 + 2 * 2, DIM, seed=1), random(batch.num_tokens, 1, DIM // 2, seed=4)
@@ -64,8 +63,8 @@ def test_a_mixed_step(spans: list[tuple[int, int, list[int]]]) -> None:
     assert library.num_runs == 1
 
 
-def test_a_whole_model(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    """Its layers store by our kernels' references, and attend by FlashInfer."""
+def test_whole_model_equals_torch(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Layers store KV with the kernels' references and attend with FlashInfer."""
     runners = [make_runner(tiny_model("qwen3")[0]) for _ in range(2)]
     rows = [Row([5, 9, 2] * 6, 0, [1, 2, 3], num_logits=1), Row([3], 0, [4], num_logits=1)]
     batch, library = Batch.of(rows, block_size=SIZE), FakeFlashInfer()
@@ -78,21 +77,21 @@ def test_a_whole_model(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     assert library.num_runs == pool.layout.num_layers
 
 
-def test_a_plan_is_written_over_when_it_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is copied from memory of the host that its wrapper uses again."""
-    said: list[str] = []
+def test_plan_waits_until_previous_plan_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper reuses the host memory that its last plan is copied from."""
+    events: list[str] = []
 
     class FakeEvent:
         def __init__(self, name: str) -> None:
             self._name = name
 
         def wait(self) -> None:
-            said.append(f"waits for {self._name}")
+            events.append(f"waits for {self._name}")
 
     class FakeStreams(streams.AtOnce):
         def mark(self) -> Any:
-            name = f"mark {sum(one.startswith('mark') for one in said)}"
-            said.append(name)
+            name = f"mark {sum(one.startswith('mark') for one in events)}"
+            events.append(name)
             return FakeEvent(name)
 
     ours = FakeStreams()
@@ -100,10 +99,10 @@ def test_a_plan_is_written_over_when_it_is_on_the_device(monkeypatch: pytest.Mon
     pool, batch = pool_of(), Batch.of([Row([0] * 9, 0, [1, 2], num_logits=1)], block_size=SIZE)
     kernels = KernelHeads(DeviceBatch.of(batch, CPU), pool, torch.ones(9, 1, 32), torch.ones(9, 1, 32))
     flashinfer = FlashInfer(FakeFlashInfer(), pool, num_q_heads=4, dtype=torch.float32)
-    said.clear()
+    events.clear()
     for _ in range(4):
         flashinfer.heads(batch, kernels)
-    assert [one for one in said if one.startswith("waits")][2:] == ["waits for mark 0", "waits for mark 1"]
+    assert [one for one in events if one.startswith("waits")][2:] == ["waits for mark 0", "waits for mark 1"]
 
 
 def _load(name: str) -> FakeFlashInfer:
@@ -133,7 +132,7 @@ def _broken(name: str) -> Any:
         (_broken, 1, 1, False),
     ],
 )
-def test_it_is_taken_where_it_is_quicker(
+def test_flashinfer_is_used_only_if_faster(
     load: Callable[[str], Any], ours_us: float, theirs_us: float, is_taken: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     took = iter((ours_us, theirs_us))
@@ -144,19 +143,23 @@ def test_it_is_taken_where_it_is_quicker(
 
     found = find_flashinfer(pool_of(), num_q_heads=4, dtype=torch.float32, load=load, seconds=seconds)
     assert (found is not None) is is_taken
-    assert load is not _broken or "FlashInfer is installed and does not work here: nvcc is not there" in caplog.text
+    assert (
+        load is not _broken or "FlashInfer is installed but failed; using own kernels: nvcc is not there" in caplog.text
+    )
 
 
-def test_what_it_could_be_asked_about() -> None:
+def test_supported_pools() -> None:
     assert is_possible(pool_of("bfloat16"), dtype=torch.bfloat16)
-    assert not is_possible(pool_of("fp8_e4m3"), dtype=torch.bfloat16), "it knows one scale of a pool, not of a row"
+    assert not is_possible(pool_of("fp8_e4m3"), dtype=torch.bfloat16), (
+        "FlashInfer supports one scale per pool, not per row"
+    )
     assert not is_possible(pool_of("bfloat16", head_dim=80), dtype=torch.bfloat16)
     assert not is_possible(pool_of(), dtype=torch.float32)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spans", [[(0, 300, 19)], [(0, 16, 1), (112, 113, 8), (80, 200, 13), (0, 1, 1)]])
-def test_on_a_gpu(spans: list[tuple[int, int, int]]) -> None:
+def test_flashinfer_on_gpu_equals_torch(spans: list[tuple[int, int, int]]) -> None:
     library, device = pytest.importorskip("flashinfer"), torch.device("cuda")
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
     pool, blocks = KVPool(layout, num_blocks=60, device=device), iter(torch.randperm(60).tolist())

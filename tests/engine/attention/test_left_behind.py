@@ -1,4 +1,4 @@
-"""What somebody has left in a block that was given back reaches nobody who has it next."""
+"""Stale KV in a reused block does not affect the sequence that gets the block next."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["llama", "mistral", "deepseek_v3"])
-def test_nan_behind_a_sequence_is_not_attended_to(
+def test_nan_after_the_last_key_is_ignored(
     model: str, dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
-    """Of one request that has failed, or from a peer: the requests of others go on. Prompts, what follows them, and
-    rows of unlike lengths."""
+    """NaN left by a failed request or a peer. Covers prompts, decode rows and rows of different lengths."""
     runner = make_runner(tiny_model(model)[0], dtype=dtype, num_blocks=12)
     long, short = prompts(29, 9)
     steps = [

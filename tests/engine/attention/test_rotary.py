@@ -1,4 +1,4 @@
-"""Angles on a CPU are looked up: the same ones, however far the tables have grown."""
+"""Rotary angle tables on a CPU: values do not change as the tables grow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.tiny_models import MakeModel
 CPU = torch.device("cpu")
 
 
-def test_a_position_has_its_angle(tiny_model: MakeModel) -> None:
+def test_angles_match_transformers(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("llama")
     config = load(directory)
     rotary = Rotary(config, CPU)
@@ -26,8 +26,8 @@ def test_a_position_has_its_angle(tiny_model: MakeModel) -> None:
             torch.testing.assert_close(sin_F, torch.tensor([math.sin(a) for a in angles]), atol=1e-3, rtol=0)
 
 
-def test_it_does_not_depend_on_what_was_asked_before(tiny_model: MakeModel) -> None:
-    """Bit by bit, in each dtype: two replicas store the same keys."""
+def test_values_do_not_depend_on_earlier_lookups(tiny_model: MakeModel) -> None:
+    """Bit-identical in each dtype, so that two replicas store the same keys."""
     directory, _ = tiny_model("llama")
     config = load(directory)
     positions_T = torch.tensor([0, 700, 1024, 2999])

@@ -1,4 +1,4 @@
-"""Latent attention by torch, by the kernels and by their references: what one query and head after another gets."""
+"""Latent attention by torch, the kernels and their references, compared with a naive loop over queries and heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def naive(q_THD: torch.Tensor, pool: KVPool, rows: list[Row], expansion: Expansion, scale: float) -> torch.Tensor:
-    """One query and one head after the other, over expanded keys and values."""
+    """Compute attention query by query and head by head over expanded keys and values."""
     out, token = torch.empty(len(q_THD), HEADS, VALUE), 0
     for row in rows:
         kept_LD = pool.read(0, torch.tensor(list(row.blocks)), torch.float32)[0, 0]
@@ -43,8 +43,8 @@ def naive(q_THD: torch.Tensor, pool: KVPool, rows: list[Row], expansion: Expansi
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize(("by", "most_keys"), [("torch", 0), *product(["references", "kernels"], [1000, 10])], ids=str)
-def test_any_mix_of_rows(by: str, most_keys: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """most_keys: expanded at a time; in fewer slices than there are keys in some row."""
+def test_mixed_rows_equal_naive_attention(by: str, most_keys: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """most_keys: keys expanded at a time; small values force several slices per row."""
     monkeypatch.setattr(triton_latent_heads, "EXPANDED_BYTES", most_keys * HEADS * (NOPE + VALUE) * 4)
     layout = KVLayout(
         model="m",
@@ -79,13 +79,16 @@ def test_any_mix_of_rows(by: str, most_keys: int, dtype: str, monkeypatch: pytes
         heads = TorchLatentHeads(batch, pool, rotation, scale=0.3)
     else:
         heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pool, rotation, scale=0.3)
-    got = heads.attend(0, q, expansion)  # queries that are rotated already
+    # The queries are already rotated.
+    got = heads.attend(0, q, expansion)
     torch.testing.assert_close(got, naive(q, pool, rows, expansion, 0.3), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
-def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_store_the_same_rows_as_torch(
+    dtype: str, is_interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = KVLayout(
         model="m",
         num_layers=2,
@@ -101,7 +104,7 @@ def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monke
     q, latent, key = random(9, HEADS, NOPE + ROPE), random(9, LATENT, seed=1), random(9, ROPE, seed=2)
     norm = RMSNorm(random(LATENT, seed=3), 1e-6)
     expansion = Expansion(random(HEADS, NOPE, LATENT, seed=3) / 5, random(HEADS, VALUE, LATENT, seed=4) / 5)
-    # The interpreter cuts numbers off to bf16 where others round: so keys are turned to numbers that bf16 has.
+    # The interpreter truncates to bf16 instead of rounding, so use rotations whose results are exact in bf16.
     quarter = torch.zeros(9, 1, ROPE // 2), torch.ones(9, 1, ROPE // 2)
     rotation = Rotation(*quarter, is_interleaved=is_interleaved)
     kept = torch.cat((latent, key.bfloat16().float()), dim=-1)
@@ -115,8 +118,8 @@ def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monke
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("by", ["references", "kernels"])
-def test_a_step_of_single_queries(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From store to attend, where nothing is gathered. Queries and rows are parts of wider products, as in a layer."""
+def test_step_of_single_queries_equals_naive_attention(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From store to attend without gathering. Queries and rows are views of wider products, as in a layer."""
     layout = KVLayout(
         model="m",
         num_layers=1,
@@ -150,14 +153,14 @@ def test_a_step_of_single_queries(by: str, dtype: str, monkeypatch: pytest.Monke
 
 
 def check_kept_alike(pools: list[KVPool]) -> None:
-    """But for rounding: a number between two codes may become either."""
+    """Compare pools within rounding: a number between two codes may become either."""
     layer, bound = pools[0].layout.num_layers - 1, 0.13 if pools[0].scales else 1e-5
     kept = [pool.read(layer, torch.arange(pool.num_blocks), torch.float32) for pool in pools]
     torch.testing.assert_close(*kept, atol=bound, rtol=bound)
     assert kept[0].any()
 
 
-def test_a_slice_holds_as_many_keys_as_there_is_room_for() -> None:
+def test_slice_size_respects_the_key_limit() -> None:
     assert slice_size([100, 30], most_keys=1000, block_size=16) == 112
     assert slice_size([100, 30], most_keys=100, block_size=16) == 64  # 64 + 30
     assert slice_size([100, 30], most_keys=1, block_size=16) == 16

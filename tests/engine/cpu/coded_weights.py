@@ -1,4 +1,4 @@
-"""Random matrices in every format of few bits that the CPU kernels multiply."""
+"""Random matrices in every low-bit format of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS: list[str | int] = [*OF_GGUF, *OF_GROUPS]
 
 
 def random_weight(name: str | int, num_outputs: int, num_inputs: int) -> QuantizedWeight:
-    """Any codes at all, so that each of their bits matters."""
+    """Return a matrix with uniformly random codes, so that every bit matters."""
     if isinstance(name, str):
         kind = next(kind for kind in GGML_TYPES.values() if kind.name == name)
         blocks = random_blocks(GGMLQuantizationType[name], num_outputs * num_inputs // kind.block)

@@ -1,5 +1,7 @@
-"""The kernels that both files of tests ask for: bf16, on a CPU; with EMULATED_ARM=armv8-a, or another of
-`ARCHITECTURES`, those for such a processor, wherever a test opens some."""
+"""Fixture of the CPU kernels for bf16.
+
+With EMULATED_ARM=armv8-a, or another of `ARCHITECTURES`, all tests use kernels for that processor in an emulator.
+"""
 
 from __future__ import annotations
 

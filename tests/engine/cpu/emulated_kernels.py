@@ -1,4 +1,4 @@
-"""The kernels for another processor than this one, run by an emulator: what asks for kernels may have these instead."""
+"""CPU kernels for another processor, run in an emulator; a drop-in replacement for Kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def can_emulate() -> bool:
 
 
 class EmulatedKernels(Kernels):
-    """One process, which is asked by name and addresses. `close` ends it."""
+    """Emulator process that executes functions by name and addresses. `close` ends it."""
 
     def __init__(self, architecture: str, directory: Path) -> None:
         built = directory / architecture
@@ -57,13 +57,15 @@ class EmulatedKernels(Kernels):
             words = [str(_address(argument)) for argument in arguments]
             assert self._process.stdin is not None and self._process.stdout is not None
             print(name, *words, *("0" for _ in range(3 - len(words))), file=self._process.stdin, flush=True)
-            assert self._process.stdout.readline() == "done\n", f"{name}: it has ended with {self._process.wait()}"
+            assert self._process.stdout.readline() == "done\n", (
+                f"{name}: the emulator exited with {self._process.wait()}"
+            )
 
         return ask
 
 
 def _address(argument: object) -> int:
-    """Of a struct, or of what `byref` has made of it; a number is one already."""
+    """Return the address of a struct or of a `byref`; integers are returned unchanged."""
     if isinstance(argument, int):
         return argument
     if isinstance(argument, ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Kernels and torch share the work as was measured on this machine: measured once, and the same numbers either way."""
+"""Autotuning of CPU kernels and torch: measured once per machine; results do not depend on the choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Work that takes as long as it says, on a clock that nothing else moves."""
+    """Clock that only advances by the stated duration of work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -42,9 +42,10 @@ class Clock:
 
 
 class TorchWins(MeasuredWays):
-    def quickest(self, what: str, ways: Ways) -> str:
+    def quickest(self, workload: str, ways: Ways) -> str:
         for compute in ways.values():
-            compute()  # what would be measured can be computed
+            # Every alternative must be computable.
+            compute()
         return TORCH
 
 
@@ -52,12 +53,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_it_is_measured_once_and_kept_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_is_shared_by_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, path = Clock(monkeypatch), tmp_path / "kernels" / "ways.json"
     ways = {KERNELS: clock.work(KERNELS, 1.4), TORCH: clock.work(TORCH, 1.0)}
     assert MeasuredWays(path).quickest("a product", ways) == TORCH
     num_calls = len(clock.calls)
-    assert clock.calls[:4] == [KERNELS, TORCH] * 2, "they take turns"
+    assert clock.calls[:4] == [KERNELS, TORCH] * 2, "alternatives must alternate"
     another = MeasuredWays(path)
     assert another.quickest("a product", ways) == TORCH and len(clock.calls) == num_calls
     [row] = another.table()
@@ -65,15 +66,13 @@ def test_it_is_measured_once_and_kept_for_all_processes(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("kernels_s", [1.2, 1.0, 0.5])
-def test_torch_must_be_quicker_by_more_than_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_s: float
-) -> None:
+def test_torch_must_win_by_more_than_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_s: float) -> None:
     clock = Clock(monkeypatch)
     ways = {KERNELS: clock.work(KERNELS, kernels_s), TORCH: clock.work(TORCH, 1.0)}
     assert MeasuredWays(tmp_path / "ways.json").quickest("a product", ways) == KERNELS
 
 
-def test_what_a_neighbour_took_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_measurement_is_repeated_before_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
 
     def disturbed() -> None:
@@ -92,9 +91,7 @@ def test_what_a_neighbour_took_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
     + ["[" * 100_000],
     ids=range(10),
 )
-def test_what_nobody_here_has_written_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_malformed_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     clock, path = Clock(monkeypatch), tmp_path / "ways.json"
     path.write_text(text)
     ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
@@ -102,10 +99,10 @@ def test_what_nobody_here_has_written_is_measured_again(
     assert MeasuredWays(path).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
 
 
-def test_what_is_there_is_taken_where_nothing_can_be_written_and_else_it_is_measured_each_time(
+def test_read_only_file_is_used_and_unwritable_results_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container whose image has the kernels, and is read-only."""
+    """Covers a container image that contains the kernels and is read-only."""
     clock, path = Clock(monkeypatch), tmp_path / "kernels" / "ways.json"
     ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
     assert MeasuredWays(path).quickest("a product", ways) == TORCH
@@ -116,27 +113,27 @@ def test_what_is_there_is_taken_where_nothing_can_be_written_and_else_it_is_meas
     assert MeasuredWays(nowhere).quickest("a product", ways) == TORCH and len(clock.calls) > num_calls
 
 
-def test_a_way_that_came_since_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_alternative_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, path = Clock(monkeypatch), tmp_path / "ways.json"
     ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
     assert MeasuredWays(path).quickest("a product", ways) == TORCH
     more = ways | {TILES: clock.work(TILES, 0.5)}
     assert MeasuredWays(path).quickest("a product", more) == TILES
-    assert MeasuredWays(path).quickest("a product", ways) == TORCH, "it was asked for without"
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH, "AMX was not among the alternatives"
 
 
-def test_a_matrix_asks_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_matrix_measures_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> None:
+    requested: list[str] = []
 
     class FromRows128(MeasuredWays):
-        def quickest(self, what: str, ways: Ways) -> str:
-            asked.append(what)
-            return KERNELS if "32 rows" in what else TORCH
+        def quickest(self, workload: str, ways: Ways) -> str:
+            requested.append(workload)
+            return KERNELS if "32 rows" in workload else TORCH
 
     matrix = PackedMatrix.bf16(kernels, random(512, 512))
     matrix.measure(FromRows128(tmp_path))
     assert matrix.torch_rows == 128
-    assert asked == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (2048, 512, 128, 32)]
+    assert requested == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (2048, 512, 128, 32)]
     small = PackedMatrix.bf16(kernels, random(64, 64))
     small.measure(TorchWins(tmp_path))
     assert small.torch_rows == NEVER
@@ -144,10 +141,11 @@ def test_a_matrix_asks_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("before", [None, RMSNorm(random(515, seed=3), 1e-5), GatedSiLU()], ids=["", "norm", "gated"])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_torch_multiplies_the_same_matrix(
+def test_torch_product_equals_kernel_product(
     kernels: Kernels, tmp_path: Path, kind: str, before: RMSNorm | GatedSiLU | None
 ) -> None:
-    weight_OI = random(5003, 515) / 515**0.5  # neither is whole panels or groups, and the outputs are widened in parts
+    # Sizes that fill neither panels nor groups; the outputs are dequantized in several chunks.
+    weight_OI = random(5003, 515) / 515**0.5
     matrix = getattr(PackedMatrix, kind)(kernels, weight_OI)
     x_TI = random(40, 1030 if isinstance(before, GatedSiLU) else 515, seed=1)
     extras = {"bias_O": random(5003, seed=4), "before": before, "residual_TO": random(40, 5003, seed=5)}
@@ -155,19 +153,21 @@ def test_torch_multiplies_the_same_matrix(
     matrix.measure(TorchWins(tmp_path))
     assert matrix.torch_rows == 32 < len(x_TI)
     theirs = matrix.multiply(x_TI, **extras)
-    if kind == "int8":  # in bf16 the two may add up in the same order
-        assert not torch.equal(ours, theirs), "the kernels have multiplied"
+    # In bf16 both may sum in the same order.
+    if kind == "int8":
+        assert not torch.equal(ours, theirs), "torch did not compute the product"
     error = float((theirs.float() - ours.float()).abs().mean() / ours.float().abs().mean())
     assert error < (0.002 if kind == "bf16" else 0.02)
 
 
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_long_rows_are_shared_and_short_ones_are_not(kernels: Kernels, dtype: str, window: int | None) -> None:
+def test_only_long_trailing_rows_go_to_torch(kernels: Kernels, dtype: str, window: int | None) -> None:
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=64, block_size=8, dtype=dtype)
     pool = KVPool(layout, num_blocks=90, device=CPU)
     blocks = iter(range(90))
-    spans = [(3, 1), (30, 1), (0, 70), (16, 4), (0, 64), (100, 65)]  # of these the last two are long, and at the end
+    # Only the last two are long and at the end.
+    spans = [(3, 1), (30, 1), (0, 70), (16, 4), (0, 64), (100, 65)]
     rows = [Row([0] * n, start, [next(blocks) for _ in range(-(-(start + n) // 8))], 1) for start, n in spans]
     batch = Batch.of(rows, block_size=8)
     assert num_long_rows(batch) == 2
@@ -181,10 +181,10 @@ def test_long_rows_are_shared_and_short_ones_are_not(kernels: Kernels, dtype: st
     torch.testing.assert_close(theirs, ours, atol=0.02, rtol=0.02)
 
 
-def test_a_model_gives_the_same_either_way(
+def test_logits_do_not_depend_on_the_chosen_backend(
     tiny_model: MakeModel, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A prompt beside a sequence that decodes, on a machine where torch wins everything, and where it wins nothing."""
+    """Runs a prompt beside a decoding sequence, with torch always faster and never faster."""
     directory, _ = tiny_model("llama", hidden_size=256, intermediate_size=768, initializer_range=0.06)
 
     def logits(**config: bool) -> torch.Tensor:
@@ -195,6 +195,6 @@ def test_a_model_gives_the_same_either_way(
     ours = logits(deterministic=True)
     monkeypatch.setattr(MeasuredWays, "of_this_machine", classmethod(lambda cls, version: TorchWins(tmp_path)))
     theirs = logits()
-    assert not torch.equal(ours, theirs), "nobody has shared anything"
+    assert not torch.equal(ours, theirs), "torch was not used"
     torch.testing.assert_close(theirs, ours, atol=0.1, rtol=0.05)
-    assert torch.equal(logits(deterministic=True), ours), "it keeps to one order, whatever is quicker"
+    assert torch.equal(logits(deterministic=True), ours), "deterministic mode must use one order"

@@ -1,4 +1,4 @@
-"""The compiled kernels and torch agree; and what a row gets from a kernel does not depend on its neighbours."""
+"""CPU kernels compared with torch; a row's result does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPES = [
     (120, 48, 576),
 ]  # T, O, I
 BLOCK_SIZE, NUM_BLOCKS = 8, 90
-# (start, count): prompts, later chunks and single tokens, of very different lengths
+# (start, count): prompts, later chunks and single tokens of very different lengths.
 SPANS = [(0, 1), (0, 9), (29, 1), (13, 6), (4, 1), (0, 40), (199, 1), (16, 4), (3, 1), (30, 1), (31, 1)]
 
 
@@ -61,8 +61,8 @@ def befores(num_features: int) -> list[Before | None]:
 
 @pytest.mark.parametrize("number", range(3), ids=["plain", "norm", "gated"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_packed_matrix_is_as_exact_as_torch(kernels: Kernels, shape: tuple[int, int, int], number: int) -> None:
-    """Both round to bf16 at the same places, so that their distance from fp32 is the same."""
+def test_packed_matrix_is_as_accurate_as_torch(kernels: Kernels, shape: tuple[int, int, int], number: int) -> None:
+    """Both round to bf16 at the same points, so that their errors against fp32 are equal."""
     num_rows, num_outputs, num_inputs = shape
     weight_OI = random(num_outputs, num_inputs) / num_inputs**0.5
     x_TI = random(num_rows, num_inputs * (2 if number == 2 else 1), seed=1)
@@ -83,18 +83,19 @@ def test_a_packed_matrix_is_as_exact_as_torch(kernels: Kernels, shape: tuple[int
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, kind: str) -> None:
+def test_row_does_not_depend_on_other_rows(kernels: Kernels, kind: str) -> None:
     weight_OI, x_TI = random(300, 100), random(50, 100, seed=1)
     matrix = getattr(PackedMatrix, kind)(kernels, weight_OI)
     whole = matrix.multiply(x_TI)
-    for count in (*range(1, 14), 49):  # every tile, and one row more than fit into one
+    # Every tile size, and one row more than fits.
+    for count in (*range(1, 14), 49):
         torch.testing.assert_close(matrix.multiply(x_TI[7 : 7 + count]), whole[7 : 7 + count], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_what_is_no_number_stays_none(kernels: Kernels, kind: str, value: float) -> None:
-    """Else nobody would hear that an answer's logits are none."""
+def test_nan_and_inf_propagate(kernels: Kernels, kind: str, value: float) -> None:
+    """Otherwise invalid logits would go unnoticed."""
     x_TI = random(3, 100, seed=1)
     x_TI[1, 99] = value
     got = getattr(PackedMatrix, kind)(kernels, random(300, 100)).multiply(x_TI)
@@ -102,7 +103,7 @@ def test_what_is_no_number_stays_none(kernels: Kernels, kind: str, value: float)
     assert not got[1].isfinite().any()
 
 
-def test_int8_equals_its_own_formula(kernels: Kernels) -> None:
+def test_int8_product_equals_its_formula(kernels: Kernels) -> None:
     weight_OI, x_TI = random(40, 64), random(3, 64, seed=1)
     w_scale = weight_OI.float().abs().amax(1, keepdim=True) / 127
     x_scale = x_TI.float().abs().amax(1, keepdim=True) / 127
@@ -127,7 +128,7 @@ def make_batch(spans: list[tuple[int, int]]) -> Batch:
 
 
 def run(heads: Heads, pool: KVPool, heads_TND: Tensor, norms: dict[str, RMSNorm | None], window: int | None) -> Tensor:
-    """Over a pool in which every slot holds something, so that a look at a wrong place is noticed."""
+    """Run heads over a pool in which every slot is filled, so that reads of wrong places are noticed."""
     slots_T, shape = torch.arange(NUM_BLOCKS * BLOCK_SIZE), (NUM_BLOCKS * BLOCK_SIZE, 2, pool.layout.head_dim)
     pool.write(1, slots_T, random(*shape, seed=7), random(*shape, seed=8))
     return heads.attend(1, heads.store(1, heads_TND.clone(), **norms), window=window)
@@ -152,8 +153,8 @@ def test_heads_conform(kernels: Kernels, dtype: str, head_dim: int, has_norms: b
     assert mean_error(got, wanted.float()) < 4e-3
 
 
-def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
-    """A prompt at once, and in chunks beside other rows: the same bits."""
+def test_attention_does_not_depend_on_chunking(kernels: Kernels) -> None:
+    """A prompt at once, and in chunks beside other rows, gives identical bits."""
     heads_TND = random(170, 10, 64)
     angles = torch.arange(170)[:, None, None] * torch.linspace(1, 0.01, 32)
     cos_T1F, sin_T1F = angles.cos().bfloat16(), angles.sin().bfloat16()
@@ -178,8 +179,8 @@ def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
-def test_what_is_no_number_is_its_own_sequences(kernels: Kernels, dtype: str, side: int) -> None:
-    """A key or value that is none makes answers of its sequence none, and leaves nothing in what the next one uses."""
+def test_nan_affects_only_its_own_sequence(kernels: Kernels, dtype: str, side: int) -> None:
+    """A NaN key or value spoils its own sequence and leaves nothing in buffers that the next one uses."""
     pool, batch = make_pool(dtype, head_dim=64), make_batch([(80, 1), (2, 1), (0, 3)])
     slots_T = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
     pool.write(0, slots_T, *(random(len(slots_T), 2, 64, seed=seed) for seed in (7, 8)))
@@ -195,7 +196,7 @@ def test_what_is_no_number_is_its_own_sequences(kernels: Kernels, dtype: str, si
 
 @pytest.mark.parametrize("weights", ["as_stored", "int8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-def test_all_layers_at_once_are_each_layer_alone(
+def test_compiled_layers_equal_separate_layers(
     kernels: Kernels,
     tiny_model: MakeModel,
     make_runner: MakeRunner,
@@ -203,7 +204,7 @@ def test_all_layers_at_once_are_each_layer_alone(
     weights: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same bits, also when the program has to grow; and a layer is told of once its keys and values are there."""
+    """Bit-identical, also when buffers grow; on_layer is called only after the layer's KV is written."""
     changes = {"sliding_window": 11} if family == "mistral" else {}
     directory, _ = tiny_model(family, **changes)
     at_once, alone = (make_runner(directory, dtype="bfloat16", weights=weights) for _ in range(2))
@@ -211,11 +212,11 @@ def test_all_layers_at_once_are_each_layer_alone(
     monkeypatch.setattr(transformer, "can_compile", lambda layers: compiled.append(can_compile(layers)) or compiled[-1])
     tokens = prompts(40)
     for start, end in ((0, 9), (9, 10), (10, 40)):
-        told: list[int] = []
+        written_layers: list[int] = []
 
-        def on_layer(layer: int, slot: int = end - 1, told: list[int] = told) -> None:
-            assert at_once.pool.codes[layer][slot // 8, 0, :, slot % 8].any(), "its last key is not there yet"
-            told.append(layer)
+        def on_layer(layer: int, slot: int = end - 1, written_layers: list[int] = written_layers) -> None:
+            assert at_once.pool.codes[layer][slot // 8, 0, :, slot % 8].any(), "the layer's last key is not written yet"
+            written_layers.append(layer)
 
         row = Row(token_ids=tokens[0][start:end], start=start, blocks=range(12), num_logits=1)
         batch = Batch.of([row], block_size=8)
@@ -224,14 +225,14 @@ def test_all_layers_at_once_are_each_layer_alone(
             patch.setattr(transformer, "can_compile", lambda layers: False)
             wanted = alone.forward(batch)
         torch.testing.assert_close(got, wanted, atol=0, rtol=0)
-        assert told == [0, 1, 2]
+        assert written_layers == [0, 1, 2]
     assert compiled == [True]
 
 
 @pytest.mark.parametrize("num_outputs", [48, 33])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_logits_are_the_heads_products(kernels: Kernels, kind: str, num_outputs: int) -> None:
-    """Bit by bit, of more rows than before and of fewer."""
+def test_compiled_head_equals_its_product(kernels: Kernels, kind: str, num_outputs: int) -> None:
+    """Bit-identical for more rows than before and for fewer."""
     matrix = getattr(PackedMatrix, kind)(kernels, random(num_outputs, 40, seed=1))
     head, norm = Linear(matrix), RMSNorm(random(40, seed=3), 1e-5)
     compiled = CompiledHead(kernels, head, norm)
@@ -241,14 +242,14 @@ def test_logits_are_the_heads_products(kernels: Kernels, kind: str, num_outputs:
 
 
 @pytest.mark.parametrize("num_logits", [(1, 0, 1, 3), (0, 0, 0, 0)])
-def test_only_what_is_asked_for_passes_the_last_layer(
+def test_last_layer_skips_positions_without_logits(
     kernels: Kernels,
     tiny_model: MakeModel,
     make_runner: MakeRunner,
     num_logits: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same bits as with all positions, of decoding rows and chunks beside each other."""
+    """Gives the same bits as with all positions, for decode rows beside chunks."""
     directory, _ = tiny_model("qwen2")
     some, everything = (make_runner(directory, dtype="bfloat16") for _ in range(2))
     rows = [
@@ -274,7 +275,7 @@ def test_only_what_is_asked_for_passes_the_last_layer(
     torch.testing.assert_close(got, wanted, atol=0, rtol=0)
 
 
-def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     library.load_kernels.cache_clear()
     try:
@@ -283,8 +284,8 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> N
         library.load_kernels.cache_clear()
 
 
-def test_a_library_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is there counts as compiled for ever; half of one would be no library, and torch alone would compute."""
+def test_library_is_synced_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library counts as compiled once it exists; a partial one would disable the kernels for good."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\nfor made; do :; done\n[ "$made" = --version ] || echo no library > "$made"\n')
     compiler.chmod(0o700)
@@ -300,7 +301,7 @@ def test_a_library_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch
     try:
         place = compiled()
         place.write_text("damaged")
-        assert compiled().read_text() == "no library\n", "what cannot be loaded is made anew"
+        assert compiled().read_text() == "no library\n", "a library that cannot be loaded must be rebuilt"
         place.unlink()
         disk = FakeDisk(monkeypatch, renamed=place)
         assert compiled() == place
@@ -309,7 +310,7 @@ def test_a_library_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch
     assert [(path.name, is_there) for path, is_there in disk.synced] == [(place.name, False), ("kernels", True)]
 
 
-def test_they_are_for_bf16_on_a_cpu() -> None:
+def test_kernels_are_for_bf16_on_a_cpu() -> None:
     assert open_kernels(dtype=torch.float32, device=CPU) is None
     assert open_kernels(dtype=torch.bfloat16, device=torch.device("cuda", 0)) is None
 
@@ -318,8 +319,8 @@ def test_they_are_for_bf16_on_a_cpu() -> None:
     "kind", ["float32 raw", "bfloat16 raw", "fp8_e4m3 raw", "int8 raw", "bfloat16 fp8_e4m3", "bfloat16 int8"]
 )
 @pytest.mark.parametrize("dim", [64, 40])
-def test_payloads_are_those_of_torch(kernels: Kernels, kind: str, dim: int) -> None:
-    """Bit for bit, whichever heads travel, and slots in any order."""
+def test_payloads_equal_torch(kernels: Kernels, kind: str, dim: int) -> None:
+    """Bit-identical for any heads, and slots in any order."""
     num_tokens, num_heads, (pool_dtype, wire) = 29, 3, kind.split()
     slots, others = torch.cat([torch.arange(11, 32), torch.randperm(8) + 64]), torch.randperm(80)[:num_tokens]
     numbers = torch.randn(10, 2, num_heads + 2, BLOCK_SIZE, dim) * torch.tensor([1e-3, 1.0, 300.0]).repeat(dim)[:dim]
@@ -341,8 +342,8 @@ def test_payloads_are_those_of_torch(kernels: Kernels, kind: str, dim: int) -> N
     assert torch.equal(as_bytes(targets[0]), as_bytes(targets[1])) and as_bytes(targets[0]).any()
 
 
-def test_whole_numbers_are_rounded_to_even(kernels: Kernels) -> None:
-    """Every midpoint between two int8 codes that bf16 has, both sides of each, and NaN: in rows whose scale is 1."""
+def test_int8_ties_round_to_even(kernels: Kernels) -> None:
+    """Covers every bf16 midpoint between two int8 codes, its neighbours, and NaN, in rows with scale 1."""
     values = torch.arange(-254.0, 255).div(2).bfloat16()
     values = torch.cat([values, torch.tensor([127.0] * (-len(values) % 15))]).float()
     values = torch.cat([values, *(values * (1 + sign * 2.0**-7) for sign in (-1, 1))]).clamp(-127, 127)
@@ -355,8 +356,8 @@ def test_whole_numbers_are_rounded_to_even(kernels: Kernels) -> None:
     assert (got[1][:-1] == 1).all() and got[1][-1].isnan().all()
 
 
-def test_every_code_is_that_of_torch(kernels: Kernels) -> None:
-    """All e4m3 numbers, the midpoints between them, both sides of each: as bf16, in rows whose scale is 1."""
+def test_every_e4m3_code_equals_torch(kernels: Kernels) -> None:
+    """Covers all e4m3 numbers, their midpoints, and neighbours of these, as bf16 in rows with scale 1."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     values = torch.cat([codes, (codes[1:] + codes[:-1]) / 2]).bfloat16()
     values = torch.cat([values * (1 + nudge) for nudge in (-(2.0**-8), 0, 2.0**-7)]).clamp(max=448)
@@ -370,6 +371,6 @@ def test_every_code_is_that_of_torch(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("num_words", [0, 1, 8, 1001])
-def test_sums_of_words_are_those_of_torch(kernels: Kernels, num_words: int) -> None:
+def test_checksum_equals_torch(kernels: Kernels, num_words: int) -> None:
     words = torch.randint(-(2**62), 2**62, (num_words,))
     assert sum_words(kernels, words.view(torch.uint8)) == int((words * (torch.arange(num_words) * 2 + 1)).sum()) % 2**64

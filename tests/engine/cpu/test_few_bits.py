@@ -1,4 +1,4 @@
-"""Matrices that stay in few bits: the same numbers, the same products, little memory; whatever the instruction set."""
+"""Low-bit CPU matrices: exact dequantization, accurate products and small memory on every instruction set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from tests.engine.tiny_models import MakeRunner, random_model, reference_logits,
 # T tokens, I input features, O output features
 
 CPU = torch.device("cpu")
-ROW_COUNTS = (*range(1, 10), 14, 97, 100)  # every tile, and one row more than fit into one; in blocks of rows
+# Every tile size, one row more than fits, and blocks of rows.
+ROW_COUNTS = (*range(1, 10), 14, 97, 100)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -40,7 +41,7 @@ def packed(kernels: Kernels, *weights: QuantizedWeight) -> PackedMatrix:
 
 
 def as_kept(x_TI: Tensor, run: int) -> Tensor:
-    """Rows as the kernels quantise them: 8 bits, and a scale for each run."""
+    """Quantize rows as the kernels do: 8 bits with one scale per run."""
     runs = x_TI.float().unflatten(1, (-1, run))
     scales = runs.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
     codes = (runs.double() * (1 / scales).double()).round()
@@ -48,8 +49,8 @@ def as_kept(x_TI: Tensor, run: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_the_numbers_that_are_stored(kernels: Kernels, name: str | int) -> None:
-    """Two matrices as one, whose rows fill no panel."""
+def test_rows_equal_the_stored_numbers(kernels: Kernels, name: str | int) -> None:
+    """Two matrices fused into one whose rows do not fill a panel."""
     first, second = random_weight(name, 21, 768), random_weight(name, 19, 768)
     wanted = torch.cat((first.rows(0, 21), second.rows(0, 19)))
     rows = torch.tensor([39, 0, 21, 20, *range(40)])
@@ -59,18 +60,19 @@ def test_rows_are_the_numbers_that_are_stored(kernels: Kernels, name: str | int)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_are_those_of_the_numbers(kernels: Kernels, name: str | int) -> None:
-    """But for rounding the rows, and the result to bf16."""
+def test_products_equal_those_of_the_stored_numbers(kernels: Kernels, name: str | int) -> None:
+    """Exact except for rounding the rows, and the result to bf16."""
     weight, x_TI = random_weight(name, 50, 768), random(7, 768, seed=1).bfloat16()
     numbers_OI = weight.rows(0, 50).double()
     wanted = as_kept(x_TI, 16 if name == "Q6_K" else 32) @ numbers_OI.T
     got = packed(kernels, weight).multiply(x_TI)
-    size = x_TI.double().abs() @ numbers_OI.abs().T  # of what is added up
+    # Sum of the magnitudes that are added.
+    size = x_TI.double().abs() @ numbers_OI.abs().T
     assert bool(((got - wanted).abs() <= wanted.abs() * 2**-8 + size * 1e-5).all())
 
 
-def test_parts_of_unlike_formats(kernels: Kernels) -> None:
-    """As in GGUF's mixtures: queries and keys in one format, values in another; bias and residual go with each."""
+def test_parts_of_different_formats(kernels: Kernels) -> None:
+    """Mixed GGUF files: queries and keys in one format, values in another; each with bias and residual."""
     weights = [random_weight(name, 20, 256) for name in ("Q4_K", "Q4_K", "Q6_K", "Q5_K")]
     x_TI, bias_O, residual_TO = (random(*shape, seed=1).bfloat16() for shape in ((9, 256), (80,), (9, 80)))
     whole = packed(kernels, *weights).multiply(x_TI, bias_O=bias_O, residual_TO=residual_TO)
@@ -81,7 +83,7 @@ def test_parts_of_unlike_formats(kernels: Kernels) -> None:
         assert torch.equal(whole[:, own], alone)
 
 
-def test_torch_multiplies_what_is_widened(kernels: Kernels) -> None:
+def test_torch_multiplies_dequantized_weights(kernels: Kernels) -> None:
     weights = [random_weight(name, 300, 256) for name in ("Q4_K", "Q6_K")]
     x_TI, bias_O = random(9, 256, seed=1).bfloat16(), random(600, seed=2).bfloat16()
     got = packed(kernels, *weights).multiply_by_torch(x_TI, bias_O=bias_O)
@@ -92,7 +94,7 @@ def test_torch_multiplies_what_is_widened(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, name: str | int) -> None:
+def test_row_does_not_depend_on_other_rows(kernels: Kernels, name: str | int) -> None:
     matrix, x_TI = packed(kernels, random_weight(name, 40, 512)), random(120, 512, seed=1).bfloat16()
     whole = matrix.multiply(x_TI)
     for count in ROW_COUNTS:
@@ -101,8 +103,8 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, name: str | i
 
 @pytest.mark.parametrize("num_rows", [1, 9])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_no_number_stays_none(kernels: Kernels, name: str | int, num_rows: int) -> None:
-    """Else nobody would hear that an answer's logits are none."""
+def test_nan_and_inf_propagate(kernels: Kernels, name: str | int, num_rows: int) -> None:
+    """Otherwise invalid logits would go unnoticed."""
     matrix, x_TI = packed(kernels, random_weight(name, 40, 512)), random(num_rows, 512, seed=1).bfloat16()
     whole = matrix.multiply(x_TI)
     for value in (float("nan"), float("inf")):
@@ -113,8 +115,8 @@ def test_what_is_no_number_stays_none(kernels: Kernels, name: str | int, num_row
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
-def test_what_happens_before_and_after(kernels: Kernels, name: str) -> None:
-    """A norm, SiLU, a bias and a residual are those of a bf16 matrix with the same numbers."""
+def test_fused_operations_equal_those_of_bf16(kernels: Kernels, name: str) -> None:
+    """Norm, SiLU, bias and residual equal those of a bf16 matrix with the same numbers."""
     weight = random_weight(name, 40, 96)
     matrix, plain = packed(kernels, weight), PackedMatrix.bf16(kernels, weight.rows(0, 40))
     bias_O, residual_TO = random(40, seed=2).bfloat16(), random(5, 40, seed=3).bfloat16()
@@ -127,18 +129,19 @@ def test_what_happens_before_and_after(kernels: Kernels, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_memory_is_hardly_more_than_the_file_has(kernels: Kernels, name: str | int) -> None:
+def test_memory_is_close_to_file_size(kernels: Kernels, name: str | int) -> None:
     weight = random_weight(name, 64, 1024)
     if isinstance(weight, GGMLWeight):
         stored = weight.blocks_OB.nbytes
     else:
         assert isinstance(name, int)
-        stored = 64 * 1024 // 2 + 64 * 1024 // name * 5 // 2  # codes; scales of 16 bits, zeros of 4
+        # Codes, 16-bit scales and 4-bit zeros.
+        stored = 64 * 1024 // 2 + 64 * 1024 // name * 5 // 2
     assert packed(kernels, weight).num_bytes <= 1.1 * stored
 
 
-def test_what_the_kernels_cannot_hold() -> None:
-    """Scales beyond half precision, groups in another order: they are widened as they are used."""
+def test_unsupported_weights_are_rejected() -> None:
+    """Scales beyond half precision and groups in another order are dequantized per product instead."""
     codes, group_I = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(64) // 32
     scales, zeros = torch.full((4, 2), 0.1), torch.ones(4, 2)
     exact = scales.half().float()
@@ -149,8 +152,8 @@ def test_what_the_kernels_cannot_hold() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
-def test_logits_are_within_the_formats_own_rounding(name: str, make_runner: MakeRunner, tmp_path: Path) -> None:
-    """Of the same numbers widened: nearer to them than they are to the model before it was quantised."""
+def test_logit_error_is_below_quantization_error(name: str, make_runner: MakeRunner, tmp_path: Path) -> None:
+    """Logits are closer to those of the dequantized model than the latter are to the unquantized one."""
     model = random_model(tiny_config("llama", hidden_size=64, intermediate_size=96, head_dim=16))
     (tokens,) = prompts(30)
     exact = reference_logits(model, tokens)[-1]
@@ -165,8 +168,8 @@ def test_logits_are_within_the_formats_own_rounding(name: str, make_runner: Make
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["x86-64", "skylake-avx512", "icelake-server", "alderlake", "sapphirerapids"])
-def test_every_instruction_set(target: str, kernels: Kernels, tmp_path: Path) -> None:
-    """All of them compile; the portable one, which every processor here can run, gives what this one's gives."""
+def test_every_instruction_set_compiles(target: str, kernels: Kernels, tmp_path: Path) -> None:
+    """The portable build, which every processor can run, gives the same results as the native one."""
     compiler = shutil.which("c++")
     assert compiler is not None
     source, built = Path(library.__file__).parent / "kernels.cpp", tmp_path / "kernels.so"
@@ -179,5 +182,6 @@ def test_every_instruction_set(target: str, kernels: Kernels, tmp_path: Path) ->
         weight, x_TI = random_weight(name, 40, 512), random(13, 512, seed=1).bfloat16()
         ours, theirs = (packed(each, weight) for each in (kernels, portable))
         here, there = ours.multiply(x_TI).float(), theirs.multiply(x_TI).float()
-        assert (here - there).abs().mean() < 1e-3 * here.abs().mean()  # a tie of a row's code may go the other way
+        # A tie in a row's code may round the other way.
+        assert (here - there).abs().mean() < 1e-3 * here.abs().mean()
         assert torch.equal(ours.rows(torch.arange(40)), theirs.rows(torch.arange(40)))

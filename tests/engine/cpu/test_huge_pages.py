@@ -1,4 +1,4 @@
-"""Tensors that lie beside each other in chunks are each other's neighbours, and nothing more."""
+"""Tensors in huge-page chunks: separate, aligned and populated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import Tensor
 from engine.cpu.huge_pages import HugePages, populate
 
 
-def test_copies_hold_their_numbers_and_begin_at_a_line() -> None:
+def test_copies_are_equal_and_line_aligned() -> None:
     memory = HugePages()
     given = [
         torch.full((count, 3), count % 100, dtype=dtype)
         for count in (1, 7, 1 << 20)
         for dtype in (torch.int8, torch.float32)
     ]
-    given.append(torch.zeros(20 << 20, dtype=torch.uint8))  # what is left of a chunk has no room for it
+    # Does not fit the rest of a chunk.
+    given.append(torch.zeros(20 << 20, dtype=torch.uint8))
     copies = [memory.copy(tensor) for tensor in given]
     for tensor, copied in zip(given, copies, strict=True):
         torch.testing.assert_close(copied, tensor, atol=0, rtol=0)
@@ -29,19 +30,19 @@ def test_copies_hold_their_numbers_and_begin_at_a_line() -> None:
     torch.testing.assert_close(copies[2], given[2], atol=0, rtol=0)
 
 
-def test_a_populated_tensor_is_mapped_and_keeps_its_numbers() -> None:
+def test_populated_tensor_is_mapped_and_unchanged() -> None:
     def num_faults(tensor: Tensor) -> int:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         tensor[:: mmap.PAGESIZE] += 1
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
-    # Not from malloc: what it has had before is mapped already.
+    # Not from malloc, whose memory may already be mapped.
     untouched, populated = (torch.frombuffer(mmap.mmap(-1, 40 << 20), dtype=torch.uint8) for _ in range(2))
     populated[5 << 20] = 7
     populate([populated, torch.empty(0), torch.ones(3)])
     if not (expected := num_faults(untouched)):
-        pytest.skip("this kernel counts no faults")
-    assert expected >= 20, "of as many pages of 2 MiB, or of 10,240 small ones"
+        pytest.skip("this kernel does not count page faults")
+    assert expected >= 20, "expected at least 20 faults: 20 huge pages or 10,240 small ones"
     assert num_faults(populated) < 10
     assert populated[5 << 20] == 8
     assert int(populated.sum()) == (40 << 20) // mmap.PAGESIZE + 7

@@ -1,4 +1,4 @@
-"""What is said of a processor."""
+"""Detection of processors and instruction sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SAPPHIRE_RAPIDS = """\
 model name\t: Intel(R) Xeon(R) Platinum 8481C
 flags\t\t: fpu sse4_2 avx avx2 avx512f avx512bw avx_vnni avx512_bf16 avx512_vnni amx_bf16 avx512_fp16 amx_tile amx_int8
 """
-# Put together by hand, of what such a processor is known to have.
+# Composed by hand from the documented features of this processor.
 _GRAVITON_3 = """\
 processor\t: 0
 BogoMIPS\t: 2100.00
@@ -27,24 +27,24 @@ CPU revision\t: 1
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("content", "expected"),
     [
         (_SAPPHIRE_RAPIDS, ["avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"]),
         (_GRAVITON_3, ["asimd", "asimddp", "i8mm", "bf16", "sve"]),
     ],
 )
-def test_what_it_can_do_is_named_as_linux_does(tmp_path: Path, told: str, expected: list[str]) -> None:
-    (tmp_path / "cpuinfo").write_text(told)
+def test_instruction_sets_have_linux_names(tmp_path: Path, content: str, expected: list[str]) -> None:
+    (tmp_path / "cpuinfo").write_text(content)
     assert processor.instruction_sets(tmp_path / "cpuinfo") == expected
 
 
-def test_processors_of_arm_are_told_apart_by_their_parts(tmp_path: Path) -> None:
-    """They have no model's name; and what is compiled for one is not for every other."""
+def test_arm_processors_are_distinguished_by_part_number(tmp_path: Path) -> None:
+    """They have no model name, and code compiled for one may not run on another."""
     (tmp_path / "one").write_text(_GRAVITON_3)
     (tmp_path / "other").write_text(_GRAVITON_3.replace("0xd40", "0xd4f"))
     assert processor.description(tmp_path / "one") != processor.description(tmp_path / "other")
 
 
-def test_where_nothing_is_told_there_is_still_a_name(tmp_path: Path) -> None:
+def test_machine_name_is_the_fallback(tmp_path: Path) -> None:
     none = tmp_path / "none"
     assert len(processor.instruction_sets(none)) == 1 and processor.description(none)

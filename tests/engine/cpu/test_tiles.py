@@ -1,5 +1,7 @@
-"""Products by AMX give what products without it give: here by its instructions as Intel's manual describes them, for
-hardly any machine that runs this has them."""
+"""AMX products equal those without AMX.
+
+Hardly any test machine has AMX, so its instructions are emulated as described in Intel's manual.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.engine.cpu.coded_weights import FORMATS, random_weight
 # T tokens, I input features, O output features
 
 _EMULATED = Path(__file__).parent / "emulated_tiles.h"
-# The system says no to whoever has a stack for signals that tiles would not fit.
+# The system denies AMX to a process whose signal stack is too small for the tiles.
 _WITHOUT_PERMISSION = """
 import ctypes
 from pathlib import Path
@@ -51,21 +53,21 @@ assert matrix.multiply(torch.ones(40, 64, dtype=torch.bfloat16)).eq(64).all()
 
 
 class TilesWin(MeasuredWays):
-    """And torch is next."""
+    """Measurements in which AMX is fastest and torch second."""
 
-    def quickest(self, what: str, ways: Ways) -> str:
+    def quickest(self, workload: str, ways: Ways) -> str:
         return TILES if TILES in ways else TORCH
 
 
 class Emulated(Kernels):
-    """These sources over the emulated instructions."""
+    """Kernels built from the same sources over emulated instructions."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._num_released = ctypes.c_int32.in_dll(ctypes.CDLL(str(path)), "num_released")
 
     def have_been_used(self) -> bool:
-        """Since somebody last asked."""
+        """Return True if AMX was used since the last call."""
         was_used, self._num_released.value = self._num_released.value > 0, 0
         return was_used
 
@@ -73,18 +75,18 @@ class Emulated(Kernels):
 @pytest.fixture(scope="module")
 def tiled_kernels(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Emulated:
     compiler = shutil.which("c++")
-    assert compiler is not None, "whoever has compiled the kernels has one"
+    assert compiler is not None, "the kernels fixture needs a compiler"
     source, built = Path(library.__file__).parent / "kernels.cpp", tmp_path_factory.mktemp("tiles") / "kernels.so"
     command = [compiler, *library.FLAGS, "-O1", "-include", str(_EMULATED), str(source), "-o", str(built)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     emulated = Emulated(built)
     if not emulated.has_tiles:
-        pytest.skip("rows are not kept in bf16 on this processor, as tiles want them")
+        pytest.skip("this processor does not keep rows in bf16, which tiles need")
     return emulated
 
 
 @pytest.fixture(autouse=True)
-def nobody_has_used_them(tiled_kernels: Emulated) -> None:
+def reset_usage(tiled_kernels: Emulated) -> None:
     tiled_kernels.have_been_used()
 
 
@@ -97,10 +99,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 @pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 17, 32, 33, 47, 95, 97, 130, 700])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_products_agree(
+def test_amx_products_equal_plain_products(
     tiled_kernels: Emulated, tmp_path: Path, kind: str, num_rows: int, before: Before | None
 ) -> None:
-    """Panels and rows that fill no pair of tiles, with everything that happens before and after."""
+    """Covers panels and rows that do not fill pairs of tiles, with all fused operations."""
     weight_OI = random(24 * 16 * 2 + 40, 576) / 24
     x_TI = random(num_rows, 1152 if isinstance(before, GatedSiLU) else 576, seed=1)
     extras = {"bias_O": random(len(weight_OI), seed=4), "residual_TO": random(num_rows, len(weight_OI), seed=5)}
@@ -111,14 +113,14 @@ def test_products_agree(
     theirs = matrix.multiply(x_TI, before=before, **extras)
     assert tiled_kernels.have_been_used() == (num_rows > 0)
     if kind == "int8":
-        assert torch.equal(theirs, ours), "whole numbers"
+        assert torch.equal(theirs, ours), "integer products must be exact"
     else:
         torch.testing.assert_close(theirs, ours, atol=0.03, rtol=0.01)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_outputs_as_floats_are_the_same_numbers(tiled_kernels: Emulated, kind: str) -> None:
-    """As logits are."""
+def test_fp32_outputs_have_the_same_values(tiled_kernels: Emulated, kind: str) -> None:
+    """Logits use fp32 outputs."""
     x_TI = random(33, 576, seed=1)
     matrix = getattr(PackedMatrix, kind)(tiled_kernels, random(1000, 576) / 24)
     matrix.tile_rows = len(x_TI)
@@ -131,7 +133,7 @@ def test_outputs_as_floats_are_the_same_numbers(tiled_kernels: Emulated, kind: s
     assert torch.equal(wide_TO, narrow_TO.float())
 
 
-def test_inputs_that_fill_no_tile_go_without(tiled_kernels: Emulated) -> None:
+def test_inputs_below_one_tile_do_not_use_amx(tiled_kernels: Emulated) -> None:
     matrix = PackedMatrix.bf16(tiled_kernels, random(64, 48))
     ours = matrix.multiply(random(40, 48, seed=1))
     matrix.tile_rows = 0
@@ -139,27 +141,27 @@ def test_inputs_that_fill_no_tile_go_without(tiled_kernels: Emulated) -> None:
     assert not tiled_kernels.have_been_used()
 
 
-def test_they_are_used_where_they_are_quicker(tiled_kernels: Emulated, tmp_path: Path) -> None:
+def test_amx_is_used_if_faster(tiled_kernels: Emulated, tmp_path: Path) -> None:
     matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
     matrix.measure(TilesWin(tmp_path))
     assert matrix.tile_rows == 0 and matrix.torch_rows == NEVER
 
 
 @pytest.mark.parametrize(("loses_at", "tile_rows"), [("32 rows", 128), ("128 rows", 512), ("2048 rows", NEVER)])
-def test_they_are_used_from_so_many_rows_on(
+def test_amx_is_used_from_the_measured_row_count(
     tiled_kernels: Emulated, tmp_path: Path, loses_at: str, tile_rows: int
 ) -> None:
     class TilesLose(MeasuredWays):
-        def quickest(self, what: str, ways: Ways) -> str:
-            return KERNELS if what.endswith(f" {loses_at}") else TILES
+        def quickest(self, workload: str, ways: Ways) -> str:
+            return KERNELS if workload.endswith(f" {loses_at}") else TILES
 
     matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
     matrix.measure(TilesLose(tmp_path))
     assert matrix.tile_rows == tile_rows
 
 
-def test_one_order_is_theirs_for_any_number_of_rows(tiled_kernels: Emulated) -> None:
-    """As a deterministic deployment wants it: a row's bits do not depend on the rows beside it."""
+def test_deterministic_bf16_uses_the_amx_order_for_any_rows(tiled_kernels: Emulated) -> None:
+    """Deterministic deployments: a row's bits do not depend on the other rows."""
     matrix, x_TI = PackedMatrix.bf16(tiled_kernels, random(200, 576) / 24), random(70, 576, seed=1)
     matrix.fix()
     whole = matrix.multiply(x_TI)
@@ -168,7 +170,7 @@ def test_one_order_is_theirs_for_any_number_of_rows(tiled_kernels: Emulated) -> 
         assert torch.equal(matrix.multiply(x_TI[first:end]), whole[first:end])
 
 
-def test_one_order_of_few_bits_is_that_without_them(tiled_kernels: Emulated) -> None:
+def test_deterministic_low_bit_products_do_not_use_amx(tiled_kernels: Emulated) -> None:
     coded = PackedMatrix.few_bits(tiled_kernels, [random_weight("Q4_0", 88, 768)])
     assert coded is not None
     coded.fix()
@@ -176,7 +178,7 @@ def test_one_order_of_few_bits_is_that_without_them(tiled_kernels: Emulated) -> 
     assert torch.equal(coded.multiply(x_TI)[:1], coded.multiply(x_TI[:1]))
 
 
-def test_they_are_not_used_where_they_are_wrong(
+def test_amx_is_disabled_if_its_products_are_wrong(
     tiled_kernels: Emulated, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = PackedMatrix.multiply
@@ -190,22 +192,20 @@ def test_they_are_not_used_where_they_are_wrong(
     monkeypatch.setattr(PackedMatrix, "multiply", one_is_wrong)
     matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
     matrix.measure(TilesWin(tmp_path))
-    assert matrix.tile_rows == NEVER and matrix.torch_rows == 32, "the quickest of the others is taken"
+    assert matrix.tile_rows == NEVER and matrix.torch_rows == 32, "the fastest remaining alternative must be chosen"
 
 
-def test_they_are_not_used_where_the_system_does_not_let_us(kernels: Kernels) -> None:
+def test_amx_is_disabled_without_permission(kernels: Kernels) -> None:
     if not kernels.has_tiles:
-        pytest.skip("no such units here")
+        pytest.skip("no AMX on this machine")
     path = cache_root() / "kernels" / f"{kernels.version}.so"
     subprocess.run([sys.executable, "-c", _WITHOUT_PERMISSION, str(path)], check=True, timeout=100)
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 700])
 @pytest.mark.parametrize("name", FORMATS)
-def test_few_bits_are_multiplied_as_the_numbers_that_they_are(
-    tiled_kernels: Emulated, name: str | int, num_rows: int
-) -> None:
-    """In bf16, rows too: bit by bit what a matrix of those numbers gives."""
+def test_low_bit_amx_products_equal_dequantized_bf16(tiled_kernels: Emulated, name: str | int, num_rows: int) -> None:
+    """Rows stay in bf16, so results are bit-identical to a bf16 matrix of the dequantized numbers."""
     coded = PackedMatrix.few_bits(tiled_kernels, [random_weight(name, 88, 768)])
     assert coded is not None
     plain = PackedMatrix.bf16(tiled_kernels, coded.rows(torch.arange(88)))
@@ -219,9 +219,13 @@ def test_few_bits_are_multiplied_as_the_numbers_that_they_are(
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("head_dim", [12, 64, 80])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
-def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, window: int | None) -> None:
-    """Prompts that fill whole tiles and that do not, over a pool in which every slot holds something; a few
-    queries, as a draft's are, get the same bits as without."""
+def test_amx_attention_equals_plain_attention(
+    tiled_kernels: Emulated, dtype: str, head_dim: int, window: int | None
+) -> None:
+    """Covers prompts that do and do not fill tiles, over a pool with every slot filled.
+
+    A few queries, as of a draft, give the same bits as without AMX.
+    """
     spans = [(140, 1), (30, 9), (0, 150), (101, 79), (0, 80), (255, 90), (0, 5)]
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
     blocks = iter(np.random.default_rng(0).permutation(150).tolist())
@@ -248,14 +252,14 @@ def test_attention_agrees(tiled_kernels: Emulated, dtype: str, head_dim: int, wi
     "steps",
     [(0, 20), (20, 0), (0, 1, 0, 5, 5.5, 2), pytest.param((0,) * 750 + (5,) * 750, id="at once")],
 )
-def test_scores_may_grow_or_fall_by_any_amount(
-    request: pytest.FixtureRequest, whose: str, steps: tuple[float, ...]
-) -> None:
-    """From key to key, past what floats hold: a weight is looked for anew where it would be. Also by this processor's
-    own units, where it has some: their powers of two are others."""
+def test_scores_may_change_by_any_amount(request: pytest.FixtureRequest, whose: str, steps: tuple[float, ...]) -> None:
+    """Scores change from key to key beyond the range of floats, so that maxima are recomputed.
+
+    Runs on this processor's own AMX too, whose exponentials differ.
+    """
     some: Kernels = request.getfixturevalue(whose)
     if not some.has_tiles:
-        pytest.skip("no such units here")
+        pytest.skip("no AMX on this machine")
     num_keys, num_queries = 1500, 90
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=64, block_size=8, dtype="bfloat16")
     pool = KVPool(layout, num_blocks=188, device=torch.device("cpu"))
@@ -276,8 +280,8 @@ def test_scores_may_grow_or_fall_by_any_amount(
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 16, 33])
-def test_any_group_of_heads_attends_by_them(tiled_kernels: Emulated, num_heads: int) -> None:
-    """Pieces of a prompt have fewer queries where more heads share a key."""
+def test_amx_attention_with_any_group_size(tiled_kernels: Emulated, num_heads: int) -> None:
+    """Pieces of a prompt have fewer queries if more heads share a key."""
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=64, block_size=8, dtype="bfloat16")
     pool = KVPool(layout, num_blocks=25, device=torch.device("cpu"))
     pool.write(0, torch.arange(200), random(200, 1, 64, seed=1), random(200, 1, 64, seed=2))
@@ -289,6 +293,6 @@ def test_any_group_of_heads_attends_by_them(tiled_kernels: Emulated, num_heads: 
     torch.testing.assert_close(got, without, atol=0.02, rtol=0.02)
 
 
-def test_they_attend_where_they_are_quicker(tiled_kernels: Emulated, tmp_path: Path) -> None:
+def test_amx_attention_is_used_if_faster(tiled_kernels: Emulated, tmp_path: Path) -> None:
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=64, block_size=8, dtype="bfloat16")
     assert quickest_way(tiled_kernels, layout, 6, TilesWin(tmp_path)) == TILES

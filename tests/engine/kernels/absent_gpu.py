@@ -1,9 +1,8 @@
-"""A GPU that is not there: its tensors have shapes, but no numbers, and what is launched on it is compiled only.
+"""Fake GPU whose tensors have shapes but no data, and on which launches only compile kernels.
 
-To be imported before anything else of the engine, in a process of its own: Triton decides at import whether a kernel is
-interpreted. On such a device an operation raises where tensors of the host come among those of the device, where the
-host would wait for a number, where a shape would depend on one, and where numbers that the host has made are uploaded
-in a way that it would wait for.
+Must be imported before the engine, in a process of its own, because Triton decides at import whether to interpret
+kernels. Operations raise if they mix host and device tensors, read a value from the device, depend on a value for a
+shape, or upload host data synchronously.
 """
 
 from __future__ import annotations
@@ -42,48 +41,53 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 _PROCESSORS = 132
-# Of a processor: the CUDA programming guide's table of compute capabilities.
+# Shared memory per multiprocessor, from the CUDA programming guide's table of compute capabilities.
 _SHARED_KIB = {(10, 0): 228, (9, 0): 228, (8, 0): 164}
-# Instructions of a loop that cost a multiple of what they do: conversions of one number at a time on a slow unit, loads
-# of single bytes out of shared memory, registers that were put away; and matrix products, by which a loop is known.
+# Instructions that make a loop slow: conversions of single numbers on a slow unit, byte loads from shared memory and
+# register spills; and matrix products, which identify a loop.
 _COUNTED = {
     "instructions": r"(?!NOP)",
     "conversions": r"(F2F|I2F|F2I)\.",
     "byte_loads": r"(LDS|LDG\.E)\.[US]8",
     "spills": r"(LDL|STL)",
     "products": r"([HIQ]G?MMA|\w*UTC\w*MMA)",
-    "serialized": r"WARPGROUP\.ARRIVE",  # more than one for a product: ptxas lets none run beside anything
+    # More than one per product: ptxas has serialized the products.
+    "serialized": r"WARPGROUP\.ARRIVE",
 }
-_ADDRESS = 1 << 32  # of every allocation: aligned
+# Address of every allocation; aligned.
+_ADDRESS = 1 << 32
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as it was compiled for some launch."""
+    """Kernel compiled for a launch."""
 
     name: str
     grid: tuple[int, ...]
     shared_bytes: int
     registers: int
-    stack_bytes: int  # of a thread: what did not fit into its registers
+    # Spilled registers, bytes per thread.
+    stack_bytes: int
     num_warps: int
-    loops: tuple[dict[str, int], ...]  # of each innermost loop, how often each of _COUNTED stands there
+    # For each innermost loop, the counts of _COUNTED.
+    loops: tuple[dict[str, int], ...]
     ptx: str
-    tensor_columns: int  # of tensor memory, 32 bits wide, of which a processor has 512; where there are more: a trap
+    # 32-bit columns of tensor memory; a processor has 512, and a kernel that needs more traps.
+    tensor_columns: int
 
 
 @contextmanager
 def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
-    """Tensors made here on "cuda" are of the absent device. Yields the kernels that were launched, one entry for each
-    that was compiled."""
+    """Make "cuda" tensors belong to the absent device. Yields the list of compiled launches, one per compilation."""
     compiled: set[str] = set()
     launches: list[Launch] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        grid = grid(options) if callable(grid) else grid  # others' kernels choose it by their constants
+        # Kernels of other libraries choose the grid by their constants.
+        grid = grid(options) if callable(grid) else grid
         assert len(grid) <= 3 and all(0 < count < 1 << 16 for count in grid[1:]), f"{self.__name__}: a grid of {grid}"
         with unset_fake_temporarily():
             named = {name: _described(value) for name, value in options.items()}
@@ -107,7 +111,7 @@ def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
 
 
 class _Driver:
-    """What Triton asks about the device that it compiles for."""
+    """Driver that describes the target device to Triton."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -127,7 +131,7 @@ class _Driver:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """A tensor, as far as the compiler wants to know it."""
+    """Tensor as seen by the compiler."""
 
     dtype: torch.dtype
     address: int
@@ -137,12 +141,12 @@ class _Pointer:
 
 
 def ints(*shape: int) -> Tensor:
-    """Without numbers, as all that such a GPU computes with."""
+    """Return an int32 tensor without data."""
     return torch.empty(shape, dtype=torch.int32, device=DEVICE)
 
 
 def numbers(*shape: int) -> Tensor:
-    """In bf16."""
+    """Return a bf16 tensor without data."""
     return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
 
 
@@ -151,7 +155,7 @@ def _described(value: Any) -> Any:
         return replace(value, base=_described(value.base))
     if not isinstance(value, Tensor):
         return value
-    assert value.is_cuda, "a kernel was given a tensor of the host"
+    assert value.is_cuda, "a kernel got a host tensor"
     return _Pointer(value.dtype, _ADDRESS + value.storage_offset() * value.dtype.itemsize)
 
 
@@ -179,7 +183,7 @@ def _launch(name: str, grid: tuple[int, ...], kernel: Any) -> Launch:
 
 
 def _innermost_loops(code: str) -> tuple[dict[str, int], ...]:
-    """What is counted between each jump backwards and its target, unless another such pair lies between them."""
+    """Count instructions between each backward jump and its target, for loops that contain no other loop."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", code)
     places = [(int(place, 16), name, operands) for place, name, operands in found]
     jumps = [
@@ -202,7 +206,7 @@ def _innermost_loops(code: str) -> tuple[dict[str, int], ...]:
 
 
 class _WithoutCuda(TorchFunctionMode):
-    """Does by other operations what torch's binding to Python refuses of a CUDA tensor in builds without CUDA."""
+    """Replaces operations that torch's Python binding refuses for CUDA tensors in builds without CUDA."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = _INSTEAD.get(getattr(function, "__name__", ""))
@@ -234,8 +238,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """The view that the numbers and slices of an index stand for, and its tensors, one for each dimension up to the
-    last that has one."""
+    """Return the view selected by an index's integers and slices, and its tensors per dimension up to the last one."""
     tensors: list[Tensor | None] = []
     dim = 0
     parts = index if isinstance(index, tuple) else (index,)

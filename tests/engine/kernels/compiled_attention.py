@@ -1,4 +1,4 @@
-"""The attention kernels alone on a GPU that is not there: a program, which prints what was compiled, as JSON.
+"""Program: compiles the attention kernels for an absent GPU and prints the launches as JSON.
 
 python -m tests.engine.kernels.compiled_attention 9.0 bf16 fp8 int8 latents/128/fp8
 """
@@ -25,7 +25,7 @@ from engine.kernels.attention.query_groups import QueryGroups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
 # ruff: isort: on
 
-# Llama 3 8B's heads, and DeepSeek-V2-Lite's
+# Heads of Llama 3 8B and DeepSeek-V2-Lite.
 _H, _K, _D, _S = 32, 8, 128, 16
 _LATENT, _ROPE, _LATENT_HEADS = 512, 64, 16
 _ROWS, _CONTEXT, _QUERIES = 64, 8192, 2048
@@ -76,7 +76,8 @@ def attend(pool_dtype: torch.dtype) -> None:
         )
     k, v = launch_gather_rows(codes, scales, ints(_CONTEXT // _S), q.dtype)
     dense(q, k, None, v, tiles, WHOLE)
-    if is_wide:  # latents are widened before
+    # Latents are dequantized before.
+    if is_wide:
         carry = Carry.empty(_QUERIES, _LATENT_HEADS, _D, DEVICE)
         for part in (WHOLE, Slice(_CONTEXT, 2 * _CONTEXT, is_last=False, carry=carry)):
             shape = (_CONTEXT, _LATENT_HEADS, _D)

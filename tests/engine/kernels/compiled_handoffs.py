@@ -1,5 +1,5 @@
-"""Handoffs between a replica and others of every tensor-parallel degree, on a GPU that is not there: a program, which
-prints what was compiled, and which of it after the warm-up.
+"""Program: runs handoffs between replicas of every tensor-parallel degree on an absent GPU, and prints the launches as
+JSON, with those compiled after the warm-up.
 
 python -m tests.engine.kernels.compiled_handoffs 9.0 bfloat16/fp8_e4m3/1 int8/raw/2 …
 """
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def runs_of_heads(layout: KVLayout) -> Iterator[tuple[int, int]]:
-    """The first and the number of heads that a rank sends to, or gets from, one of a replica of some other degree."""
+    """Yield the first and the number of heads that a rank exchanges with a rank of a replica of another degree."""
     for degree in _DEGREES:
         peer = replace(layout, tensor_parallel=degree)
         yield from ((copy.sender_head, copy.num_heads) for copy in plan_heads(sender=layout, receiver=peer))

@@ -1,4 +1,4 @@
-"""Heads that draft beside a small model, on a GPU that is not there: a program, which prints what was launched.
+"""Program: runs draft heads beside a small model on an absent GPU, and prints the launches.
 
 python -m tests.engine.kernels.compiled_heads 9.0 medusa eagle …
 """
@@ -50,7 +50,8 @@ def main() -> None:
     without_numbers()
     for module in (runner_module, open_heads):
         module.open_checkpoint = lambda directory: FakeCheckpoint(open_checkpoint(directory).shapes)
-    FakeTensor.__int__ = lambda tensor: 0  # what is read from a checkpoint is looked at while it is loaded
+    # Loading inspects values of the checkpoint.
+    FakeTensor.__int__ = lambda tensor: 0
     for kind in sys.argv[2:]:
         with tempfile.TemporaryDirectory() as directory:
             heads_dir, model_dir = Path(directory) / "heads", Path(directory) / "model"
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launch]) -> None:
-    """Prompts, steps that are replayed and such that are not, and drafts."""
+    """Run prompts, replayed and other steps, and drafts."""
     config = EngineConfig(
         model_dir=model_dir,
         block_size=BLOCK_SIZE,
@@ -87,10 +88,10 @@ def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launc
         return Batch.of(rows, block_size=BLOCK_SIZE)
 
     runner.warm_up(256)
-    warm, told = len(launches), list[int]()
+    warm, written_layers = len(launches), list[int]()
     runner.forward(batch((0, 40), (0, 17)))
-    runner.forward(batch((40, 24)), on_layer=told.append)
-    assert told == list(range(runner.layout.num_layers))
+    runner.forward(batch((40, 24)), on_layer=written_layers.append)
+    assert written_layers == list(range(runner.layout.num_layers))
     runner.forward(batch((40, 1), (31, 1)))
     chosen = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     device_tokens = DeviceTokens(token_ids=chosen, sources=np.arange(2), places=np.arange(2))
@@ -103,7 +104,7 @@ def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launc
         return [0] * len(rows)
 
     runner.draft([HeadRow(1, 43, list(range(8))), HeadRow(1, 34, list(range(8, 16)))], 3, choose)
-    assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
+    assert len(launches) == warm, f"kernels compiled after the warm-up: {[launch.name for launch in launches[warm:]]}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Products in few bits of an 8B model's matrix on a GPU that is not there: a program, which prints what was launched.
+"""Program: runs low-bit products of an 8B model's matrix on an absent GPU, and prints the launches.
 
 python -m tests.engine.kernels.compiled_products 9.0 fp8 Q4_K "experts of AWQ" …
 """
@@ -24,8 +24,10 @@ from engine.layers.int8_matrix import Int8Matrix
 _O, _I, _P = 4096, 4096, 64
 _EXPERTS = "experts of "
 ROWS = (1, 17, 64, 300, 2048)
-TILES = (16, 32, 64, 128)  # choices of an expert that a program multiplies by
-FORMS = {  # kind, group, least numbers: none, "halves", "codes" of zero; nested in others
+# Rows per tile of expert products.
+TILES = (16, 32, 64, 128)
+# kind, group, minimums: none, "halves" or zero "codes"; nested scales.
+FORMS = {
     "fp8": (E4M3, 0, None, False),
     "fp8 blocks": (E4M3, 128, None, False),
     "int8 channels": (INT8, 0, None, False),
@@ -40,7 +42,7 @@ FORMS = {  # kind, group, least numbers: none, "halves", "codes" of zero; nested
 
 
 def panels(form: str) -> CodePanels:
-    """Without numbers."""
+    """Return panels without data."""
     kind, group, least, is_nested = FORMS[form]
     num_words = words_of_a_unit(kind, group)
     inputs = num_words * (2 if kind < NIBBLES else 4)
@@ -65,7 +67,7 @@ def panels(form: str) -> CodePanels:
 
 
 def multiply_by_experts(form: str) -> None:
-    """In tiles of every size, from a step's few choices to a prompt's many."""
+    """Multiply in tiles of every size, from a decode step's choices to a prompt's."""
     one = panels(form)
     several = replace(one, **{name: of.expand(8, *of.shape) for name, of in one.tensors().items()})
     x = torch.empty(300, _I, dtype=torch.bfloat16, device=DEVICE)

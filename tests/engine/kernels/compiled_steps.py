@@ -1,4 +1,4 @@
-"""Steps of large models on a GPU that is not there: a program, which prints what was launched, as JSON.
+"""Program: runs steps of large models on an absent GPU, and prints the launches as JSON.
 
 python -m tests.engine.kernels.compiled_steps 9.0 llama/auto qwen3_moe/int8 …
 """
@@ -57,7 +57,8 @@ COMMON = {
     "hidden_act": "silu",
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {  # 3 8B
+    # 3 8B
+    "llama": {
         **COMMON,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -65,7 +66,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "num_key_value_heads": 8,
     },
-    "qwen3_moe": {  # 30B-A3B
+    # 30B-A3B
+    "qwen3_moe": {
         **COMMON,
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -79,7 +81,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    "deepseek_v2": {  # Lite
+    # Lite
+    "deepseek_v2": {
         **COMMON,
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -110,7 +113,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class FakeCheckpoint:
-    """Implements Checkpoint: of tensors without numbers."""
+    """Implements Checkpoint with tensors without data."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
@@ -126,7 +129,7 @@ class FakeCheckpoint:
 
 
 class AbsentStreams:
-    """Of the absent device: what is uploaded has its shape, and there is nobody to wait for."""
+    """Streams of the absent device: uploads keep their shape, and waits return at once."""
 
     def page_locked(self, size: int, dtype: torch.dtype) -> Any:
         numbers = np.empty(size)
@@ -140,7 +143,7 @@ class AbsentStreams:
 
 
 class AbsentGauge:
-    """Of the absent device: there is room for everything, and whatever is tried takes none."""
+    """Memory gauge of the absent device: everything fits and nothing is allocated."""
 
     total = 80 * GIB
 
@@ -170,7 +173,7 @@ def main() -> None:
 
 
 def without_numbers() -> None:
-    """What goes to the device in one copy has its shape, and begins where an allocation does."""
+    """Patch uploads to keep shapes only, aligned like an allocation."""
     for module in (device_batch, decode_graphs, gathered_kv, greedy, sampler):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
     streams.streams_of = lambda device: AbsentStreams()
@@ -179,7 +182,7 @@ def without_numbers() -> None:
 
 
 def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None:
-    """What a replica of either role does with its device: every kind of step, and a block's way over the wire."""
+    """Run every kind of step of a replica of either role, and transfer a block over the wire."""
     config = EngineConfig(
         model_dir=model_dir,
         pool_dtype=pool_dtype,
@@ -195,11 +198,14 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
     assert replaying.pool.num_blocks == NUM_BLOCKS
     assert replaying._recorded is not None, replaying._model.hindrance
     replaying.warm_up(2048)
-    warm, told = len(launches), list[int]()
+    warm, written_layers = len(launches), list[int]()
     for spans, options in (
-        ([(0, 2048)], {"on_layer": told.append}),  # a chunk that is shipped
-        ([(4095, 1)] * 5, {}),  # a replayed step
-        ([(100, 300), (4095, 1), (512, 512), (700, 1)], {}),  # prompts beside running rows
+        # A chunk that is shipped.
+        ([(0, 2048)], {"on_layer": written_layers.append}),
+        # A replayed step.
+        ([(4095, 1)] * 5, {}),
+        # Prompts beside running rows.
+        ([(100, 300), (4095, 1), (512, 512), (700, 1)], {}),
     ):
         blocks = iter(np.arange(NUM_BLOCKS))
         rows = [
@@ -215,23 +221,24 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
         logits = replaying.forward(batch, **options)
         assert logits.shape == (len(spans), 32000) and logits.is_cuda
         chosen = choose(logits)
-        for sources in ([0, 1], [1, 0]) if len(spans) > 1 else ():  # and a step that runs ahead of these tokens
+        # The next step, launched ahead of these tokens.
+        for sources in ([0, 1], [1, 0]) if len(spans) > 1 else ():
             device_tokens = DeviceTokens(token_ids=chosen, sources=np.array(sources), places=np.array([0, 1]))
             replaying.forward(replace(batch, device_tokens=device_tokens), **options)
-    assert told == list(range(layout.num_layers))
-    assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
+    assert written_layers == list(range(layout.num_layers))
+    assert len(launches) == warm, f"kernels compiled after the warm-up: {[launch.name for launch in launches[warm:]]}"
     for wire_dtype in ("raw", "fp8_e4m3", "int8"):
         ship(replaying, wire_dtype, launches)
 
 
 def call_again(step: Callable[[], None]) -> Callable[[], None]:
-    """In the place of a recorder; nothing may come from the host's memory into what is recorded."""
+    """Stand-in for graph capture, in which nothing may be copied from host memory."""
     step()
     return step
 
 
 def choose(logits: Tensor) -> Tensor:
-    """As a worker samples: the host asks for no number of the device, but for what it gets from there in the end."""
+    """Sample as a worker does: the host reads only the final result from the device."""
     samplings = (
         Sampling(temperature=0.0),
         Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1, num_logprobs=2),
@@ -252,7 +259,7 @@ def choose(logits: Tensor) -> Tensor:
 
 @contextmanager
 def numbers_awaited() -> Iterator[list[Sequence[int]]]:
-    """The shapes of the tensors whose numbers the host asks for; they are all zero."""
+    """Yield the shapes of the tensors whose values the host reads; all values are zero."""
     shapes: list[Sequence[int]] = []
 
     def tolist(x: Tensor) -> Any:
@@ -268,8 +275,7 @@ def numbers_awaited() -> Iterator[list[Sequence[int]]]:
 
 
 def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
-    """Positions of some layers out of the pool, and in again: of all its heads, and of some, if there are more;
-    for all of which everything is compiled before."""
+    """Pack and unpack positions of some layers, for all heads and for some of them. All kernels must be compiled."""
     layout, pool = replica.layout, replica.pool
     codec, num_heads = codec_for(layout, wire_dtype), layout.heads_per_rank
     codec.warm_up(DEVICE)
@@ -288,7 +294,7 @@ def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
         codec.pack(pool, segment, slots, payload)
         launch_word_sum(payload)
         codec.unpack(payload, pool, segment, slots)
-        assert len(launches) == warm, f"a handoff waited for the compiler: {launches[warm:]}"
+        assert len(launches) == warm, f"kernels compiled after the warm-up: {launches[warm:]}"
 
 
 if __name__ == "__main__":

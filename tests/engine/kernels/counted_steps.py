@@ -1,4 +1,4 @@
-"""What a layer of a large model launches in a decode step, on a GPU that is not there: a program, which prints JSON.
+"""Program: counts the launches of a large model's layers in a decode step on an absent GPU, and prints JSON.
 
 python -m tests.engine.kernels.counted_steps llama qwen3_moe …
 """
@@ -42,7 +42,7 @@ _LAUNCH_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_emp
 
 
 class Counted(TorchDispatchMode):
-    """The names of what torch launches."""
+    """Records the names of operations that torch launches."""
 
     def __init__(self, launched: list[str]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def layers(model_dir: Path) -> list[list[str]]:
-    """The names of what is launched from when one layer's KV is in the pool until the next layer's is."""
+    """Return the names of launches between each layer's KV write and the next one's."""
     launched: list[str] = []
     stored: list[int] = []
     with absent_gpu((9, 0)), torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Kernels in the place of their references, so that a model's step runs in Triton's interpreter as it does on a GPU."""
+"""Patches that replace references by kernels, so that a model's step runs in Triton's interpreter as on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.model import expert_bank, routing
 
 
 def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """KernelHeads, KernelLatentHeads and the layers of a model launch kernels from now on, on any device."""
+    """Make KernelHeads, KernelLatentHeads and a model's layers launch kernels on any device."""
     for module, name, launch in (
         (heads, "decode_attention", launch_decode_attention),
         (heads, "prefill_attention", launch_prefill_attention),

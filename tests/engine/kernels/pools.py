@@ -1,4 +1,4 @@
-"""Random layers of a pool, and the devices that kernels are tested on."""
+"""Random pool layers, and the test device of the kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 from engine.kernels.quant.row_quantization import quantize_rows
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a CPU kernels run in Triton's interpreter
+# On a CPU kernels run in Triton's interpreter.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# The interpreter multiplies matrices of bf16 as if their bits were integers, and cuts fp32 off to bf16 instead of
-# rounding it: so what computes in bf16 is tested on a GPU only. Copies and scales, which are exact in bf16, are not.
+# The interpreter multiplies bf16 matrices as integers, and truncates fp32 to bf16 instead of rounding. So bf16
+# arithmetic is tested on a GPU only; copies and scales, which are exact in bf16, are tested everywhere.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -22,7 +23,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def random_pool(
     num_blocks: int, num_heads: int, block_size: int, dim: int, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Codes (B, 2, K, S, D), every place filled; and scales (B, 2, K, S) if the dtype is one of 8 bits."""
+    """Return codes (B, 2, K, S, D) with every place filled, and scales (B, 2, K, S) for an 8-bit dtype."""
     shape = (num_blocks, 2, num_heads, block_size, dim)
     if dtype in EIGHT_BITS.values():
         return quantize_rows(random(*shape, seed=1) * 3, dtype)
@@ -30,5 +31,5 @@ def random_pool(
 
 
 def random_slots(count: int, num_blocks: int, block_size: int) -> Tensor:
-    """Distinct slots in no order."""
+    """Return distinct slots in random order."""
     return torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(2))[:count].to(DEVICE)

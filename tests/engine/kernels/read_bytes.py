@@ -1,4 +1,4 @@
-"""How many bytes of given tensors a kernel reads, counted in Triton's interpreter, load by load."""
+"""Counter of the bytes that a kernel loads from given tensors, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Counted:
 
 @contextmanager
 def count_reads(*tensors: Tensor) -> Iterator[Counted]:
-    """What is read more than once, by one program or by several, counts more than once."""
+    """Count loads; bytes read repeatedly, by one or several programs, count each time."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Attention kernels against attention written out in fp32: ragged rows, grouped heads, windows, pools of 8 bits."""
+"""Attention kernels compared with fp32 attention: ragged rows, grouped heads, windows, 8-bit pools."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, rando
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# query heads, kv heads, head_dim, block size, window, the pool's 8 bits, dtype
+# Query heads, kv heads, head_dim, block size, window, 8-bit format of the pool, dtype.
 CASES = [
     (2, 2, 64, 16, None, None, torch.float16),
-    (3, 1, 64, 16, None, "fp8", torch.float16),  # SmolLM2's groups
+    # The groups of SmolLM2.
+    (3, 1, 64, 16, None, "fp8", torch.float16),
     (3, 1, 64, 16, None, "int8", torch.float16),
     (4, 2, 80, 8, None, None, torch.float32),
     (2, 1, 64, 16, 70, None, torch.float32),
-    (18, 1, 32, 48, None, "fp8", torch.float16),  # more heads than a tile of one warp has, blocks of no power of two
-    (2, 2, 64, 1, None, "int8", torch.float16),  # scales that do not lie two and two
+    # More heads than the tile of one warp, and blocks that are not a power of two.
+    (18, 1, 32, 48, None, "fp8", torch.float16),
+    # Scales that are not adjacent in pairs.
+    (2, 2, 64, 1, None, "int8", torch.float16),
     (2, 1, 32, 8, 7, "fp8", torch.float32),
     (2, 1, 32, 8, 7, "int8", torch.float32),
     *((32, 8, 128, 16, None, kind, torch.bfloat16) for kind in (None, *EIGHT_BITS) if torch.bfloat16 in DTYPES),
@@ -48,14 +51,14 @@ CASES = [
 
 
 def _singles(tokens_U: torch.Tensor, tables_UB: torch.Tensor, contexts_U: torch.Tensor, *, longest: int) -> QueryGroups:
-    """Strips of one query each."""
+    """Return groups of one query each."""
     seats_N = torch.arange(len(tokens_U), dtype=torch.int32, device=DEVICE)
     numbers = (tokens_U, torch.ones_like(seats_N), tables_UB, contexts_U, tokens_U, seats_N)
     return QueryGroups.of(numbers, most=1, longest=longest)
 
 
 def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
-    """Blocks in no order, none shared; what stands behind a row's last one is not a block."""
+    """Return disjoint blocks in random order; cells past a row's last block are invalid."""
     counts = [-(-context // block_size) for context in contexts]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3)).split(counts)
     tables = torch.full((len(contexts), max(counts) + 2), 1 << 30, dtype=torch.int32)
@@ -65,9 +68,10 @@ def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("case", "num_programs"), [*product(CASES, [1, 3]), (CASES[0], 20)], ids=str)
-def test_decode(case: tuple, num_programs: int) -> None:
+def test_decode_equals_reference(case: tuple, num_programs: int) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
-    contexts = [1, 330, 65]  # of 1, 6 and 2 blocks: programs end inside a row, and have several
+    # 1, 6 and 2 blocks: programs end inside rows, and rows span programs.
+    contexts = [1, 330, 65]
     tables = tables_for(contexts, block_size)
     contexts_R = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
     codes, scales = random_pool(400 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
@@ -83,15 +87,18 @@ def test_decode(case: tuple, num_programs: int) -> None:
             splits=share_out(contexts_R, window=window, num_programs=num_programs),
             out_THD=out,
         )
-    tolerance = TOLERANCE[dtype] * (3 if kind else 1)  # values are three times as large there
+    # With 8 bits, values are three times as large.
+    tolerance = TOLERANCE[dtype] * (3 if kind else 1)
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
     assert (outs[0][[1, 3, 4, 5, 7]] == 7.0).all(), "tokens of other rows were written"
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] < 16 * case[1]], ids=str)
-def test_strips_of_several_queries(case: tuple) -> None:
-    """Of rows of 1, 11 and 3 queries, cut as heads have room, beside a strip that is not there. Programs end between
-    the last keys of a strip, of which its first queries see none."""
+def test_query_groups_equal_reference(case: tuple) -> None:
+    """Rows of 1, 11 and 3 queries, cut by head count, beside a padding group.
+
+    Programs end between a group's last keys, which its first queries do not see.
+    """
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
     lengths, contexts, begins = np.array([1, 11, 3]), np.array([1, 330, 66]), np.array([2, 4, 15])
     most = most_queries(num_heads, num_kv_heads)
@@ -130,8 +137,8 @@ def test_strips_of_several_queries(case: tuple) -> None:
 
 
 @pytest.mark.parametrize(("most", "window"), [(1, 70), (3, 70), (8, 70), (8, 7)])
-def test_a_strip_begins_where_its_first_query_does(most: int, window: int) -> None:
-    """That one sees a single key of a block, and of another strip none."""
+def test_window_starts_at_the_first_query_of_a_group(most: int, window: int) -> None:
+    """The first query sees a single key of a block, or none of another group's."""
     first = 2 * KEYS - 1
     contexts = torch.tensor([first + window + most - 1, first + window + most], dtype=torch.int32, device=DEVICE)
     codes, _ = random_pool(2 * 14, 1, 16, 32, dtype=torch.float32)
@@ -156,7 +163,7 @@ def test_a_strip_begins_where_its_first_query_does(most: int, window: int) -> No
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), max_size=9), most=st.sampled_from([1, 2, 5, 16])
 )
-def test_strips_have_each_query_once(rows: list[tuple[int, int]], most: int) -> None:
+def test_groups_contain_each_query_once(rows: list[tuple[int, int]], most: int) -> None:
     lengths = np.array([length for length, _ in rows], dtype=np.int64)
     contexts = lengths + np.array([before for _, before in rows], dtype=np.int64)
     cut = cut_query_groups(lengths, contexts, most=most)
@@ -172,8 +179,8 @@ def test_strips_have_each_query_once(rows: list[tuple[int, int]], most: int) -> 
     ]
 
 
-def test_a_row_without_keys_gets_zeros() -> None:
-    """It fills up the batch of a captured graph."""
+def test_row_without_keys_gets_zeros() -> None:
+    """Such rows pad the batch of a captured graph."""
     codes, _ = random_pool(2, 2, 8, 64, dtype=torch.float32)
     q = random(2, 4, 64)
     out = torch.full_like(q, 7.0)
@@ -197,9 +204,8 @@ def test_a_row_without_keys_gets_zeros() -> None:
 
 @pytest.mark.parametrize("num_programs", [1, 7, 300])
 @pytest.mark.parametrize("window", [None, 100])
-def test_every_program_has_as_much_to_do(num_programs: int, window: int | None) -> None:
-    """Rows of unlike lengths, more of them than are looked at together: each block belongs to one program, and none has
-    more than any other, but that few are not worth a program."""
+def test_work_is_split_evenly(num_programs: int, window: int | None) -> None:
+    """Each block belongs to one program, and programs differ only by the minimum size, for many rows of any lengths."""
     contexts = torch.tensor([0, 5000, 1, 64, 65, 0, *range(140), 3000, 0], dtype=torch.int32)
     splits = share_out(contexts.to(DEVICE), window=window, num_programs=num_programs)
     firsts = (contexts - window).clamp(min=0) // KEYS if window else torch.zeros_like(contexts)
@@ -215,8 +221,8 @@ def test_every_program_has_as_much_to_do(num_programs: int, window: int | None) 
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_values_of_any_size_keep_their_share(kind: str) -> None:
-    """Scales of values from 2^-30 to 2^30 in one row, and queries beyond fp16's range."""
+def test_values_of_any_size_keep_their_weight(kind: str) -> None:
+    """Value scales from 2^-30 to 2^30 in one row, and queries beyond the range of fp16."""
     codes, scales = random_pool(10, 1, 16, 64, dtype=EIGHT_BITS[kind])
     powers = 2.0 ** torch.linspace(-30, 30, 160).view(10, 16).to(DEVICE)
     scales[:, 1, 0] = (scales[:, 1, 0].float() * powers).to(scales.dtype)
@@ -243,7 +249,7 @@ def test_values_of_any_size_keep_their_share(kind: str) -> None:
     torch.testing.assert_close(outs[0], outs[1], atol=2e-2 * outs[1].abs().max().item(), rtol=2e-2)
 
 
-# Fewer pairs of codes than a matrix unit multiplies, and such that fill no tile.
+# Fewer code pairs than a matrix unit multiplies, and counts that do not fill a tile.
 FEW_PAIRS = [(2, 1, 16, 16, None, "int8", torch.float16), (2, 1, 80, 8, None, "fp8", torch.float32)]
 PREFILLS = [
     (case, num_splits, codes_at_once)
@@ -253,10 +259,12 @@ PREFILLS = [
 
 
 @pytest.mark.parametrize(("case", "num_splits", "codes_at_once"), PREFILLS, ids=str)
-def test_prefill(case: tuple, num_splits: int, codes_at_once: int) -> None:
+def test_prefill_equals_reference(case: tuple, num_splits: int, codes_at_once: int) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
-    contexts, lengths = [135, 70, 3], [135, 40, 2]  # a whole prompt of two tiles, and chunks behind a prefix
-    begins = np.array([1, 136, 178])  # tokens 0, 176 and 177 belong to other rows
+    # A whole prompt of two tiles, and chunks after a prefix.
+    contexts, lengths = [135, 70, 3], [135, 40, 2]
+    # Tokens 0, 176 and 177 belong to other rows.
+    begins = np.array([1, 136, 178])
     tables = tables_for(contexts, block_size)
     codes, scales = random_pool(220 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
     q = random(180, num_heads, dim, dtype=dtype)
@@ -280,7 +288,7 @@ def test_prefill(case: tuple, num_splits: int, codes_at_once: int) -> None:
 
 @pytest.mark.parametrize("kind", [None, *EIGHT_BITS])
 @pytest.mark.parametrize(("block_size", "dim"), [(16, 64), (8, 80)])
-def test_rows_are_gathered_as_numbers(kind: str | None, block_size: int, dim: int) -> None:
+def test_gather_rows_equals_reference(kind: str | None, block_size: int, dim: int) -> None:
     codes, scales = random_pool(9, 3, block_size, dim, dtype=EIGHT_BITS.get(kind, torch.float16))
     blocks = torch.tensor([4, 0, 7, 7, 1], dtype=torch.int32, device=DEVICE)
     ours, expected = (
@@ -291,15 +299,15 @@ def test_rows_are_gathered_as_numbers(kind: str | None, block_size: int, dim: in
         torch.testing.assert_close(a, b, atol=0, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of keys that are masked after the product
+# NumPy warns about keys that are masked after the product.
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("size", [1 << 30, 64])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim", "shared"), [(4, 2, 64, 0), (3, 3, 32, 16), (2, 1, 24, 0)])
-def test_slices_of_dense_keys(
+def test_sliced_dense_prefill_equals_reference(
     num_heads: int, num_kv_heads: int, dim: int, shared: int, dtype: torch.dtype, size: int
 ) -> None:
-    """Each slice goes on where the one before has ended, whatever is left of a row; behind a row's last key nothing is
-    a number."""
+    """Each slice continues the results of the previous one. Keys past a row's last one are NaN."""
     contexts, lengths, begins = [135, 70, 3], [135, 40, 2], np.array([1, 136, 178])
     q = random(180, num_heads, dim + shared, dtype=dtype)
     out, expected = (torch.full((180, num_heads, dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2))

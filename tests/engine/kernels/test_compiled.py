@@ -1,7 +1,7 @@
-"""Whole steps of large models on a GPU that is not there: compiled for it, they fit its registers and its memory.
+"""Whole steps of large models compiled for an absent GPU: kernels fit its registers and memory.
 
-What the interpreter does not see: launches that a GPU would refuse, tensors of the host among those of the device, and
-places where the host would wait for the device inside a step. The latter fail inside the program that is run here.
+Finds what the interpreter does not: launches that a GPU would reject, host tensors among device tensors, and host waits
+inside a step. The last two raise inside the program that is run here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import pytest
 triton = pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
-_SHARED_KIB = {"9.0": 227, "8.0": 163}  # of one program: the CUDA programming guide's table of compute capabilities
-_STACK_BYTES = 64  # a few registers do not matter, outside of loops
+# Per program, from the CUDA programming guide's table of compute capabilities.
+_SHARED_KIB = {"9.0": 227, "8.0": 163}
+# A few spilled registers outside of loops are acceptable.
+_STACK_BYTES = 64
 _PRODUCTS = {"9.0": "wgmma.mma_async", "8.0": "mma.sync"}
-# Of prompts: tiles that are large enough for the widest instruction. Rows of a few heads or tokens are not.
+# Prompt tiles, large enough for the widest instruction, unlike rows of a few heads or tokens.
 _WIDE = {"_attend_tile"}
 
 
@@ -43,9 +45,7 @@ def results(capability: str, *cases: str, program: str) -> list[dict[str, Any]]:
 def check(capability: str, *cases: str, program: str = "compiled_steps") -> None:
     for launch in launches(capability, *cases, program=program):
         place = f"{launch['case']}: {launch['name']}{launch['grid']}"
-        assert launch["stack_bytes"] <= _STACK_BYTES, (
-            f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
-        )
+        assert launch["stack_bytes"] <= _STACK_BYTES, f"{place} spills {launch['stack_bytes']} bytes per thread"
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
         if launch["name"] in _WIDE:
             assert _PRODUCTS[capability] in launch["ptx"], f"{place} multiplies without {_PRODUCTS[capability]}"
@@ -53,13 +53,12 @@ def check(capability: str, *cases: str, program: str = "compiled_steps") -> None
 
 _KINDS = ("bf16", "fp8", "int8")
 _HEADS = ("medusa", "eagle1", "mtp")
-# Warps that a processor is to hold at once, where the kernel waits for memory or for products: from its 65536 registers
-# and its shared memory. A prompt's tile fills half of an A100's.
+# Minimum resident warps per multiprocessor, for kernels that wait for memory or products; limited by its 65536
+# registers and shared memory. A prompt tile fills half of an A100's.
 _WARPS = {"_attend_part": 8, "_attend_tile": 8, "_attend_latents": 8, "_gather_rows": 32}
 _WARPS_OF_AN_A100 = _WARPS | {"_attend_tile": 4}
 _PROCESSOR_KIB = {"9.0": 228, "8.0": 164, "10.0": 228}
-# Instructions of the longest loop over keys, or over values of latents, as counted with the pinned Triton: for
-# bf16, fp8 and int8.
+# Instructions of the longest loop over keys or latent values, counted with the pinned Triton, for bf16, fp8 and int8.
 _INSTRUCTIONS = {
     "9.0": {
         "_attend_part": (327, 1140, 1407),
@@ -80,24 +79,26 @@ _INSTRUCTIONS = {
         "_latent_values": (358, 358, 358),
     },
 }
-_MORE = 1.1 if triton.__version__ == "3.9.0" else 1.35  # 3.6 takes up to 1.31 times as many
+# Triton 3.6 needs up to 1.31 times as many.
+_MORE = 1.1 if triton.__version__ == "3.9.0" else 1.35
 
 
 def resident_warps(launch: dict[str, Any], capability: str) -> int:
-    """Of one processor, when only this kernel is there."""
+    """Return the resident warps per multiprocessor if only this kernel runs."""
     warps = launch["num_warps"]
     by_registers = 65536 // (-(-launch["registers"] // 8) * 8 * 32 * warps)
-    by_memory = (_PROCESSOR_KIB[capability] << 10) // (launch["shared_bytes"] + 1024)  # each has a KiB of the system's
+    # The system reserves one KiB per program.
+    by_memory = (_PROCESSOR_KIB[capability] << 10) // (launch["shared_bytes"] + 1024)
     return int(min(by_registers, by_memory) * warps)
 
 
 def check_loops(capability: str, *kinds: str) -> None:
-    """What loops over keys may not have, on any device; and how many of their warps run side by side."""
+    """Check limits of key loops on any device, and the number of resident warps."""
     seen = set()
     for launch in launches(capability, *kinds, program="compiled_attention"):
         name, place = launch["name"], f"{launch['case']}: {launch['name']}{launch['grid']} on {capability}"
         seen.add(name)
-        assert launch["tensor_columns"] <= 512, f"{place} wants {launch['tensor_columns']} columns of tensor memory"
+        assert launch["tensor_columns"] <= 512, f"{place} needs {launch['tensor_columns']} columns of tensor memory"
         loops = [loop for loop in launch["loops"] if loop["products"]]
         assert bool(loops) == (name in _INSTRUCTIONS[capability]), place
         for loop in loops:
@@ -105,36 +106,38 @@ def check_loops(capability: str, *kinds: str) -> None:
             assert loop["instructions"] <= _MORE * budget, f"{place}: a loop of {loop['instructions']} instructions"
             assert loop["conversions"] == 0, f"{place} converts {loop['conversions']} numbers one by one"
             if capability == "9.0":
-                assert loop["serialized"] <= 3, f"{place}: ptxas lets no product run beside anything"
+                assert loop["serialized"] <= 3, f"{place}: ptxas has serialized the products"
             assert loop["byte_loads"] == 0, f"{place} loads {loop['byte_loads']} bytes one by one"
-            assert loop["spills"] == 0, f"{place} puts {loop['spills']} registers away"
+            assert loop["spills"] == 0, f"{place} spills {loop['spills']} registers"
         wanted = _WARPS_OF_AN_A100 if capability == "8.0" else _WARPS
         assert resident_warps(launch, capability) >= wanted.get(name, 0), place
     assert {"_attend_part", "_attend_tile", "_attend_latents", "_gather_rows"} <= seen
 
 
 @pytest.mark.timeout(300)
-def test_attention_loops_over_codes() -> None:
+def test_attention_loops_over_8_bit_pools() -> None:
     check_loops("9.0", "fp8")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", ["9.0", "8.0", "10.0"])
-def test_attention_loops(capability: str) -> None:
+def test_attention_loops_on_other_devices(capability: str) -> None:
     check_loops(capability, *_KINDS)
 
 
-# Registers that a step puts away, bytes of a thread, and instructions of a step, by the pinned Triton.
+# Spilled registers of a step, bytes per thread, and instructions of a step, with the pinned Triton.
 _LATENTS_OF_128_HEADS = {"fp8": (104, 536, 1846), "int8": (104, 536, 1798)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", _LATENTS_OF_128_HEADS)
-def test_latents_of_128_heads_get_no_worse(kind: str) -> None:
-    """In 8 bits, 64 heads at a time, they do not fit the registers of an H100: this holds what it costs, and does not
-    say that it is well. With 32 at a time nothing is put away, for nearly twice the instructions of a head."""
+def test_latent_attention_of_128_heads_does_not_regress(kind: str) -> None:
+    """With 8 bits, 64 heads at a time spill registers on an H100. This test pins the cost, it does not approve it.
+
+    With 32 heads nothing spills, but a head needs nearly twice the instructions.
+    """
     spills, stack_bytes, instructions = _LATENTS_OF_128_HEADS[kind]
     found = launches("9.0", f"latents/128/{kind}", program="compiled_attention")
     (launch,) = (launch for launch in found if launch["name"] == "_attend_latents")
@@ -146,20 +149,20 @@ def test_latents_of_128_heads_get_no_worse(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_steps_fit_a_gpu() -> None:
+def test_steps_fit_the_gpu() -> None:
     check("9.0", "qwen3_moe/int8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", _SHARED_KIB)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v2"])
-def test_every_pool_on_every_gpu(family: str, capability: str) -> None:
+def test_every_pool_dtype_fits_every_gpu(family: str, capability: str) -> None:
     check(capability, *(f"{family}/{pool_dtype}" for pool_dtype in ("auto", "fp8_e4m3", "int8")))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _HEADS)])
-def test_heads_follow_steps_and_draft_on_a_gpu(kind: str) -> None:
+def test_draft_heads_fit_the_gpu(kind: str) -> None:
     check("9.0", kind, program="compiled_heads")
 
 
@@ -170,8 +173,8 @@ _HANDOFFS = ("bfloat16/raw/1", "bfloat16/int8/2", "fp8_e4m3/raw/1", "int8/raw/4"
 @pytest.mark.parametrize(
     "case", ["bfloat16/fp8_e4m3/1", *(pytest.param(case, marks=pytest.mark.slow) for case in _HANDOFFS)]
 )
-def test_no_handoff_waits_for_the_compiler(case: str) -> None:
+def test_handoffs_compile_nothing_after_warm_up(case: str) -> None:
     (found,) = results("9.0", case, program="compiled_handoffs")
-    assert len(found["runs"]) > 2, "some heads of this rank alone are somebody's"
+    assert len(found["runs"]) > 2, "ranks must exchange subsets of this rank's heads"
     assert {launch["name"] for launch in found["launches"]} == {"_pack_kv", "_word_sum", "_unpack_kv"}
     assert not found["late"]

@@ -1,7 +1,7 @@
-"""Products in few bits as a GPU gets them: compiled for one that is not there, after every kind of step's rows.
+"""Low-bit products compiled for an absent GPU, for the row counts of every kind of step.
 
-Found are tiles that do not fit the registers or the shared memory, numbers that are not multiplied by tensor cores, and
-products that are still under way when the next turn of a loop begins: their codes are in registers, which others get.
+Finds tiles that exceed registers or shared memory, products without tensor cores, and products still in flight when the
+next loop iteration starts, whose operand registers would be reused.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import pytest
 triton = pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
-_SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}  # of one program
+# Per program.
+_SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}
 _IS_PINNED = triton.__version__ == "3.9.0"
 _DEVICES = tuple(_SHARED_KIB)
 _STACK_BYTES = {
     "9.0": 0,
-    "8.0": 8,  # one number of Q4_0's and Q4_1's few rows
+    # One number of Q4_0 and Q4_1 with few rows.
+    "8.0": 8,
     "10.0": 0 if _IS_PINNED else 8,
-}  # of a thread, outside of loops
-# Instructions of the longest loop over weights, as they were counted with the pinned Triton, on these devices. Those of
-# Q6_K for hundreds of rows on sm_100 were a trap, without a loop, until 2026-11-27.
+}
+# Instructions of the longest loop over weights, counted with the pinned Triton on these devices. Those of Q6_K for
+# hundreds of rows on sm_100 were a trap, without a loop, until 2026-11-27.
 _INSTRUCTIONS = {
     "fp8": (329, 691, 342),
     "fp8 blocks": (339, 688, 396),
@@ -42,7 +44,8 @@ _INSTRUCTIONS = {
     "Q5_K": (1462, 1954, 1495),
     "Q6_K": (1247, 1778, 1287),
 }
-_MORE = 1.1 if _IS_PINNED else 1.5  # 3.6 takes up to 1.42 times as many
+# Triton 3.6 needs up to 1.42 times as many.
+_MORE = 1.1 if _IS_PINNED else 1.5
 
 
 def launches(form: str, capability: str) -> list[dict[str, Any]]:
@@ -60,29 +63,31 @@ def check(form: str, capability: str = "9.0") -> None:
     for launch in found:
         place = f"{form}: {launch['name']}{launch['grid']} on {capability}"
         most = _STACK_BYTES[capability]
-        assert launch["stack_bytes"] <= most, f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
+        assert launch["stack_bytes"] <= most, f"{place} spills {launch['stack_bytes']} bytes per thread"
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
-        assert launch["tensor_columns"] <= 512, f"{place} wants {launch['tensor_columns']} columns of tensor memory"
+        assert launch["tensor_columns"] <= 512, f"{place} needs {launch['tensor_columns']} columns of tensor memory"
         for loop in launch["loops"]:
             if launch["name"] == "_product" and loop["products"]:
                 check_loop(form, capability, loop, place)
         if launch["name"] == "_product" and capability == "9.0":
             assert "wgmma.mma_async" in launch["ptx"], place
-            if form != "int8 rows":  # both of whose operands are in shared memory
+            # Both operands of int8 rows are in shared memory.
+            if form != "int8 rows":
                 assert not turns_with_products_under_way(launch["ptx"]), place
 
 
 def check_loop(form: str, capability: str, loop: dict[str, int], place: str) -> None:
     budget = _MORE * _INSTRUCTIONS[form][_DEVICES.index(capability)]
     assert loop["instructions"] <= budget, f"{place}: a loop of {loop['instructions']} instructions"
-    assert loop["spills"] == 0, f"{place} puts {loop['spills']} registers away"
+    assert loop["spills"] == 0, f"{place} spills {loop['spills']} registers"
     assert loop["byte_loads"] == 0, f"{place} loads {loop['byte_loads']} bytes one by one"
-    if capability != "8.0":  # which has no other way from whole numbers of 8 bits
+    # sm_80 has no other conversion from int8.
+    if capability != "8.0":
         assert loop["conversions"] == 0, f"{place} converts {loop['conversions']} numbers one by one"
 
 
 def turns_with_products_under_way(ptx: str) -> int:
-    """Branches backwards at which a group of products has been committed and not been waited for."""
+    """Return the number of backward branches at which a committed group of products has not been waited for."""
     labels: set[str] = set()
     found, is_pending = 0, False
     for line in ptx.splitlines():
@@ -97,14 +102,14 @@ def turns_with_products_under_way(ptx: str) -> int:
     return found
 
 
-def test_what_is_under_way_is_found() -> None:
+def test_products_in_flight_are_detected() -> None:
     turn = "$L1:\nwgmma.mma_async;\nwgmma.commit_group.sync.aligned;\n{}@%p1 bra $L1;\nwgmma.wait_group 0;\n"
     assert turns_with_products_under_way(turn.format("")) == 1
     assert turns_with_products_under_way(turn.format("wgmma.wait_group.sync.aligned 0;\n")) == 0
 
 
 @pytest.mark.timeout(300)
-def test_a_product_fits_a_gpu() -> None:
+def test_product_fits_the_gpu() -> None:
     check("fp8")
 
 
@@ -112,7 +117,7 @@ def test_a_product_fits_a_gpu() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", _DEVICES)
 @pytest.mark.parametrize("form", _INSTRUCTIONS)
-def test_every_form_fits_a_gpu(form: str, capability: str) -> None:
+def test_every_format_fits_every_gpu(form: str, capability: str) -> None:
     check(form, capability)
 
 
@@ -120,7 +125,7 @@ def test_every_form_fits_a_gpu(form: str, capability: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", _DEVICES)
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks", "int8 channels", "AWQ", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
-def test_products_of_experts_fit_a_gpu(form: str, capability: str) -> None:
+def test_expert_products_fit_every_gpu(form: str, capability: str) -> None:
     found = launches(f"experts of {form}", capability)
     assert len(found) >= 2
     for launch in found:
@@ -129,5 +134,6 @@ def test_products_of_experts_fit_a_gpu(form: str, capability: str) -> None:
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
         assert not any(loop["spills"] for loop in launch["loops"]), place
         assert capability != "9.0" or not turns_with_products_under_way(launch["ptx"]), place
-        most = 8 if (form, capability) == ("Q6_K", "10.0") else 0  # outside of the loop, by Triton 3.6
+        # Outside of the loop, with Triton 3.6.
+        most = 8 if (form, capability) == ("Q6_K", "10.0") else 0
         assert launch["stack_bytes"] <= most, f"{place}: {launch['stack_bytes']} bytes"

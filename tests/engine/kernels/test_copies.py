@@ -1,4 +1,4 @@
-"""Kernels that move KV: bit for bit what their torch references do. Rounding by hand is exact as well."""
+"""Kernels that move KV: bit-identical to their torch references, including manual rounding."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, rando
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
-SHAPES = [(1, 1, 16, 64), (37, 3, 8, 96), (5, 8, 32, 128)]  # tokens, heads, block size, head_dim
+# Tokens, heads, block size, head_dim.
+SHAPES = [(1, 1, 16, 64), (37, 3, 8, 96), (5, 8, 32, 128)]
 POOLS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16} | EIGHT_BITS
 
 
 @pytest.mark.parametrize("pool_kind", POOLS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_writes_are_those_of_the_reference(shape: tuple[int, ...], pool_kind: str) -> None:
+def test_writes_equal_reference(shape: tuple[int, ...], pool_kind: str) -> None:
     num_tokens, num_heads, block_size, dim = shape
-    fused = random(num_tokens, 4 * num_heads, dim, dtype=torch.bfloat16)  # as the projection leaves it
+    # A fused projection.
+    fused = random(num_tokens, 4 * num_heads, dim, dtype=torch.bfloat16)
     k, v = fused[:, 2 * num_heads : 3 * num_heads], fused[:, 3 * num_heads :]
     slots = random_slots(num_tokens, 12, block_size)
     pools = [random_pool(12, num_heads, block_size, dim, dtype=POOLS[pool_kind]) for _ in range(2)]
@@ -32,7 +34,7 @@ def test_writes_are_those_of_the_reference(shape: tuple[int, ...], pool_kind: st
         assert expected is None or torch.equal(as_bytes(ours), as_bytes(expected))
 
 
-def test_a_negative_slot_writes_nothing() -> None:
+def test_negative_slot_writes_nothing() -> None:
     codes, scales = random_pool(2, 2, 8, 64, dtype=torch.float8_e4m3fn)
     before = as_bytes(codes).clone(), scales.clone()
     k, v = random(2, 1, 2, 64)
@@ -40,14 +42,14 @@ def test_a_negative_slot_writes_nothing() -> None:
     assert torch.equal(as_bytes(codes), before[0]) and torch.equal(scales, before[1])
 
 
-def test_rounding_by_hand_is_torchs() -> None:
-    """Every e4m3 number, the midpoints between neighbours, both sides of each; and what is not finite."""
+def test_e4m3_rounding_equals_torch() -> None:
+    """Covers every e4m3 number, the midpoints between neighbours, both sides of each, and non-finite values."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     midpoints = (codes[1:] + codes[:-1]) / 2
     nudged = [x * (1 + sign * 2.0**-20) for x in (codes, midpoints) for sign in (-1, 1)]
     values = torch.cat([codes, midpoints, *nudged, torch.tensor([31.19, torch.nan])]).clamp(max=448)
     values = torch.cat([values, -values])
-    # In rows whose scale is 1, because their largest value is 448.
+    # Rows whose scale is 1, because their largest value is 448.
     rows = torch.cat([values.unsqueeze(-1), torch.full((len(values), 63), 448.0)], dim=-1).unsqueeze(1).to(DEVICE)
     codes, scales = random_pool(1, 1, len(values), 64, dtype=torch.float8_e4m3fn)
     launch_write_kv(codes, scales, torch.arange(len(values), device=DEVICE), rows, rows)
@@ -57,8 +59,8 @@ def test_rounding_by_hand_is_torchs() -> None:
     assert torch.equal(written[~is_nan], expected[~is_nan]) and written[is_nan].isnan().all()
 
 
-def test_whole_numbers_are_rounded_to_even() -> None:
-    """Every int8 code, the midpoints between neighbours, both sides of each: in rows whose scale is 1."""
+def test_int8_ties_round_to_even() -> None:
+    """Covers every int8 code, the midpoints between neighbours, and both sides of each, in rows with scale 1."""
     codes = torch.arange(-127.0, 128)
     midpoints = (codes[1:] + codes[:-1]) / 2
     values = torch.cat([codes, midpoints, *(midpoints * (1 + sign * 2.0**-20) for sign in (-1, 1))])
@@ -68,10 +70,11 @@ def test_whole_numbers_are_rounded_to_even() -> None:
     assert torch.equal(codes[0, 0, 0, :, 0].float().cpu(), values.round()) and (scales == 1).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, where the interpreter divides infinity by itself
+# NumPy warns where the interpreter divides infinity by itself.
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("kind", EIGHT_BITS)
-def test_what_is_not_finite_stays_so(kind: str) -> None:
-    """In its own row only."""
+def test_non_finite_values_propagate(kind: str) -> None:
+    """Only their own row is affected."""
     rows = random(6, 1, 64)
     rows[1, 0, 7], rows[2, 0, 3], rows[3, 0, 3], rows[4] = torch.nan, torch.inf, -torch.inf, 0
     codes, scales = random_pool(1, 1, 6, 64, dtype=EIGHT_BITS[kind])
@@ -86,7 +89,7 @@ def test_what_is_not_finite_stays_so(kind: str) -> None:
     "kind", [f"{pool} raw" for pool in POOLS] + [f"{str(d)[6:]} {wire}" for d in DTYPES for wire in EIGHT_BITS]
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pack_and_unpack_are_those_of_the_reference(shape: tuple[int, ...], kind: str) -> None:
+def test_pack_and_unpack_equal_reference(shape: tuple[int, ...], kind: str) -> None:
     num_tokens, num_heads, block_size, dim = shape
     pool_dtype, wire = kind.split()
     is_quantised = wire != "raw"
@@ -103,7 +106,7 @@ def test_pack_and_unpack_are_those_of_the_reference(shape: tuple[int, ...], kind
     reference_pack_kv(pool, slots, heads, *expected)
     for a, b in zip(ours, expected, strict=True):
         assert b is None or (torch.equal(as_bytes(a), as_bytes(b)) and as_bytes(b).any())
-    # Into other heads of another pool, of which nothing else is touched.
+    # Unpack into other heads of another pool, the rest of which must not change.
     targets = [torch.zeros(9, num_heads + 1, 2, block_size, dim, device=DEVICE).to(pool.dtype) for _ in range(2)]
     targets = [target.transpose(1, 2).contiguous() for target in targets]
     slots, heads = random_slots(num_tokens, 9, block_size), slice(0, num_heads)
@@ -113,8 +116,8 @@ def test_pack_and_unpack_are_those_of_the_reference(shape: tuple[int, ...], kind
 
 
 @pytest.mark.parametrize("kind", EIGHT_BITS)
-def test_quantising_twice_changes_nothing(kind: str) -> None:
-    """What the wire made of a bf16 pool and a pool of 8 bits makes of the same numbers are the same bytes."""
+def test_wire_and_pool_quantization_give_the_same_bytes(kind: str) -> None:
+    """An 8-bit wire from a bf16 pool carries the same bytes that an 8-bit pool stores."""
     k, v = random(2, 9, 2, 64, dtype=torch.bfloat16)
     codes, scales = random_pool(2, 2, 8, 64, dtype=EIGHT_BITS[kind])
     launch_write_kv(codes, scales, torch.arange(9, device=DEVICE), k, v)
@@ -124,8 +127,8 @@ def test_quantising_twice_changes_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 8, 9, 100, 32_768, 32_771, 98_309, 1 << 20])
-def test_a_sum_of_words_is_the_checksum_of_the_cpu(num_bytes: int) -> None:
-    """On the wire the two are compared: one end may have a GPU, and another version of this."""
+def test_checksum_kernel_equals_cpu_checksum(num_bytes: int) -> None:
+    """Checksums are compared across the wire, between CPU and GPU and between versions."""
     payload = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     expected = checksum(payload)
     assert int(launch_word_sum(payload.to(DEVICE))) % 2**64 == expected

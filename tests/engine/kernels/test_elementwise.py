@@ -1,4 +1,4 @@
-"""RMSNorm, rotary and SiLU-mul: what torch computes, to within one rounding."""
+"""RMSNorm, rotary and silu_mul kernels equal torch within one rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 576), (3, 1025)])
-def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_rms_norm_equals_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, update, weight = (random(*shape[i:], dtype=dtype, seed=i + j) for i, j in ((0, 0), (0, 1), (1, 2)))
     bound = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(launch_rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5), **bound)
@@ -42,7 +42,7 @@ def test_rms_norm_of_heads_inside_a_fused_projection() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 64), (7, 9, 64), (3, 5, 80)])
-def test_rotate(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_rotate_equals_torch(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     num_tokens, num_heads, dim = shape
     x = random(num_tokens, num_heads + 2, dim, dtype=dtype)[:, 1:-1]
     angles = random(num_tokens, 1, dim // 2, seed=5)
@@ -53,7 +53,7 @@ def test_rotate(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (5, 192), (2, 3000)])
-def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_silu_mul_equals_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype) * 3
     bound = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(launch_silu_mul(x), reference_silu_mul(x), **bound)

@@ -1,4 +1,4 @@
-"""A step's heads by the kernels, or by their references, are those that torch computes."""
+"""Attention backends of a step: kernels and their references equal torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WINDOWS = [None, 9]
     ("is_launched", "is_gathered", "most_queries"),
     [(False, False, 1), (True, False, 1), (True, True, 1), (True, False, 4)],
 )
-def test_a_mixed_step(
+def test_mixed_step_equals_torch(
     dtype: str,
     window: int | None,
     has_norms: bool,
@@ -37,7 +37,7 @@ def test_a_mixed_step(
     most_queries: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two prompts, of which one is a later chunk, as long as few strips are, and two single tokens between them."""
+    """Two prompts, one of them a chunk as short as a few query groups, with two single tokens between them."""
     for name in ("MIN_QUERIES", "MIN_QUERIES_OF_CODES") if is_gathered else ():
         monkeypatch.setattr(triton_heads, name, 1)
     layout = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype)
@@ -65,14 +65,14 @@ def test_a_mixed_step(
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_few_queries_of_many_keys_read_them_in_place() -> None:
-    """So do prompts whose keys would take too much memory."""
+def test_few_queries_over_many_keys_do_not_gather() -> None:
+    """Prompts whose keys exceed the gather limit do not gather either."""
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=32, block_size=8, dtype="float32")
     pool = KVPool(layout, num_blocks=700, device=DEVICE)
     blocks = iter(range(700))
 
     def is_gathered(*spans: tuple[int, int]) -> bool:
-        """spans: of a row's new tokens behind so many."""
+        """spans: (start, new tokens) of each row."""
         rows = [
             Row(
                 token_ids=[0] * new, start=old, blocks=[next(blocks) for _ in range((old + new + 7) // 8)], num_logits=1

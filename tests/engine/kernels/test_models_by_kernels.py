@@ -1,7 +1,6 @@
-"""Models with experts, all of whose layers are computed by the GPU's kernels, in the interpreter: transformers' tokens.
+"""MoE models with all layers on the GPU kernels, in the interpreter, compared with transformers.
 
-What a GPU has and a CPU has not is made here, too: banks of experts that are computed at once, with those of all tokens
-among them.
+Patches in the parts that only a GPU uses: banks computed at once that include the shared experts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.engine.kernels.pools import DEVICE
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, reference_logits
 
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_whole_models.py asks a GPU itself")
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_whole_models.py covers GPUs")
 
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 QWEN2_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -39,13 +38,14 @@ BLOCK_SIZE, BLOCKS_OF_ROW = 8, 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_transformers(family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_equal_transformers(family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, model = tiny_model(family, **FAMILIES[family], num_hidden_layers=2)
     runner = with_all_kernels(directory, monkeypatch)
     sequences = prompts(30, 9, 17)
     expected = [reference_logits(model, sequence) for sequence in sequences]
     computed = logits_of(runner, sequences, [(0, len(sequence) - 3) for sequence in sequences])
-    for back in (2, 1):  # after a step of prompts, steps of one token each
+    # After a step of prompts, steps of one token each.
+    for back in (2, 1):
         check(computed, [of_sequence[-1 - back - 1] for of_sequence in expected])
         ends = [len(sequence) - back for sequence in sequences]
         computed = logits_of(runner, sequences, [(end - 1, end) for end in ends])
@@ -60,14 +60,15 @@ def with_all_kernels(directory: Path, monkeypatch: pytest.MonkeyPatch) -> ModelR
         )
 
     monkeypatch.setattr(ExpertStack, "of", stack)
-    monkeypatch.setattr(SharedExpert, "read", None)  # none stands apart
+    # Shared experts must be in the bank.
+    monkeypatch.setattr(SharedExpert, "read", None)
     monkeypatch.setattr(experts, "pieces_of_shared", lambda reader, shape: shape.shared_size // shape.intermediate_size)
     launch_kernels(monkeypatch)
     return ModelRunner(EngineConfig(model_dir=directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=15))
 
 
 def logits_of(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int, int]]) -> torch.Tensor:
-    """Of the last token of each span."""
+    """Return the logits of the last token of each span."""
     rows = [
         Row(
             token_ids=sequence[start:end],

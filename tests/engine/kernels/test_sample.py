@@ -1,4 +1,4 @@
-"""The kernel that chooses tokens: what the sampler's torch path chooses, and the same in every batch."""
+"""Sampling kernel compared with the sampler's torch path, independent of the batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.engine.kernels.pools import DEVICE
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 V = 2000 if DEVICE.type == "cpu" else 151_937
-_SMALL = Tiling(block=512, num_warps=4)  # so that a row has several tiles in the interpreter, too
+# Several tiles per row in the interpreter too.
+_SMALL = Tiling(block=512, num_warps=4)
 
 
 def _rows(samplings: list[Sampling], seed: int = 0) -> list[SamplingRow]:
@@ -31,7 +32,7 @@ def _rows(samplings: list[Sampling], seed: int = 0) -> list[SamplingRow]:
 
 
 def _logits(num_rows: int, seed: int, *, is_rounded: bool = False) -> Tensor:
-    """is_rounded: as a model in bf16 has them, many of which are equal."""
+    """Return logits; is_rounded: rounded to bf16, with many ties, as in a bf16 model."""
     x = torch.randn(num_rows, V, generator=torch.Generator().manual_seed(seed)) * 3
     x[:, ::7] = -math.inf
     return (x.bfloat16().float() if is_rounded else x).to(DEVICE)
@@ -44,29 +45,30 @@ def _chosen(logits_RV: Tensor, rows: list[SamplingRow], tiling: Tiling = _SMALL)
 
 
 @pytest.mark.parametrize(("temperature", "is_rounded"), [(0.3, True), (1.0, False), (2.0, True)])
-def test_it_draws_what_the_reference_draws(temperature: float, is_rounded: bool) -> None:
+def test_draws_equal_reference(temperature: float, is_rounded: bool) -> None:
     limits = [*product((0, 7, 300), (1.0, 0.9, 0.3), (0.0, 0.05)), (1, 0.5, 0.0), (V, 1e-6, 0.0), (1 << 40, 0.99, 1.0)]
     rows = _rows([Sampling(temperature=temperature, top_k=k, top_p=p, min_p=m) for k, p, m in limits])
     logits = _logits(len(rows), seed=int(temperature * 10), is_rounded=is_rounded)
     expected = sampler.reference_draw(logits.cpu(), rows).tolist()
     chosen = _chosen(logits, rows)
-    # A sum in fp32 may be within rounding of a draw, and then the neighbour is drawn.
+    # A fp32 sum may be within rounding of a draw, which then selects the neighbour.
     num_others = sum(one != other for one, other in zip(chosen, expected, strict=True))
     assert num_others <= (0 if DEVICE.type == "cpu" else 1), num_others
 
 
-def test_a_choice_depends_on_its_own_row_only() -> None:
+def test_choice_depends_on_its_own_row_only() -> None:
     rows = _rows([Sampling(temperature=0.8, top_p=0.9, seed=i) for i in range(5)] + [Sampling(temperature=0.0)])
     logits = _logits(6, seed=1)
     together = _chosen(logits, rows)
     assert together == [_chosen(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     assert together[5] == int(logits[5].argmax())
-    spread = torch.cat([logits, logits], dim=1)[:, :V]  # rows that do not follow each other at once
+    # Rows that are not contiguous.
+    spread = torch.cat([logits, logits], dim=1)[:, :V]
     assert _chosen(spread, rows) == together
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_what_is_not_finite_is_told_apart(draws: bool) -> None:
+def test_non_finite_logits_have_distinct_error_codes(draws: bool) -> None:
     rows = _rows([Sampling(temperature=float(draws), top_p=0.9)] * 5)
     logits = _logits(5, seed=2)
     logits[0, 5], logits[1, 5], logits[2], logits[3, :] = math.nan, math.inf, -math.inf, 1.0
@@ -74,14 +76,12 @@ def test_what_is_not_finite_is_told_apart(draws: bool) -> None:
     assert chosen[:3] == [NOT_FINITE, NOT_FINITE, NO_LOGIT_IS_FINITE]
     assert 0 <= chosen[3] < V and logits[4, chosen[4]].isfinite()
     if not draws:
-        assert chosen[3] == 0, "the first of those that are equal"
+        assert chosen[3] == 0, "ties select the first token"
         assert launch_choice(logits, None, _SMALL).tolist() == chosen
 
 
 @pytest.mark.parametrize(("draw", "chosen"), [(0.0, 2), (1 - 2.0**-48, 4)])
-def test_the_outermost_draws_take_tokens_that_are_allowed(
-    draw: float, chosen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extreme_draws_select_allowed_tokens(draw: float, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: draw)
     logits = torch.tensor([[-9.0, -9.0, 1.0, 1.1, 1.2, -9.0]], device=DEVICE)
     assert _chosen(logits, _rows([Sampling(top_k=3)])) == [chosen]
@@ -95,8 +95,9 @@ def test_extreme_temperatures(temperature: float) -> None:
     assert (chosen == logits.argmax(-1).tolist()) == (temperature < 1)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy, in the interpreter
-def test_log_norms() -> None:
+# NumPy warns in the interpreter.
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_log_norms_equal_torch() -> None:
     logits = _logits(4, seed=4)
     logits[1, 3], logits[2] = math.nan, -math.inf
     norms = launch_log_norms(logits).squeeze(-1)
@@ -105,8 +106,8 @@ def test_log_norms() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the sampler launches it for a GPU's logits")
-def test_the_sampler_chooses_as_on_a_cpu() -> None:
-    """With all that a row may ask for, and log-probabilities."""
+def test_sampler_on_gpu_equals_cpu() -> None:
+    """With every sampling option, and log-probabilities."""
     samplings = [
         Sampling(temperature=0.0, num_logprobs=3),
         Sampling(temperature=0.7, top_k=20, top_p=0.9, num_logprobs=0),

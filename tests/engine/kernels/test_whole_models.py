@@ -1,4 +1,4 @@
-"""Models of every family on a GPU, kernel by kernel and replayed: transformers' logits."""
+"""Models of every family on a GPU, eager and with CUDA graphs, compared with transformers' logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import MakeModel, reference_logits
 
-# Where all layers are dense: with rounding a token may choose other experts, whose answer is another one.
+# Dense layers only: with rounding a token may choose other experts, which changes its logits.
 DENSE = ["llama", "qwen2", "qwen3", "mistral, sliding window", "deepseek_v3, all dense, long queries, halves"]
 
 
 def errors(tiny_model: MakeModel, family: str, dtype: str) -> list[float]:
-    """How far the logits of three sequences are from transformers' in fp32, in shares of their size: prompts beside a
-    later chunk, then one token each, alone as a replica that decodes computes them."""
+    """Return relative errors of three sequences' logits against transformers in fp32.
+
+    Runs prompts beside a later chunk, then one token each, and each sequence alone as in decode steps.
+    """
     architecture, changes = FAMILIES[family]
     directory, model = tiny_model(architecture, **changes)
     config = EngineConfig(

@@ -1,4 +1,4 @@
-"""The block manager as a state machine: whatever is done, each block is in one state and shared content stays whole."""
+"""Block manager as a state machine: each block is in one state, and shared content stays intact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.kv.eviction import EVICTIONS, make_eviction
 
 NUM_BLOCKS = 12
 ROOT = root_hash("model")
-# A few prefixes that share beginnings, so that matches of every depth occur.
+# Prefixes that share beginnings, so that matches of every depth occur.
 PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9], [1, 2, 7], [8]]
 
 
@@ -30,7 +30,7 @@ def hashes_of(prompt: list[int]) -> list[bytes]:
 
 
 class Table:
-    """One sequence's blocks, and how many of them are sealed."""
+    """Blocks of one sequence, and the number of them that are registered."""
 
     def __init__(self, prompt: list[int], blocks: list[int], num_full: int) -> None:
         self.hashes = hashes_of(prompt)
@@ -39,15 +39,17 @@ class Table:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Beside the manager, a model that knows what is written in each block."""
+    """Runs operations on the manager beside a model of each block's content."""
 
     def __init__(self, eviction: str) -> None:
         super().__init__()
         self.manager = BlockManager(NUM_BLOCKS, make_eviction(eviction, num_blocks=NUM_BLOCKS))
         self.tables: list[Table] = []
         self.quarantined: list[int] = []
-        self.content: dict[int, bytes] = {}  # block -> hash of what was sealed there; wrong once it is overwritten
-        self.findable: set[bytes] = set()  # as somebody knows who only hears of changes
+        # Block -> hash of its registered content; removed when overwritten.
+        self.content: dict[int, bytes] = {}
+        # Hashes that a follower of `take_changes` considers present.
+        self.findable: set[bytes] = set()
 
     def pick(self, data: st.DataObject) -> Table:
         return data.draw(st.sampled_from(self.tables))
@@ -62,7 +64,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         matched = self.manager.match(hashes)
         taken = self.manager.allocate(hashes, len(prompt) + extra)
         if taken is None:
-            assert len(prompt) + extra - matched > room - matched  # matched blocks may be cached or held
+            # Matched blocks may be cached or held.
+            assert len(prompt) + extra - matched > room - matched
             return
         blocks, num_cached = taken
         assert num_cached == matched and len(blocks) == len(set(blocks)) == len(prompt) + extra
@@ -93,7 +96,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
-    def seal_the_next(self, data: st.DataObject) -> None:
+    def register_the_next(self, data: st.DataObject) -> None:
         table = self.pick(data)
         if table.num_full == min(len(table.hashes), len(table.blocks)):
             return
@@ -101,7 +104,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.fill_block(block, prefix_hash)
         self.content.setdefault(block, prefix_hash)
         table.num_full += 1
-        assert self.manager.match([prefix_hash]) == 1  # here or in another block; its head may be gone
+        # Present in this or another block; its head may be gone.
+        assert self.manager.match([prefix_hash]) == 1
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), by_quarantine=st.booleans())
@@ -123,7 +127,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.quarantined = [block for block in self.quarantined if block not in blocks]
 
     @rule()
-    def hear_of_changes(self) -> None:
+    def follow_changes(self) -> None:
         for prefix_hash, is_there in self.manager.take_changes().items():
             (self.findable.add if is_there else self.findable.discard)(prefix_hash)
         assert self.findable == set(self.manager.full_hashes())
@@ -140,7 +144,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("any_eviction", [*EVICTIONS, *metafunc.config.getoption("eviction")])
 
 
-def test_what_is_unsealed_is_not_found_while_it_is_held_nor_later() -> None:
+def test_unregistered_block_is_never_matched() -> None:
     manager = BlockManager(2)
     taken = manager.allocate([], 2)
     assert taken
@@ -157,14 +161,14 @@ def test_what_is_unsealed_is_not_found_while_it_is_held_nor_later() -> None:
     assert manager.num_free == 2 and manager.match([b"a"]) == 0
 
 
-def test_whatever_is_done_nothing_is_lost(any_eviction: str) -> None:
+def test_operations_preserve_all_blocks(any_eviction: str) -> None:
     run_state_machine_as_test(
         partial(BlockManagerMachine, any_eviction),
         settings=settings(max_examples=100, stateful_step_count=40),
     )
 
 
-def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head() -> None:
+def test_lru_evicts_oldest_prefix_tail_first() -> None:
     manager = BlockManager(4)
     for prompt in ([1, 2], [3, 4]):
         taken = manager.allocate([], 2)
@@ -176,7 +180,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head(
     assert (manager.match(hashes_of([1, 2])), manager.match(hashes_of([3, 4]))) == (1, 2)
 
 
-def test_integrity_is_really_checked() -> None:
+def test_check_integrity_detects_errors() -> None:
     manager = BlockManager(3)
     manager._free.pop()
     with pytest.raises(AssertionError, match="lost"):

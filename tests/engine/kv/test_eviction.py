@@ -1,4 +1,4 @@
-"""Every eviction by the same suite; then what ReuseValue alone promises."""
+"""Conformance suite of eviction policies, and properties of ReuseValue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("any_eviction", [*EVICTIONS, *metafunc.config.getoption("eviction")])
 
 
-def test_every_candidate_is_given_up_once_and_no_other(any_eviction: str) -> None:
+def test_every_candidate_is_evicted_exactly_once(any_eviction: str) -> None:
     eviction = make_eviction(any_eviction, num_blocks=4, clock=FakeClock())
     for block in range(20):
         eviction.full(_hash(block))
@@ -39,7 +39,7 @@ def test_every_candidate_is_given_up_once_and_no_other(any_eviction: str) -> Non
         eviction.pop()
 
 
-def test_the_spare_go_first(any_eviction: str) -> None:
+def test_spare_blocks_are_evicted_first(any_eviction: str) -> None:
     eviction = make_eviction(any_eviction, num_blocks=4, clock=FakeClock())
     for block in range(5):
         eviction.add(block, _hash(block), Origin.FIRST)
@@ -47,15 +47,15 @@ def test_the_spare_go_first(any_eviction: str) -> None:
     assert eviction.pop() == 3
 
 
-def test_of_one_kind_the_oldest_goes_first(any_eviction: str) -> None:
+def test_oldest_of_one_kind_is_evicted_first(any_eviction: str) -> None:
     eviction = make_eviction(any_eviction, num_blocks=4, clock=FakeClock())
     for block in (4, 2, 7):
         eviction.add(block, _hash(block), Origin.FIRST)
     assert [eviction.pop() for _ in range(3)] == [4, 2, 7]
 
 
-def test_one_time_prompts_do_not_wash_out_what_is_used_again() -> None:
-    """A scan far larger than the memory passes between two uses of a working set; LRU would lose all of it."""
+def test_scan_does_not_evict_the_working_set() -> None:
+    """A scan far larger than the cache passes between two uses of a working set; LRU would lose all of it."""
     clock = FakeClock()
     eviction = ReuseValue(num_ghosts=400, clock=clock)
     room, hot = 200, range(50)
@@ -79,7 +79,7 @@ def test_one_time_prompts_do_not_wash_out_what_is_used_again() -> None:
     assert hits > 15 * len(hot)
 
 
-def test_memory_is_bounded_by_the_ghosts() -> None:
+def test_memory_is_bounded_by_num_ghosts() -> None:
     eviction = ReuseValue(num_ghosts=10, clock=FakeClock())
     for block in range(500):
         eviction.add(block, _hash(block), Origin.FIRST)
@@ -87,7 +87,7 @@ def test_memory_is_bounded_by_the_ghosts() -> None:
     assert len(eviction._past) == 10
 
 
-def test_what_everyone_begins_with_makes_no_conversation() -> None:
+def test_popular_prefix_does_not_count_as_a_conversation() -> None:
     eviction = ReuseValue(num_ghosts=10, clock=FakeClock())
     assert eviction.origin_after(None) is Origin.FIRST
     for _ in range(3):
@@ -99,11 +99,12 @@ def test_what_everyone_begins_with_makes_no_conversation() -> None:
     assert eviction.origin_after(_hash(1)) is Origin.FIRST
 
 
-def test_a_kind_that_is_used_again_is_worth_more() -> None:
+def test_reused_kind_has_a_higher_index() -> None:
     history = ReuseHistory([1.0, 1.0])
     for _ in range(500):
         history.used(0, 30.0)
         history.lost(1, 300.0)
     history.learn([], keep=1.0)
     assert history.index(0, 10.0) > 10 * history.index(1, 10.0)
-    assert history.index(0, 10.0) > history.index(0, 200.0)  # whoever has not come by then hardly comes
+    # A block without reuse so far is unlikely to be reused.
+    assert history.index(0, 10.0) > history.index(0, 200.0)

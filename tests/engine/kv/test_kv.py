@@ -1,4 +1,4 @@
-"""Where keys and values go and how they come back: batches, pools, 8 bits, and attention over them."""
+"""KV storage: batches, pools, 8-bit formats, and attention over them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 rows = st.lists(
     st.tuples(st.integers(0, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=6
-)  # start, tokens, wants logits
+)  # (start, tokens, needs logits)
 
 
 def to_rows(shapes: list[tuple[int, int, bool]]) -> list[Row]:
@@ -52,7 +52,7 @@ def to_rows(shapes: list[tuple[int, int, bool]]) -> list[Row]:
 
 
 @given(shapes=rows)
-def test_batch_says_where_every_token_goes(shapes: list[tuple[int, int, bool]]) -> None:
+def test_batch_flattens_rows(shapes: list[tuple[int, int, bool]]) -> None:
     made = to_rows(shapes)
     batch = Batch.of(made, block_size=BLOCK_SIZE)
     flat = [(row, position) for row in made for position in range(row.start, row.end)]
@@ -64,7 +64,7 @@ def test_batch_says_where_every_token_goes(shapes: list[tuple[int, int, bool]]) 
 
 
 @given(shapes=rows)
-def test_changes_survive_encoding(shapes: list[tuple[int, int, bool]]) -> None:
+def test_row_changes_round_trip(shapes: list[tuple[int, int, bool]]) -> None:
     changes = RowChanges.of(to_rows(shapes), block_size=BLOCK_SIZE)
     copy = RowChanges.decode(changes.encode())
     for name in RowChanges.__dataclass_fields__:
@@ -72,7 +72,7 @@ def test_changes_survive_encoding(shapes: list[tuple[int, int, bool]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_written_is_read(dtype: str) -> None:
+def test_written_kv_is_read_back(dtype: str) -> None:
     pool = make_pool(dtype)
     slots = torch.from_numpy(np.random.default_rng(0).permutation(64 * BLOCK_SIZE)[:40])
     k, v = random(40, 2, 16), random(40, 2, 16, seed=1)
@@ -93,7 +93,7 @@ def test_what_is_written_is_read(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
-def test_a_copied_block_is_the_same(dtype: str) -> None:
+def test_copied_block_is_equal(dtype: str) -> None:
     pool = make_pool(dtype)
     pool.write(0, torch.arange(8, 12), random(4, 2, 16), random(4, 2, 16, seed=1))
     pool.copy_block(2, 33)
@@ -101,7 +101,7 @@ def test_a_copied_block_is_the_same(dtype: str) -> None:
     assert two.any() and torch.equal(two, copy)
 
 
-def test_heads_of_all_ranks() -> None:
+def test_head_ranges_cover_all_heads() -> None:
     def ranges(heads: int, size: int) -> list[tuple[int, int]]:
         layout = make_pool("float32", num_kv_heads=heads, tensor_parallel=size).layout
         return [layout.head_range(rank) for rank in range(size)]
@@ -121,8 +121,10 @@ def test_heads_of_all_ranks() -> None:
 def test_rows_in_8_bits_are_within_half_a_step(
     kind: torch.dtype, scale: float, seed: int, dtype: torch.dtype, peak: float
 ) -> None:
-    """e4m3 has three bits of mantissa: an error of 1/16 of the value, or half of its smallest step times the scale.
-    int8's steps are all one scale, so that one large number costs the others of its row."""
+    """e4m3 has three mantissa bits: an error of 1/16 of the value, or half of its smallest step times the scale.
+
+    The steps of int8 equal the scale, so one large number costs accuracy in the others of its row.
+    """
     x = (random(5, 64, seed=seed) * scale).to(dtype)
     x[:, 7] *= peak
     codes, scales = quantize_rows(x, kind)
@@ -132,13 +134,13 @@ def test_rows_in_8_bits_are_within_half_a_step(
     error = (dequantize_rows(codes, scales, torch.float32) - x.float()).abs()
     bound = steps / 2 if kind == torch.int8 else x.float().abs() / 16 + steps * 2**-10
     assert (error <= bound * (1 + 2**-20)).all()
-    # A step is no larger than it must be: the scale is rounded up by 1/128 at most.
+    # The scale is rounded up by at most 1/128.
     assert (scales.float() * MOST[kind] <= x.float().abs().amax(dim=-1) * (1 + 2**-7)).all()
     assert (codes.float().abs().amax(dim=-1) >= MOST[kind] / 1.08).all()
 
 
 @pytest.mark.parametrize("kind", MOST, ids=str)
-def test_special_rows_in_8_bits(kind: torch.dtype) -> None:
+def test_zero_and_non_finite_rows_in_8_bits(kind: torch.dtype) -> None:
     x = torch.zeros(3, 8)
     x[1, 3], x[2, 5] = torch.nan, torch.inf
     codes, scales = quantize_rows(x, kind)
@@ -148,16 +150,17 @@ def test_special_rows_in_8_bits(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", MOST, ids=str)
-def test_every_code_has_its_value(kind: torch.dtype) -> None:
+def test_every_code_dequantizes_exactly(kind: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(kind).reshape(2, 128)
     for scale in (1.0, 2.0**-100, 2.0**100):
         scales = torch.full((2,), scale, dtype=torch.bfloat16)
-        values = dequantize_rows(codes, scales, torch.float32)[:, :127]  # e4m3's last of each half is NaN
+        # The last code of each half is NaN in e4m3.
+        values = dequantize_rows(codes, scales, torch.float32)[:, :127]
         assert torch.equal(values, codes.float()[:, :127] * scale)
 
 
 def naive_attention(q_THD: torch.Tensor, pool: KVPool, batch_rows: list[Row], window: int | None) -> torch.Tensor:
-    """One query and one head after the other."""
+    """Compute attention query by query and head by head."""
     out, token = torch.empty_like(q_THD), 0
     group = q_THD.shape[1] // pool.layout.heads_per_rank
     for row in batch_rows:
@@ -174,12 +177,12 @@ def naive_attention(q_THD: torch.Tensor, pool: KVPool, batch_rows: list[Row], wi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
-def test_attention_over_any_mix_of_rows(dtype: str, window: int | None) -> None:
-    """Prompts, later chunks and single tokens, of very different lengths, in one batch."""
+def test_attention_of_mixed_rows_equals_naive(dtype: str, window: int | None) -> None:
+    """Prompts, later chunks and single tokens of very different lengths in one batch."""
     shapes = [(0, 1), (0, 9), (29, 1), (13, 6), (4, 1), (0, 4), (199, 1), (16, 4), (3, 1), (30, 1), (31, 1)]
     batch_rows = to_rows([(start, count, True) for start, count in shapes])
     pool = make_pool(dtype, num_blocks=NUM_BLOCKS)
-    # Every slot holds something, so that a look at a wrong place is noticed.
+    # Fill every slot, so that reads of wrong places are noticed.
     slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
     pool.write(1, slots, random(len(slots), 2, 16), random(len(slots), 2, 16, seed=1))
     batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
@@ -189,7 +192,7 @@ def test_attention_over_any_mix_of_rows(dtype: str, window: int | None) -> None:
     torch.testing.assert_close(got, naive_attention(q_THD, pool, batch_rows, window), atol=1e-5, rtol=1e-5)
 
 
-def test_single_tokens_are_gathered_with_little_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_tokens_gather_little_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [1, 1, 2, 3, 5, 8, 13, 400, 410, 6, 7]
     batch_rows = to_rows([(length - 1, 1, True) for length in lengths])
     pool = make_pool("float32", num_blocks=NUM_BLOCKS)
@@ -207,7 +210,7 @@ def test_single_tokens_are_gathered_with_little_padding(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_blocks_come_back_bit_for_bit(dtype: str) -> None:
+def test_block_copies_round_trip(dtype: str) -> None:
     source, target = make_pool(dtype), make_pool(dtype)
     blocks = list(range(8))
     slots_T = torch.arange(8 * BLOCK_SIZE)

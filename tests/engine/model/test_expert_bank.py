@@ -1,4 +1,4 @@
-"""Banks of experts: one by one and all at once are the same, and nothing is read twice."""
+"""Banks of experts: one by one equals all at once, and no expert is read twice."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_one_by_one_and_all_at_once() -> None:
+def test_expert_list_equals_expert_stack() -> None:
     stack = ExpertStack(random(5, 12, 8), random(5, 8, 6, seed=1))
-    x, chosen = random(7, 8, seed=2), torch.tensor([[0, 4], [4, 0], [1, 2], [0, 1], [2, 4], [1, 0], [4, 2]])  # never 3
+    # Expert 3 is never chosen.
+    x, chosen = random(7, 8, seed=2), torch.tensor([[0, 4], [4, 0], [1, 2], [0, 1], [2, 4], [1, 0], [4, 2]])
     torch.testing.assert_close(ExpertList(stack.experts())(x, chosen), stack(x, chosen))
     for bank in (stack, ExpertList(stack.experts())):
         assert bank(x[:0], chosen[:0]).shape == (0, 2, 8)
 
 
-def test_only_what_the_last_bank_did_not_have_is_read() -> None:
+def test_only_new_experts_are_read() -> None:
     read: list[int] = []
 
     def make(index: int) -> Expert:

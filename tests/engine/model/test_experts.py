@@ -1,4 +1,4 @@
-"""Experts shared by ranks, split or spread: the same logits and tokens as one rank that holds them all."""
+"""Experts split over ranks or placed on them: logits and tokens equal those of a single rank."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size"
         (2, "qwen3_moe", QWEN3_MOE, True),
         (2, "qwen2_moe", QWEN2_MOE, False),
         (2, "deepseek_v3", DEEPSEEK_V3, True),
-        (4, "mixtral", MIXTRAL, True),  # ranks with 1 and with 2 experts; steps with fewer tokens than ranks
+        # Ranks with 1 and with 2 experts; steps with fewer tokens than ranks.
+        (4, "mixtral", MIXTRAL, True),
     ],
 )
-def test_logits_do_not_depend_on_who_holds_the_experts(
+def test_logits_do_not_depend_on_expert_placement(
     size: int, family: str, changes: dict, expert_parallel: bool, tiny_model: MakeModel, start_gang: StartGang
 ) -> None:
     directory, model = tiny_model(family, **changes)
@@ -42,34 +43,34 @@ def test_logits_do_not_depend_on_who_holds_the_experts(
         assert torch.equal(token_logits, results[0][2])
 
 
-def test_tokens_with_and_without_expert_parallelism(tiny_model: MakeModel, start_gang: StartGang) -> None:
+def test_expert_parallel_tokens_equal_single_rank(tiny_model: MakeModel, start_gang: StartGang) -> None:
     directory, _ = tiny_model("qwen3_moe", **QWEN3_MOE)
-    asked = prompts(13, 1, 22)
-    split = start_gang(2, gang.tokens, directory, asked, False)
-    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, asked, True)]
-    spread = start_gang(2, gang.tokens, directory, asked, True)
+    token_ids = prompts(13, 1, 22)
+    split = start_gang(2, gang.tokens, directory, token_ids, False)
+    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, token_ids, True)]
+    spread = start_gang(2, gang.tokens, directory, token_ids, True)
     assert [rank.result(TIMEOUT_S) for rank in (*split, *spread)] == alone * 4
 
 
-def test_copies_of_experts_that_move_change_no_token(tiny_model: MakeModel, start_gang: StartGang) -> None:
-    """Experts are placed anew every third step or so, by what was chosen until then."""
+def test_moving_expert_copies_do_not_change_tokens(tiny_model: MakeModel, start_gang: StartGang) -> None:
+    """Experts are placed again about every third step, by the choices so far."""
     directory, _ = tiny_model("deepseek_v3", **DEEPSEEK_V3)
-    asked = prompts(13, 1, 22)
-    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, asked, False)]
-    spread = start_gang(4, gang.tokens, directory, asked, True, 4, 3)
+    token_ids = prompts(13, 1, 22)
+    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, token_ids, False)]
+    spread = start_gang(4, gang.tokens, directory, token_ids, True, 4, 3)
     assert [rank.result(TIMEOUT_S) for rank in spread] == alone * 4
 
 
-def test_an_expert_that_is_chosen_much_comes_to_every_rank(start_gang: StartGang) -> None:
-    """Four experts and two places more: the last expert is chosen by all tokens, and after three steps both hold it."""
+def test_popular_expert_is_copied_to_every_rank(start_gang: StartGang) -> None:
+    """Four experts, two redundant places: all tokens choose the last expert; after three steps both ranks hold it."""
     results = [rank.result(TIMEOUT_S) for rank in start_gang(2, gang.experts_that_move, 4, 2, 3)]
     for banks, outputs in results:
         assert len(banks) == 2 and 3 in banks[1]
-        assert outputs == [[3.0] * 5] * 4, "whoever computes it"
+        assert outputs == [[3.0] * 5] * 4, "any rank must give the same result"
     assert [3 in banks[0] for banks, _ in results].count(True) == 1
 
 
-def test_all_to_all_of_every_size(start_gang: StartGang) -> None:
+def test_all_to_all_with_any_sizes(start_gang: StartGang) -> None:
     counts = [[1, 0, 5], [0, 0, 0], [2, 7, 1]]
     ranks = start_gang(3, gang.all_to_all, counts)
     for rank, result in enumerate(ranks):
@@ -77,8 +78,8 @@ def test_all_to_all_of_every_size(start_gang: StartGang) -> None:
         assert result.result(TIMEOUT_S).tolist() == expected
 
 
-def test_a_token_does_not_depend_on_the_tokens_beside_it(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    """Nor does one whose experts are chosen by nobody else."""
+def test_token_does_not_depend_on_other_tokens(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Includes a token whose experts no other token chooses."""
     directory, _ = tiny_model("mixtral", **MIXTRAL)
     sequences = prompts(20, 7)
     both = step(make_runner(directory), sequences, [(0, 0, 20), (1, 0, 7)])
@@ -86,7 +87,7 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it(tiny_model: MakeModel, 
     torch.testing.assert_close(both[1], alone[0], atol=1e-5, rtol=1e-5)
 
 
-def test_expert_parallelism_that_cannot_be_is_refused(tiny_model: MakeModel) -> None:
+def test_invalid_expert_parallelism_is_rejected(tiny_model: MakeModel) -> None:
     dense, _ = tiny_model("llama")
     with pytest.raises(SpecError, match="expert_parallel: LlamaForCausalLM has no experts"):
         load(dense).check_expert_parallel(2)
@@ -95,7 +96,8 @@ def test_expert_parallelism_that_cannot_be_is_refused(tiny_model: MakeModel) -> 
         load(sparse).check_expert_parallel(6)
     with pytest.raises(SpecError, match="redundant_experts: 6 are more than the 5 that 2 ranks do not hold"):
         load(sparse).check_expert_parallel(2, redundant=6)
-    assert load(sparse).num_parameters == sum(p.numel() for p in model.parameters()) - 3 * 5 * 48  # routers
+    # The difference is the routers' parameters.
+    assert load(sparse).num_parameters == sum(p.numel() for p in model.parameters()) - 3 * 5 * 48
     for family, changes in (("deepseek_v2", DEEPSEEK_V2), ("deepseek_v3", DEEPSEEK_V3)):
         directory, model = tiny_model(family, **changes)
         assert load(directory).num_parameters == sum(p.numel() for p in model.parameters()) - 2 * 8 * 48

@@ -1,4 +1,4 @@
-"""The engine computes what transformers computes: every family, in chunks and whole, alone and together."""
+"""Engine models compared with transformers: every family, chunked and whole, alone and batched."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def family(request: pytest.FixtureRequest, tiny_model: MakeModel) -> tuple[Path,
     return tiny_model(architecture, **changes)
 
 
-def test_whole_prompts_in_one_batch(family: tuple[Path, PreTrainedModel], make_runner: MakeRunner) -> None:
+def test_whole_prompts_equal_transformers(family: tuple[Path, PreTrainedModel], make_runner: MakeRunner) -> None:
     directory, model = family
     sequences = prompts(1, 37, 8, 80)
     logits = step(make_runner(directory), sequences, [(i, 0, len(s)) for i, s in enumerate(sequences)])
@@ -108,7 +108,9 @@ def test_whole_prompts_in_one_batch(family: tuple[Path, PreTrainedModel], make_r
         torch.testing.assert_close(row, reference_logits(model, sequence)[-1], atol=2e-4, rtol=1e-4)
 
 
-def test_chunks_beside_decoding_rows(family: tuple[Path, PreTrainedModel], make_runner: MakeRunner) -> None:
+def test_chunks_beside_decode_rows_equal_transformers(
+    family: tuple[Path, PreTrainedModel], make_runner: MakeRunner
+) -> None:
     """Sequences at different stages share each step: chunks that end inside blocks, and single tokens."""
     directory, model = family
     runner, sequences = make_runner(directory), prompts(50, 50, 50)
@@ -121,8 +123,8 @@ def test_chunks_beside_decoding_rows(family: tuple[Path, PreTrainedModel], make_
             torch.testing.assert_close(row, expected[i][end - 1], atol=2e-4, rtol=1e-4)
 
 
-def test_dynamic_rope_beyond_its_range(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    """There each token's frequencies follow from its own position, as when transformers decodes token by token."""
+def test_dynamic_rope_beyond_the_trained_range(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Each token's frequencies follow from its own position, as when transformers decodes token by token."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     directory, model = tiny_model("llama", max_position_embeddings=32, rope_parameters=rope)
     (tokens,) = prompts(48)
@@ -134,8 +136,8 @@ def test_dynamic_rope_beyond_its_range(tiny_model: MakeModel, make_runner: MakeR
     torch.testing.assert_close(logits[0], past.logits[0, -1], atol=2e-4, rtol=1e-4)
 
 
-def test_old_form_of_rope_settings(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
-    """Checkpoints from before transformers 5 say rope_theta and rope_scaling."""
+def test_rope_settings_of_older_transformers(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    """Checkpoints from before transformers 5 use rope_theta and rope_scaling."""
     directory, model = tiny_model("llama", rope_parameters=LLAMA3)
     text = (directory / "config.json").read_text()
     config = json.loads(text)
@@ -153,9 +155,9 @@ def test_old_form_of_rope_settings(tiny_model: MakeModel, make_runner: MakeRunne
 def test_half_precision_stays_within_its_noise(
     name: str, dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
-    """Against fp32, the engine in half precision is no further off than transformers in the same.
+    """The engine in half precision is as close to fp32 as transformers in the same dtype.
 
-    Without experts: which of them is chosen may turn on a rounding.
+    Without experts, because the choice of experts may depend on rounding.
     """
     directory, model = tiny_model(name, **(DEEPSEEK_V3 | {"first_k_dense_replace": 3} if "deepseek" in name else {}))
     sequences = prompts(40, 40, 40)
@@ -169,7 +171,7 @@ def test_half_precision_stays_within_its_noise(
 
 @pytest.mark.parametrize("pool_dtype", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("deepseek_v3", DEEPSEEK_V3)])
-def test_a_pool_of_8_bits_is_close_and_chunking_does_not_matter(
+def test_8_bit_pool_is_close_and_independent_of_chunking(
     name: str, changes: dict[str, Any], pool_dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
     directory, model = tiny_model(name, **changes)
@@ -183,7 +185,7 @@ def test_a_pool_of_8_bits_is_close_and_chunking_does_not_matter(
     assert 0 < (whole[0] - exact).abs().mean() < 0.1 * exact.std()
 
 
-def test_on_layer_comes_when_the_kv_is_there(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_on_layer_is_called_after_the_kv_is_written(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     directory, _ = tiny_model("llama")
     runner = make_runner(directory)
     written = []
@@ -206,7 +208,7 @@ def test_loading_reports_progress(tiny_model: MakeModel) -> None:
     assert fractions == sorted(fractions) and fractions[-1] == 1.0
 
 
-def test_wrong_tensors_are_named(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+def test_error_names_wrong_tensors(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
     directory, _ = tiny_model("llama")
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -220,7 +222,7 @@ def test_wrong_tensors_are_named(tiny_model: MakeModel, make_runner: MakeRunner,
         assert part in str(caught.value)
 
 
-def test_a_truncated_file_is_named(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+def test_error_names_truncated_file(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
     directory, _ = tiny_model("llama")
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
@@ -230,7 +232,7 @@ def test_a_truncated_file_is_named(tiny_model: MakeModel, make_runner: MakeRunne
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("mixtral", "bfloat16"), ("llama", "float32")])
-def test_deterministic_is_refused_where_it_cannot_be_kept(tiny_model: MakeModel, family: str, dtype: str) -> None:
+def test_deterministic_is_rejected_if_unsupported(tiny_model: MakeModel, family: str, dtype: str) -> None:
     directory, _ = tiny_model(family)
     config = EngineConfig(model_dir=directory, dtype=dtype, num_blocks=1, deterministic=True)
     with pytest.raises(SpecError, match="engine: deterministic"):

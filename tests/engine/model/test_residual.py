@@ -1,4 +1,4 @@
-"""What is added late is what is added at once, by the kernels of a GPU as by torch: dense layers, experts, both."""
+"""Deferred additions to the residual stream equal immediate ones, with kernels and torch, dense layers and experts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def sparse(*, has_shared: bool) -> SparseMLP:
         [sparse(has_shared=True), sparse(has_shared=False)],
     ],
 )
-def test_layers_add_alike(layers: list[GatedMLP | SparseMLP], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_layers_equal_immediate_layers(
+    layers: list[GatedMLP | SparseMLP], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x_TE, norm = random(TOKENS, HIDDEN, seed=9) * 5, RMSNorm(random(HIDDEN, seed=8) + 1, 1e-6)
     at_once, late = (Residual(x_TE, adds_late=adds_late) for adds_late in (False, True))
     for layer in layers:
@@ -64,8 +66,8 @@ def test_layers_add_alike(layers: list[GatedMLP | SparseMLP], by: str, monkeypat
     torch.testing.assert_close(late.total(), at_once.total(), atol=1e-5, rtol=1e-5)
 
 
-def test_whatever_is_added_before_the_next_norm() -> None:
-    """Two sums of experts, and two updates, in their order."""
+def test_several_additions_before_one_norm() -> None:
+    """Two expert sums and two updates, in order."""
     x_TE, norm = random(TOKENS, HIDDEN), RMSNorm(torch.ones(HIDDEN), 1e-6)
     experts = [ExpertSum(random(TOKENS, 2, HIDDEN, seed=i), random(TOKENS, 2, seed=i).abs()) for i in (1, 2)]
     updates: list[Tensor | ExpertSum] = [*experts, random(TOKENS, HIDDEN, seed=3), random(TOKENS, HIDDEN, seed=4)]

@@ -1,4 +1,4 @@
-"""Writing quantised checkpoints, and measuring what they cost."""
+"""Writing quantized checkpoints, and measuring their quality."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.tiny_models import MakeModel, reference_logits
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (5, 7), (130, 300)])
-def test_codes_are_within_half_a_step(shape: tuple[int, int]) -> None:
+def test_codes_are_within_half_a_step_of_the_weights(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     fp8 = fp8_parts(weight)
     numbers = (
@@ -32,19 +32,17 @@ def test_codes_are_within_half_a_step(shape: tuple[int, int]) -> None:
     if shape[0] % 128 == 0 and shape[1] % 128 == 0:
         theirs = Fp8Dequantize(None)._dequantize_one(fp8["weight"], fp8["weight_scale_inv"])
         torch.testing.assert_close(theirs.float(), numbers)
-    # e4m3: half a step is 1/16 of the number, and 2^-10 of the scale near zero.
+    # e4m3: half a step is 1/16 of the number, or 2^-10 of the scale near zero.
     bound = weight.abs() / 16 + weight.abs().max() / 448 * 2**-9
     assert ((numbers - weight).abs() <= bound).all()
     int8 = int8_parts(weight)
     assert ((int8["weight"] * int8["weight_scale"] - weight).abs() <= int8["weight_scale"] * 0.5001).all()
-    assert int8["weight"].abs().amax(1).eq(127).all(), "the range is used"
+    assert int8["weight"].abs().amax(1).eq(127).all(), "codes must use the full range"
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_a_written_checkpoint_reads_as_what_it_stands_for(
-    kind: str, family: str, tiny_model: MakeModel, tmp_path: Path
-) -> None:
+def test_written_checkpoint_reads_back(kind: str, family: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     directory, _ = tiny_model(family)
     quantize_checkpoint(directory, tmp_path / "q", kind)
     before, after = open_checkpoint(directory), open_checkpoint(tmp_path / "q")
@@ -61,14 +59,14 @@ def test_a_written_checkpoint_reads_as_what_it_stands_for(
             assert torch.equal(read, exact)
     stored = load_file(tmp_path / "q" / "model-00001.safetensors")
     assert {stored[name].itemsize for name in quantised} == {1}
-    with pytest.raises(SpecError, match="is there already"):
+    with pytest.raises(SpecError, match="already exists"):
         quantize_checkpoint(directory, tmp_path / "q", kind)
-    with pytest.raises(SpecError, match="quantised already"):
+    with pytest.raises(SpecError, match="already quantized"):
         quantize_checkpoint(tmp_path / "q", tmp_path / "again", kind)
 
 
-def test_perplexity_is_that_of_transformers(tiny_model: MakeModel) -> None:
-    """Windows of 20 tokens, 8 scored in each; 8 bits in the pool or on the wire change it a little, FP8 weights too."""
+def test_perplexity_equals_transformers(tiny_model: MakeModel) -> None:
+    """Windows of 20 tokens with 8 scored; an 8-bit pool or wire changes it a little, and so do FP8 weights."""
     directory, model = tiny_model("llama")
     words = Tokenizer(WordLevel({str(i): i for i in range(VOCAB_SIZE)}, unk_token="0"))
     words.pre_tokenizer = Whitespace()
@@ -90,7 +88,7 @@ def test_perplexity_is_that_of_transformers(tiny_model: MakeModel) -> None:
         "wire int8",
     ]
     assert all(0 < abs(row["difference_percent"]) < 5 for row in others)
-    with pytest.raises(SpecError, match="60 tokens, which do not fill one window of 100"):
+    with pytest.raises(SpecError, match="60 tokens, fewer than one window of 100"):
         compare({"all": Setting(model_dir=directory)}, text, dtype="float32", window=100, stride=50, max_windows=1)
 
 

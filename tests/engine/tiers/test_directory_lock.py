@@ -1,4 +1,4 @@
-"""Directories on one node: nobody shares one, and nobody's blocks are forgotten."""
+"""Directory locks on one node: exclusive while held, and reused afterwards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from engine.tiers.directory_lock import choose_lock, open_key, take_lock
 
 
-def test_two_replicas_have_two_directories(tmp_path: Path) -> None:
+def test_replicas_get_separate_directories(tmp_path: Path) -> None:
     one, other = (choose_lock(tmp_path, replica=name) for name in ("prefill-0", "prefill-1"))
     assert one.directory != other.directory
     one.release()
     other.release()
 
 
-def test_a_successor_takes_over_what_was_used_last(tmp_path: Path) -> None:
+def test_successor_locks_the_most_recent_slot(tmp_path: Path) -> None:
     first, second = (choose_lock(tmp_path, replica=name) for name in ("prefill-0", "prefill-1"))
     os.utime(first.directory, (2000, 2000))
     os.utime(second.directory, (1000, 1000))
@@ -32,7 +32,7 @@ def test_a_successor_takes_over_what_was_used_last(tmp_path: Path) -> None:
         lock.release()
 
 
-def test_a_new_claim_never_has_the_name_of_one_that_is_held(tmp_path: Path) -> None:
+def test_new_slot_name_is_unique(tmp_path: Path) -> None:
     old = choose_lock(tmp_path, replica="prefill-0")
     new = choose_lock(tmp_path, replica="prefill-0")
     assert (old.name, new.name) == ("prefill-0", "prefill-0-1")
@@ -40,7 +40,7 @@ def test_a_new_claim_never_has_the_name_of_one_that_is_held(tmp_path: Path) -> N
     new.release()
 
 
-def test_the_ranks_of_a_replica_use_one_claim(tmp_path: Path) -> None:
+def test_ranks_of_a_replica_share_a_slot(tmp_path: Path) -> None:
     leader = choose_lock(tmp_path, replica="decode-0")
     follower = take_lock(tmp_path, name=leader.name, rank=1)
     assert follower and follower.directory.parent == leader.directory.parent != follower.directory
@@ -49,10 +49,10 @@ def test_the_ranks_of_a_replica_use_one_claim(tmp_path: Path) -> None:
     follower.release()
 
 
-def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+def test_killed_process_releases_its_lock(tmp_path: Path) -> None:
     program = (
-        "import os, pathlib, signal, sys; from engine.tiers.directory_lock import choose_claim;"
-        "choose_claim(pathlib.Path(sys.argv[1]), replica='prefill-0'); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, pathlib, signal, sys; from engine.tiers.directory_lock import choose_lock;"
+        "choose_lock(pathlib.Path(sys.argv[1]), replica='prefill-0'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False)
     lock = choose_lock(tmp_path, replica="prefill-1")
@@ -61,11 +61,11 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
 
 
 def _modes(root: Path) -> set[int]:
-    """Of everything below, and of itself; what others may do."""
+    """Return the group and other permission bits of `root` and everything below."""
     return {path.stat().st_mode & 0o077 for path in (root, *root.rglob("*"))}
 
 
-def test_directories_and_locks_are_for_their_owner_alone_also_those_of_an_earlier_version(tmp_path: Path) -> None:
+def test_directories_and_locks_are_private(tmp_path: Path) -> None:
     root = tmp_path / "blocks"
     (root / "prefill-0" / "rank-0").mkdir(parents=True, mode=0o755)
     for directory in (root, root / "prefill-0", root / "prefill-0" / "rank-0"):
@@ -77,7 +77,7 @@ def test_directories_and_locks_are_for_their_owner_alone_also_those_of_an_earlie
         lock.release()
 
 
-def test_a_key_is_made_once_whoever_asks_first_and_outlives_replicas(tmp_path: Path) -> None:
+def test_key_is_created_once_and_outlives_replicas(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         keys = set(pool.map(lambda _: open_key(tmp_path / "blocks"), range(8)))
     assert len(keys) == 1 and keys == {open_key(tmp_path / "blocks")} and len(next(iter(keys))) == 32
@@ -85,10 +85,10 @@ def test_a_key_is_made_once_whoever_asks_first_and_outlives_replicas(tmp_path: P
     assert open_key(tmp_path / "others") not in keys
 
 
-def test_a_key_that_others_could_read_or_have_put_there_is_refused(tmp_path: Path) -> None:
+def test_key_readable_or_owned_by_others_is_rejected(tmp_path: Path) -> None:
     open_key(tmp_path)
     (tmp_path / "key").chmod(0o640)
-    with pytest.raises(PermissionError, match="owner alone"):
+    with pytest.raises(PermissionError, match="mode 0600"):
         open_key(tmp_path)
     (tmp_path / "key").unlink()
     (tmp_path / "elsewhere").write_bytes(bytes(32))

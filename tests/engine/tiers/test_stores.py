@@ -1,4 +1,4 @@
-"""Every store by the same suite; then what files alone can suffer."""
+"""Conformance suite of block stores, and faults of files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _settle(store: BlockStore) -> None:
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_what_was_put_is_got_bit_for_bit(store: BlockStore, is_settled: bool) -> None:
+def test_get_returns_the_stored_bytes(store: BlockStore, is_settled: bool) -> None:
     for number in range(_NUM_PLACES):
         assert store.put(number, _hash(number), _payload(number))
     if is_settled:
@@ -81,7 +81,7 @@ def test_another_block_is_a_miss(store: BlockStore) -> None:
     assert store.get(1, _hash(0)) is None
 
 
-def test_a_place_holds_what_was_put_last(store: BlockStore) -> None:
+def test_put_replaces_the_block_of_a_place(store: BlockStore) -> None:
     for number in range(5):
         store.put(3, _hash(number), _payload(number))
     _settle(store)
@@ -92,7 +92,7 @@ def test_a_place_holds_what_was_put_last(store: BlockStore) -> None:
     assert payload is not None and torch.equal(payload, _payload(9))
 
 
-def test_a_payload_is_the_callers_again(store: BlockStore) -> None:
+def test_caller_may_reuse_the_payload(store: BlockStore) -> None:
     payload = _payload(1)
     store.put(1, _hash(1), payload)
     payload.zero_()
@@ -101,7 +101,7 @@ def test_a_payload_is_the_callers_again(store: BlockStore) -> None:
     assert found is not None and torch.equal(found, _payload(1))
 
 
-# The disk alone.
+# Disk store only.
 
 
 def _write(directory: Path, *numbers: int) -> None:
@@ -115,7 +115,7 @@ def _file(directory: Path, place: int) -> Path:
     return directory / f"{place:08d}.kv"
 
 
-def test_another_life_finds_the_blocks(tmp_path: Path) -> None:
+def test_later_process_finds_the_blocks(tmp_path: Path) -> None:
     _write(tmp_path, 4, 2, 0)
     for age, place in enumerate((0, 4, 2)):
         os.utime(_file(tmp_path, place), (1000 - age, 1000 - age))
@@ -150,8 +150,8 @@ _HARM: dict[str, Callable[[Path], None]] = {
     "magic": _flip(0),
     "version": _flip(8),
     "prefix hash": _flip(45),
-    "seal of the payload": _flip(60),
-    "seal of the header": _flip(100),
+    "signature of the payload": _flip(60),
+    "signature of the header": _flip(100),
     "truncated": _truncate,
     "longer": _lengthen,
     "empty": lambda path: path.write_bytes(b""),  # type: ignore[dict-item, return-value]
@@ -181,13 +181,14 @@ def test_a_harmed_file_is_a_miss_and_is_deleted(
     "stamp",
     [
         Stamp(replace(_LAYOUT, model="other"), 0, _KEY),
-        Stamp(replace(_LAYOUT, dtype="int8"), 0, _KEY),  # as many bytes, which mean something else
+        # Same size, different meaning.
+        Stamp(replace(_LAYOUT, dtype="int8"), 0, _KEY),
         Stamp(_LAYOUT, rank=1, key=_KEY),
         Stamp(_LAYOUT, rank=0, key=bytes(32)),
     ],
     ids=["model", "dtype", "rank", "key"],
 )
-def test_a_foreign_file_is_deleted(tmp_path: Path, stamp: Stamp) -> None:
+def test_foreign_file_is_deleted(tmp_path: Path, stamp: Stamp) -> None:
     _write(tmp_path, 0, 1)
     (tmp_path / "00000002.part").write_bytes(b"half")
     (tmp_path / "note.txt").write_text("nothing of ours")
@@ -197,12 +198,13 @@ def test_a_foreign_file_is_deleted(tmp_path: Path, stamp: Stamp) -> None:
 
 
 def test_a_block_that_was_moved_or_made_without_the_key_is_a_miss(tmp_path: Path) -> None:
-    """Whoever can write files here makes us miss a block, and no more."""
+    """An attacker with write access to the directory can only cause misses."""
     _write(tmp_path, 0, 1)
     forged = Stamp(_LAYOUT, rank=0, key=bytes(32))
     write_block(_file(tmp_path, 0), forged, _hash(0), _payload(7))
     ours, theirs = _file(tmp_path, 1).read_bytes(), _payload(7).numpy().tobytes()
-    _file(tmp_path, 1).write_bytes(ours[: -len(theirs)] + theirs)  # the header that was there, other bytes
+    # Keep the header and replace the payload.
+    _file(tmp_path, 1).write_bytes(ours[: -len(theirs)] + theirs)
     store = _disk(tmp_path)
     assert store.get(0, _hash(0)) is None and store.get(1, _hash(1)) is None
     store.close()
@@ -223,7 +225,7 @@ def test_nobody_else_can_read_a_block_and_a_link_to_elsewhere_is_neither_read_no
     store.close()
 
 
-def test_a_smaller_store_deletes_what_has_no_place_in_it(tmp_path: Path) -> None:
+def test_smaller_store_deletes_files_without_a_place(tmp_path: Path) -> None:
     _write(tmp_path, 1, 5)
     store = DiskStore(tmp_path, _STAMP, num_places=3)
     assert store.wait_until_written(timeout_s=_WAIT_S)
@@ -242,7 +244,7 @@ def test_a_disk_that_takes_no_more_ends_the_writing_with_one_warning(
         for number in (1, 2, 3):
             store.put(number, _hash(10 + number), _payload(number))
             _settle(store)
-    assert len(caplog.records) == 1 and "no more KV blocks" in caplog.text
+    assert len(caplog.records) == 1 and "stopped writing KV blocks" in caplog.text
     assert store.take_lost() == [(1, _hash(11))]
     assert not store.put(4, _hash(4), _payload(4))
     assert store.get(0, _hash(0)) is not None and store.get(1, _hash(1)) is None

@@ -1,4 +1,4 @@
-"""Saves and loads beside the computation, on a device whose streams are in no order but what marks say."""
+"""Saves and loads overlapped with compute, on a fake device whose streams are ordered only by events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ END_S = 10.0
 
 
 class FakeDisk:
-    """Implements BlockStore: keeps what it is given in memory."""
+    """Implements BlockStore in memory."""
 
     num_places = NUM_PLACES
 
@@ -51,7 +51,7 @@ class FakeDisk:
 
 
 class Rank:
-    """A rank's pool and tiers, and somebody who computes. What a place holds is named after the place."""
+    """Pool and tiers of one rank with a compute thread. The content of a place is named after the place."""
 
     def __init__(self, device: FakeStreams) -> None:
         self.device = device
@@ -74,9 +74,10 @@ class Rank:
             self.pool.write(layer, slots, *numbers)
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        """Blocks to places, neither of which somebody is loading."""
+        """Save blocks to places, skipping those in use by a load."""
         blocks, places = ({ends[i] for ends in self.loading.values()} for i in range(2))
-        free = {block: place for block, place in pairs if block not in blocks and place not in places}  # each once
+        # Each place once.
+        free = {block: place for block, place in pairs if block not in blocks and place not in places}
         saves = [Save(Tier.HOST, block, place, bytes([place])) for block, place in free.items()]
         self.saved.update(free.values())
         self.tiers.carry_out(TierOrders(saves=saves))
@@ -95,7 +96,7 @@ class Rank:
                 self.tiers.carry_out(TierOrders(loads=[LoadOrder(number, [source])]))
 
     def attend(self) -> None:
-        """To what was ordered to be loaded: all of it."""
+        """Read all blocks that were ordered to be loaded."""
         for _ in range(len(self.loading)):
             answer = self.loaded.get(timeout=END_S)
             block, _ = self.loading.pop(answer.id)
@@ -136,7 +137,7 @@ acts = st.one_of(
 
 @settings(max_examples=25)
 @given(steps=st.lists(acts, max_size=12))
-def test_nothing_that_a_tier_touches_is_out_of_order(steps: list[Any]) -> None:
+def test_random_orders_have_no_races(steps: list[Any]) -> None:
     with rank() as made:
         for what, *values in steps:
             if what == "compute":
@@ -149,10 +150,11 @@ def test_nothing_that_a_tier_touches_is_out_of_order(steps: list[Any]) -> None:
 
 
 def everything(made: Rank) -> None:
-    """Every kind of order between every other, with blocks that are used at once for something else."""
+    """Issue every kind of order between all others, with blocks that are reused at once."""
     every = list(range(NUM_BLOCKS))
     made.compute(*every)
-    for _ in range(3):  # more than there is staging for
+    # More than the staging buffers hold.
+    for _ in range(3):
         made.save(list(zip(every, every, strict=True)))
         made.compute(*every)
     made.spill(1)
@@ -161,44 +163,44 @@ def everything(made: Rank) -> None:
     made.attend()
 
 
-def test_all_of_it_is_in_order() -> None:
+def test_all_kinds_of_orders_have_no_races() -> None:
     with rank() as made:
         everything(made)
     assert made.device.races == []
 
 
-# What would be wrong, and is to be found.
+# Faults that the test must detect.
 
 
-def _deaf(patch: pytest.MonkeyPatch, device: FakeStreams, stream: str) -> None:
-    """Nothing holds this stream up."""
+def _ignore_events(patch: pytest.MonkeyPatch, device: FakeStreams, stream: str) -> None:
+    """Make this stream ignore events."""
     hold_up = FakeEvent.hold_up
     patch.setattr(FakeEvent, "hold_up", lambda event: None if device.current == stream else hold_up(event))
 
 
-def fill_staging_that_is_on_its_way_down(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    _deaf(patch, device, "compute")
+def fill_staging_that_is_being_copied(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    _ignore_events(patch, device, "compute")
 
 
-def copy_down_what_is_not_gathered_yet(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    _deaf(patch, device, DOWN)
+def copy_down_before_the_gather(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    _ignore_events(patch, device, DOWN)
 
 
-def load_into_blocks_that_are_still_used(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    _deaf(patch, device, UP)
+def load_into_blocks_in_use(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    _ignore_events(patch, device, UP)
 
 
-def say_that_blocks_are_there_before_they_are(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def report_blocks_before_they_are_loaded(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     patch.setattr(FakeEvent, "wait", lambda event: None)
 
 
-def read_rows_that_are_not_saved_yet(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def read_rows_before_they_are_saved(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     is_saved = HostStore.is_saved
     at_once = streams.AtOnce()
     patch.setattr(HostStore, "is_saved", lambda store, place, name, when: is_saved(store, place, name, at_once))
 
 
-def gather_on_the_lane(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def gather_on_the_copy_stream(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     copy_out = KVPool.copy_out
 
     def elsewhere(pool: KVPool, blocks: list[int], **options: Any) -> Tensor:
@@ -208,12 +210,12 @@ def gather_on_the_lane(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     patch.setattr(KVPool, "copy_out", elsewhere)
 
 
-def mark_who_had_the_blocks_too_early(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def record_previous_use_too_early(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     early, load = device.mark(), BlockCopies.load
     patch.setattr(BlockCopies, "load", lambda copies, rows, blocks, behind: load(copies, rows, blocks, behind=early))
 
 
-def fill_locked_memory_that_is_still_read(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def fill_locked_memory_that_is_being_read(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     page_locked, memory = device.page_locked, dict[Any, Tensor]()
 
     def the_same(size: int, dtype: torch.dtype) -> Tensor:
@@ -222,14 +224,14 @@ def fill_locked_memory_that_is_still_read(patch: pytest.MonkeyPatch, device: Fak
     patch.setattr(device, "page_locked", the_same)
 
 
-def unlock_rows_that_are_still_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def unlock_rows_that_are_being_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     def close(store: HostStore) -> None:
         device.unlock_pages(store._rows)
 
     patch.setattr(HostStore, "close", close)
 
 
-def free_rows_that_are_still_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+def free_rows_that_are_being_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
     def close(store: HostStore) -> None:
         store._rows = torch.empty(0)
 
@@ -237,29 +239,29 @@ def free_rows_that_are_still_written(patch: pytest.MonkeyPatch, device: FakeStre
 
 
 MUTATIONS: list[Mutate] = [
-    fill_staging_that_is_on_its_way_down,
-    copy_down_what_is_not_gathered_yet,
-    load_into_blocks_that_are_still_used,
-    say_that_blocks_are_there_before_they_are,
-    read_rows_that_are_not_saved_yet,
-    gather_on_the_lane,
-    mark_who_had_the_blocks_too_early,
-    fill_locked_memory_that_is_still_read,
-    unlock_rows_that_are_still_written,
-    free_rows_that_are_still_written,
+    fill_staging_that_is_being_copied,
+    copy_down_before_the_gather,
+    load_into_blocks_in_use,
+    report_blocks_before_they_are_loaded,
+    read_rows_before_they_are_saved,
+    gather_on_the_copy_stream,
+    record_previous_use_too_early,
+    fill_locked_memory_that_is_being_read,
+    unlock_rows_that_are_being_written,
+    free_rows_that_are_being_written,
 ]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_a_fault_is_found(mutate: Mutate) -> None:
+def test_race_is_detected(mutate: Mutate) -> None:
     with rank(mutate) as made:
         everything(made)
     assert made.device.races
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_blocks_come_back_as_they_went_down() -> None:
-    """Though they are written again at once, and more go down than there is staging for."""
+def test_gpu_blocks_round_trip() -> None:
+    """Blocks are overwritten at once, and more are saved than staging buffers hold."""
     gpu, every = torch.device("cuda"), list(range(NUM_BLOCKS))
     layout = KVLayout(model="m", num_layers=8, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
     pool = KVPool(layout, num_blocks=2 * NUM_BLOCKS, device=gpu)

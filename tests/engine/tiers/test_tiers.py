@@ -1,4 +1,4 @@
-"""A replica's table and its ranks' stores together: whatever happens, a block that is found has its own content."""
+"""Table and stores of a replica together: a matched block always has its own content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAYOUT = KVLayout(
 _ROOT = root_hash("m")
 _NUM_BLOCKS = 6
 _WAIT_S = 10.0
-# Prompts that share beginnings, of a token a block.
+# Prompts with common beginnings, one token per block.
 _PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9], [1, 2, 7], [8], [11, 12, 13, 14], [21, 22, 23, 24, 25]]
 
 
@@ -59,7 +59,7 @@ class _Rank:
 
 
 class _Replica:
-    """Two ranks, and somebody who knows what belongs into each block."""
+    """Two ranks, and a record of each block's expected content."""
 
     def __init__(self, directory: Path, *, host: int, disk: int, eviction: str = "lru") -> None:
         self.directory = directory
@@ -69,12 +69,13 @@ class _Replica:
         self.blocks = BlockManager(_NUM_BLOCKS, make_eviction(eviction, num_blocks=_NUM_BLOCKS))
         lower = {tier: BlockManager(count) for tier, count in self.ranks[0].tiers.num_places.items()}
         self.table: TierTable[str] = TierTable(self.blocks, lower, num_ranks=2, block_bytes=_LAYOUT.block_bytes)
-        self.known: dict[bytes, Tier] = {}  # as somebody has it who only hears of changes
+        # Tiers according to a follower of `take_changes`.
+        self.known: dict[bytes, Tier] = {}
         if found := self.ranks[0].tiers.take_found():
             self.table.found(found)
 
     def begin(self, prompt: list[int]) -> tuple[list[bytes], list[int], int, Load[str] | None]:
-        """Take blocks for a prompt, and have loaded what is not on the device. -> hashes, blocks, cached, load"""
+        """Take blocks for a prompt and load missing ones. Returns hashes, blocks, number cached, load."""
         hashes = block_hashes(_ROOT, prompt, block_size=1)
         end = self.table.offer(hashes, compute_block_s=0.0)
         taken = self.blocks.allocate(hashes, len(prompt))
@@ -87,7 +88,7 @@ class _Replica:
         return hashes, blocks, num_cached, load
 
     def serve(self, prompt: list[int]) -> tuple[int, int]:
-        """How many blocks were cached, and how many were loaded."""
+        """Return the numbers of blocks that were cached and loaded."""
         hashes, blocks, num_cached, load = self.begin(prompt)
         num_loaded = self.finish(load).num_loaded if load else 0  # type: ignore[union-attr]
         num_here = num_cached + num_loaded
@@ -96,13 +97,13 @@ class _Replica:
             for prefix_hash, block in zip(hashes[num_here:], blocks[num_here:], strict=True):
                 rank.pool.copy_in(_content(prefix_hash, rank.rank), [block])
         for prefix_hash, block in zip(hashes[num_cached:], blocks[num_cached:], strict=True):
-            self.blocks.sign(block, prefix_hash)
+            self.blocks.fill_block(block, prefix_hash)
         self.blocks.free(blocks)
         self.note()
         return num_cached, num_loaded
 
     def give_up(self, prompt: list[int]) -> None:
-        """Its client goes away while blocks are loaded."""
+        """Cancel a prompt while its blocks are loading."""
         _, blocks, num_cached, load = self.begin(prompt)
         if load:
             self.table.give_up(load)
@@ -168,7 +169,7 @@ _steps = st.lists(
 
 @settings(max_examples=60)
 @given(_steps, st.integers(0, 4), st.integers(0, 5), st.sampled_from(["lru", "reuse_value"]))
-def test_what_is_found_is_what_was_kept(
+def test_matched_blocks_have_their_own_content(
     steps: list[tuple[str, list[int]]], host: int, disk: int, eviction: str
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -190,7 +191,7 @@ def make(tmp_path: Path) -> Callable[..., _Replica]:
     return lambda **arguments: _Replica(tmp_path, **arguments)
 
 
-def test_what_the_device_evicts_comes_back_from_memory_and_from_disk(make: Callable[..., _Replica]) -> None:
+def test_evicted_blocks_load_from_host_and_disk(make: Callable[..., _Replica]) -> None:
     replica = make(host=5, disk=20)
     first, *others = _PROMPTS[0], _PROMPTS[5], _PROMPTS[4]
     assert replica.serve(first) == (0, 0)
@@ -202,7 +203,7 @@ def test_what_the_device_evicts_comes_back_from_memory_and_from_disk(make: Calla
     replica.close()
 
 
-def test_another_life_serves_what_the_disk_has(make: Callable[..., _Replica]) -> None:
+def test_later_process_serves_blocks_from_disk(make: Callable[..., _Replica]) -> None:
     replica = make(host=0, disk=20)
     replica.serve(_PROMPTS[0])
     while replica.table.has_unsaved:
@@ -216,7 +217,7 @@ def test_another_life_serves_what_the_disk_has(make: Callable[..., _Replica]) ->
     replica.close()
 
 
-def test_a_rank_that_has_lost_a_block_is_no_worse_than_all_of_them(make: Callable[..., _Replica]) -> None:
+def test_block_lost_on_one_rank_is_a_miss(make: Callable[..., _Replica]) -> None:
     replica = make(host=0, disk=20)
     replica.serve(_PROMPTS[0])
     replica.serve([31, 32, 33, 34, 35, 36])
@@ -231,9 +232,11 @@ def test_a_rank_that_has_lost_a_block_is_no_worse_than_all_of_them(make: Callabl
         ([Tier.HOST] * 3, 1.0, 3),
         ([Tier.HOST] * 3, 0.05, 0),
         ([Tier.HOST, Tier.DISK, Tier.DISK], 1.0, 1),
-        ([Tier.DISK, Tier.HOST, Tier.HOST], 1.0, 0),  # 2.0 for the first is not made good
+        # The first block costs 2.0, which the others do not recover.
+        ([Tier.DISK, Tier.HOST, Tier.HOST], 1.0, 0),
         ([Tier.DISK, *[Tier.HOST] * 3], 1.0, 4),
-        ([Tier.DISK, Tier.HOST], 0.0, 2),  # nobody knows what computing takes
+        # The compute time is unknown.
+        ([Tier.DISK, Tier.HOST], 0.0, 2),
     ],
 )
 def test_loading_that_takes_longer_than_computing_is_not_done(

@@ -1,4 +1,4 @@
-"""The single-process engine: what it generates does not depend on what it generates beside."""
+"""Single-process engine: outputs do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ids(tokens: list[SampledToken]) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_greedy_equals_transformers(family: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_greedy_tokens_equal_transformers(family: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     directory, model = tiny_model(family)
     (prompt,) = prompts(20)
     (tokens,) = generate(make_runner(directory), [prompt], GREEDY)
@@ -42,26 +42,30 @@ def test_greedy_equals_transformers(family: str, tiny_model: MakeModel, make_run
 @pytest.mark.parametrize(
     "limits", [{"max_batch_tokens": 7}, {"max_running": 1}, {"max_running": 2, "max_batch_tokens": 16}]
 )
-def test_batching_changes_nothing(limits: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_tokens_do_not_depend_on_batching(
+    limits: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner
+) -> None:
     directory, _ = tiny_model("llama")
-    asked = prompts(30, 3, 17, 8)
-    alone = [generate(make_runner(directory), [p], s)[0] for p, s in zip(asked, MIXED, strict=True)]
-    together = generate(make_runner(directory), asked, MIXED, **limits)
+    token_ids = prompts(30, 3, 17, 8)
+    alone = [generate(make_runner(directory), [p], s)[0] for p, s in zip(token_ids, MIXED, strict=True)]
+    together = generate(make_runner(directory), token_ids, MIXED, **limits)
     assert [ids(tokens) for tokens in together] == [ids(tokens) for tokens in alone]
     assert [len(tokens) for tokens in together] == [12, 9, 15, 6]
     assert all(token.logprob and len(token.logprob.top) == 3 for token in together[1])
 
 
-def test_a_small_pool_only_makes_it_wait(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_small_pool_gives_the_same_tokens(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     directory, _ = tiny_model("llama")
-    asked = prompts(30, 30, 30)
-    roomy = generate(make_runner(directory), asked, GREEDY)
-    assert [ids(t) for t in generate(make_runner(directory, num_blocks=6), asked, GREEDY)] == [ids(t) for t in roomy]
+    token_ids = prompts(30, 30, 30)
+    roomy = generate(make_runner(directory), token_ids, GREEDY)
+    assert [ids(t) for t in generate(make_runner(directory, num_blocks=6), token_ids, GREEDY)] == [
+        ids(t) for t in roomy
+    ]
     with pytest.raises(ContextLengthExceeded):
-        generate(make_runner(directory, num_blocks=5), asked, GREEDY)
+        generate(make_runner(directory, num_blocks=5), token_ids, GREEDY)
 
 
-def test_ends(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_finish_reasons(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     directory, _ = tiny_model("llama")
     runner = make_runner(directory)
     (prompt,) = prompts(20)
@@ -75,4 +79,5 @@ def test_ends(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     )
     assert stop not in ids(late)[: first + 2]
     (until_full,) = generate(runner, prompts(125, vocab_size=VOCAB_SIZE), GREEDY)
-    assert len(until_full) == 3 and until_full[-1].finish_reason is FinishReason.LENGTH  # 128 is the model's context
+    # The model's context is 128.
+    assert len(until_full) == 3 and until_full[-1].finish_reason is FinishReason.LENGTH

@@ -1,4 +1,4 @@
-"""GGUF files of every supported type and architecture compute what transformers computes with the same numbers."""
+"""GGUF files of every supported type and architecture, compared with transformers on the same numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_equal_those_of_the_dequantised_model(name: str, make_runner: MakeRunner, tmp_path: Path) -> None:
+def test_logits_equal_the_dequantized_model(name: str, make_runner: MakeRunner, tmp_path: Path) -> None:
     family, kind, changes = CASES[name]
     model = random_model(tiny_config(family, **(SHAPE | changes)))
     metadata = {"llama.attention.sliding_window": changes["sliding_window"]} if "sliding_window" in changes else {}
@@ -54,7 +54,8 @@ def test_rope_scaling_of_gguf_files(scaling: str, make_runner: MakeRunner, tmp_p
     model = random_model(tiny_config("llama", rope_parameters=rope, **SHAPE))
     metadata: dict[str, Any] = {}
     extra: dict[str, np.ndarray] = {}
-    if scaling == "llama3":  # stored as a tensor: what each frequency is divided by
+    # Stored as a tensor of divisors of the frequencies.
+    if scaling == "llama3":
         plain = 1.0 / 10000.0 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
         extra["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq.numpy()
     else:
@@ -69,8 +70,8 @@ def test_rope_scaling_of_gguf_files(scaling: str, make_runner: MakeRunner, tmp_p
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in GGML_TYPES.values() if kind.block > 1])
-def test_parts_of_quantised_tensors(name: str, tmp_path: Path) -> None:
-    """Any rows and columns of a tensor are those of the whole, as gguf itself dequantises it."""
+def test_slices_of_quantized_tensors(name: str, tmp_path: Path) -> None:
+    """Any rows and columns equal those of the whole tensor as dequantized by gguf."""
     kind = GGMLQuantizationType[name]
     block, _ = gguf.GGML_QUANT_SIZES[kind]
     rows, columns = 24, 3 * block
@@ -88,7 +89,7 @@ def test_parts_of_quantised_tensors(name: str, tmp_path: Path) -> None:
     assert torch.equal(checkpoint.read("w", rows=(2, 3), columns=(0, 1)), whole[2:3, :1])
 
 
-def test_files_in_several_parts(make_runner: MakeRunner, tmp_path: Path) -> None:
+def test_split_files(make_runner: MakeRunner, tmp_path: Path) -> None:
     model = random_model(tiny_config("llama", **SHAPE))
     write_model(tmp_path / "whole.gguf", model, quantized=GGMLQuantizationType.F32)
     names = split(tmp_path / "whole.gguf", parts=3)
@@ -104,7 +105,7 @@ def test_files_in_several_parts(make_runner: MakeRunner, tmp_path: Path) -> None
 
 
 def split(whole: Path, *, parts: int) -> list[str]:
-    """As llama-gguf-split does: metadata in the first part, tensors dealt out."""
+    """Split a file as llama-gguf-split does: metadata in the first part, tensors distributed over all."""
     reader = gguf.GGUFReader(whole)
     names = [f"m-{part:05}-of-{parts:05}.gguf" for part in range(1, parts + 1)]
     for part, name in enumerate(names):

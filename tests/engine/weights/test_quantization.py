@@ -1,4 +1,4 @@
-"""Checkpoints in each quantised format compute what transformers computes with the numbers that they stand for."""
+"""Checkpoints in each quantized format, compared with transformers on the dequantized numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_runner(directory: Path, weights: str) -> ModelRunner:
 
 @pytest.mark.parametrize("weights", ["as_stored", "quantized"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_logits_are_those_of_the_numbers(kind: str, weights: str, tmp_path: Path) -> None:
+def test_logits_equal_the_dequantized_model(kind: str, weights: str, tmp_path: Path) -> None:
     model = random_model(tiny_config("llama", **SHAPE))
     write_quantised(tmp_path, model, kind)
     (tokens,) = prompts(30)
@@ -53,8 +53,8 @@ def test_logits_are_those_of_the_numbers(kind: str, weights: str, tmp_path: Path
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parent / "formats").glob("*.safetensors")), ids=lambda p: p.stem
 )
-def test_numbers_are_those_of_the_formats_own_library(path: Path, tmp_path: Path) -> None:
-    """Packed and widened by AutoAWQ, AutoGPTQ and compressed-tensors: see formats/make.py."""
+def test_numbers_equal_the_formats_own_library(path: Path, tmp_path: Path) -> None:
+    """Packed and dequantized by AutoAWQ, AutoGPTQ and compressed-tensors; see formats/make.py."""
     with safe_open(path, framework="pt") as file:
         config = json.loads(file.metadata()["quantization_config"])
     tensors = load_file(path)
@@ -69,8 +69,8 @@ def test_numbers_are_those_of_the_formats_own_library(path: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_parts_are_those_of_the_whole(kind: str, tmp_path: Path) -> None:
-    """As tensor parallelism cuts them: anywhere, also through a group or a pair of nibbles."""
+def test_slices_equal_the_whole(kind: str, tmp_path: Path) -> None:
+    """Sliced as for tensor parallelism, also inside a group or a pair of nibbles."""
     write_quantised(tmp_path, random_model(tiny_config("llama", **SHAPE)), kind)
     checkpoint, name = open_checkpoint(tmp_path), "model.layers.0.mlp.down_proj.weight"
     whole = checkpoint.read(name)
@@ -83,7 +83,7 @@ def test_parts_are_those_of_the_whole(kind: str, tmp_path: Path) -> None:
         assert torch.equal(kept.rows(0, len(expected)), expected)
 
 
-def test_fp8_blocks_are_dequantised_as_transformers_does() -> None:
+def test_fp8_blocks_dequantize_as_in_transformers() -> None:
     matrix = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
     parts, numbers = fp8_blocks(matrix)
     theirs = Fp8Dequantize(None)._dequantize_one(parts["weight"], parts["weight_scale_inv"])
@@ -91,7 +91,7 @@ def test_fp8_blocks_are_dequantised_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_gguf_stays_quantised(kind: str, tmp_path: Path) -> None:
+def test_gguf_stays_quantized(kind: str, tmp_path: Path) -> None:
     model = random_model(tiny_config("llama", **SHAPE))
     write_model(tmp_path / "m.gguf", model, quantized=gguf.GGMLQuantizationType[kind])
     import_gguf(tmp_path / "m.gguf", tmp_path)
@@ -101,13 +101,15 @@ def test_gguf_stays_quantised(kind: str, tmp_path: Path) -> None:
     matrix = reader.columns(name, (32, 64))
     assert isinstance(matrix, QuantizedMatrix)
     assert torch.equal(matrix.weights[0].rows(3, 9), checkpoint.read(f"{name}.weight", rows=(3, 9), columns=(32, 64)))
-    assert not isinstance(reader.columns(name, (30, 64)), QuantizedMatrix), "a block cannot be cut"
+    assert not isinstance(reader.columns(name, (30, 64)), QuantizedMatrix), (
+        "a slice through a block must be dequantized"
+    )
     (tokens,) = prompts(30)
     logits = step(make_runner(tmp_path, "quantized"), [tokens], [(0, 0, 30)])
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
 
 
-def test_unknown_forms_are_refused(tmp_path: Path) -> None:
+def test_unsupported_formats_are_rejected(tmp_path: Path) -> None:
     write_quantised(tmp_path, random_model(tiny_config("llama", **SHAPE)), "gptq")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["bits"] = 3
@@ -116,7 +118,7 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_a_last_group_may_have_fewer_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_group_may_be_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_files, "GROUP", 40)
     parts, numbers = awq(torch.randn(16, 96, generator=torch.Generator().manual_seed(0)))
     checkpoint = write_matrix(tmp_path, parts, {"quant_method": "awq", "bits": 4, "group_size": 40})
@@ -140,7 +142,7 @@ def test_a_last_group_may_have_fewer_inputs(tmp_path: Path, monkeypatch: pytest.
     ],
     ids=lambda wrong: ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in wrong.items()),
 )
-def test_groups_that_are_not_those_of_the_matrix_are_refused(tmp_path: Path, wrong: dict[str, torch.Tensor]) -> None:
+def test_mismatched_groups_are_rejected(tmp_path: Path, wrong: dict[str, torch.Tensor]) -> None:
     parts, _ = gptq(torch.randn(16, 96, generator=torch.Generator().manual_seed(0)))
     del parts["g_idx"]
     checkpoint = write_matrix(tmp_path, parts | wrong, {"quant_method": "gptq", "bits": 4, "group_size": 16})
@@ -155,8 +157,8 @@ def write_matrix(directory: Path, parts: dict[str, torch.Tensor], description: d
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 tensor", "int8 channels", "awq", "gptq"])
-def test_a_gpus_products_in_few_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole model with matrices as a GPU keeps them, by its kernels in the interpreter; its steps are recorded."""
+def test_low_bit_model_on_gpu_kernels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole model with GPU-format matrices, by its kernels in the interpreter; its steps are captured."""
     pytest.importorskip("triton")
     kept: list[CodedMatrix] = []
 

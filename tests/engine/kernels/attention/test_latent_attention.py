@@ -1,4 +1,4 @@
-"""Latent attention: the kernels compute what the references do, and the absorbed one's is softmax over the rows."""
+"""Latent attention kernels compared with their references and with softmax over the rows."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ BLOCKS, BLOCK_SIZE = 24, 8
     ("latent_dim", "rope_dim", "num_heads", "num_programs"),
     [(24, 8, 3, 1), (64, 16, 20, 1), (48, 16, 4, 3), (24, 8, 2, 20)],
 )
-def test_rows_of_any_length(
+def test_decode_rows_of_any_length(
     latent_dim: int, rope_dim: int, num_heads: int, num_programs: int, kind: str, dtype: torch.dtype
 ) -> None:
     pool, scales = random(BLOCKS, 1, 1, BLOCK_SIZE, latent_dim + rope_dim, dtype=dtype, seed=1), None
     if kind in EIGHT_BITS:
         pool, scales = quantize_rows(pool, EIGHT_BITS[kind], exact=rope_dim)
-    contexts = [1, 7, 40, 72, 0]  # a row of no keys fills up a batch
+    # A row without keys is padding.
+    contexts = [1, 7, 40, 72, 0]
     q = random(len(contexts), num_heads, latent_dim + rope_dim, dtype=dtype)
     order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(2))
     tables = torch.stack([order.roll(i)[:9] for i in range(len(contexts))]).int().to(DEVICE)
@@ -50,22 +51,27 @@ def test_rows_of_any_length(
     got = launch_latent_decode_attention(q, pool, scales, **case)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert not got[-1].any()
-    first = pool[tables[0, 0].long(), 0, 0, 0]  # the only key of the first row: what its latent stands for comes back
+    # The first row has a single key, so the result is its expanded latent.
+    first = pool[tables[0, 0].long(), 0, 0, 0]
     if kind == "wide":
         expected = value[0] @ first[:latent_dim]
         torch.testing.assert_close(got[0, 0], expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of keys that are masked after the product
+# NumPy warns about keys that are masked after the product.
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("nope", "rope", "value"), [(12, 8, 10), (32, 16, 16), (64, 32, 64)])
-def test_prompts(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
-    contexts, lengths = [135, 70, 3], [135, 40, 2]  # a whole prompt of two tiles, and chunks behind a prefix
-    begins, firsts = np.array([1, 136, 178]), [0, 144, 216]  # tokens 0, 176 and 177 belong to other rows
+def test_prompts_equal_reference(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
+    # A whole prompt of two tiles, and chunks after a prefix.
+    contexts, lengths = [135, 70, 3], [135, 40, 2]
+    # Tokens 0, 176 and 177 belong to other rows.
+    begins, firsts = np.array([1, 136, 178]), [0, 144, 216]
     q = random(180, 3, nope + rope, dtype=dtype)
     k, keys, v = (random(220, *shape, dtype=dtype, seed=i) for i, shape in enumerate([(3, nope), (rope,), (3, value)]))
     for numbers in (k, keys, v):
-        numbers[[135, 143, 214, 219]] = torch.inf  # what stands behind a row's last key is no number
+        # Garbage after a row's last key.
+        numbers[[135, 143, 214, 219]] = torch.inf
     outs = [torch.full((180, 3, value), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
     for attend, out in zip((launch_dense_prefill_attention, reference_dense_prefill_attention), outs, strict=True):
         attend(
@@ -84,7 +90,7 @@ def test_prompts(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
-def test_a_negative_slot_writes_nothing(kind: str) -> None:
+def test_negative_slot_writes_nothing(kind: str) -> None:
     pool, scales = random(2, 1, 1, BLOCK_SIZE, 32, seed=1), None
     if kind in EIGHT_BITS:
         pool, scales = quantize_rows(pool, EIGHT_BITS[kind], exact=8)
@@ -104,8 +110,8 @@ def test_a_negative_slot_writes_nothing(kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
 @pytest.mark.parametrize("num_tokens", [3, 70])
-def test_queries_are_absorbed_beside_rows_that_are_stored(num_tokens: int, kind: str, dtype: torch.dtype) -> None:
-    """More numbers of a latent than one program has, and more tokens; queries and rows are parts of a wider product."""
+def test_absorb_queries_equals_reference(num_tokens: int, kind: str, dtype: torch.dtype) -> None:
+    """More latent numbers and tokens than one program handles; queries and rows are views of a wider product."""
     num_heads, nope, rope, latent = 3, 12, 16, 136
     fused = random(num_tokens, num_heads * (nope + rope) + latent + rope, dtype=dtype)
     q, row = fused.tensor_split((-latent - rope,), dim=-1)
@@ -121,6 +127,7 @@ def test_queries_are_absorbed_beside_rows_that_are_stored(num_tokens: int, kind:
         absorbed = absorb(q, row, norm, 1e-6, angles.cos(), angles.sin(), pool, scales, slots, key, is_interleaved=True)
         kept = pool if scales is None else dequantize_rows(pool, scales, torch.float32, exact=rope)
         pools.append((absorbed, kept.float()))
-    bound = TOLERANCE[dtype] if kind == "wide" else 0.13  # a number between two codes may become either
+    # A number between two codes may become either.
+    bound = TOLERANCE[dtype] if kind == "wide" else 0.13
     torch.testing.assert_close(pools[0][0], pools[1][0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(pools[0][1], pools[1][1], atol=bound, rtol=bound)

@@ -1,4 +1,4 @@
-"""A router in one kernel: what a product, a choice and a sorting are one after another, whatever came before."""
+"""Fused MoE router compared with separate product, choice and sorting."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ V2 = ChoiceRule(num_choices=6, num_groups=8, num_groups_per_token=3, normalizes_
 V3 = ChoiceRule(num_choices=8, num_groups=8, num_groups_per_token=4, normalizes_weights=True, weight_scale=2.5)
 ALL = ChoiceRule(num_choices=2, normalizes_weights=True, num_shared=1)
 CASES = [(QWEN3, 128, False), (QWEN2, 60, False), (V2, 160, False), (replace(V3, num_shared=1), 256, True)]
-HIDDEN = 600  # shared by programs, the last of which has fewer inputs
+# Split among programs, the last of which has fewer inputs.
+HIDDEN = 600
 
 
 @pytest.mark.parametrize(
     ("rule", "num_experts", "has_bias", "num_tokens"),
     [*((*case, num_tokens) for case in CASES for num_tokens in (1, 23)), (ALL, 5, False, MOST_TOKENS)],
 )
-def test_what_its_parts_do(rule: ChoiceRule, num_experts: int, has_bias: bool, num_tokens: int) -> None:
+def test_fused_router_equals_its_parts(rule: ChoiceRule, num_experts: int, has_bias: bool, num_tokens: int) -> None:
     x, weight = random(num_tokens, HIDDEN), random(num_experts + rule.weighs_shared, HIDDEN, seed=1) / 20
     bias, counters = random(num_experts, seed=2) / 9 if has_bias else None, new_counters(DEVICE)
     expected = reference_route(x, weight, bias, counters, rule, is_exact=True)
-    for _ in range(2):  # counters are left as they were found
+    # Twice, because counters must be reset.
+    for _ in range(2):
         chosen, weights, tiles = launch_route(x, weight, bias, counters, rule, is_exact=True)
         assert torch.equal(chosen, expected.chosen_TC) and not counters.any()
         torch.testing.assert_close(weights, expected.weights_TC, atol=1e-5, rtol=1e-4)
@@ -43,7 +45,7 @@ def test_what_its_parts_do(rule: ChoiceRule, num_experts: int, has_bias: bool, n
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_token_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
+def test_token_does_not_depend_on_other_tokens(dtype: torch.dtype) -> None:
     x, weight, counters = (
         random(40, HIDDEN, dtype=dtype),
         random(129, HIDDEN, dtype=dtype, seed=1) / 20,
@@ -54,15 +56,16 @@ def test_a_token_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
     for first, end in ((0, 1), (3, 20), (17, 40)):
         alone = launch_route(x[first:end], weight, None, counters, rule, is_exact=False)
         assert torch.equal(alone.chosen_TC, together.chosen_TC[first:end])
-        # The interpreter's products are numpy's, whose order of sums is not a row's own on every processor.
+        # The interpreter uses NumPy products, whose summation order may depend on the number of rows.
         torch.testing.assert_close(alone.weights_TC, together.weights_TC[first:end], rtol=2e-6, atol=0)
 
 
-def test_logits_are_rounded_where_they_are_not_exact() -> None:
-    """Experts that fp16 holds for alike are chosen in their order; by exact logits, in theirs."""
+def test_inexact_logits_are_rounded() -> None:
+    """Experts with equal logits in fp16 are chosen in order; with exact logits, by value."""
     x = torch.ones(1, 256, dtype=torch.float16, device=DEVICE)
     weight = torch.zeros(32, 256, dtype=torch.float16, device=DEVICE)
-    weight[:, 0], weight[:, 1] = 256.0, torch.arange(32) / 512  # below half of what fp16 tells apart there
+    # Differences below the resolution of fp16.
+    weight[:, 0], weight[:, 1] = 256.0, torch.arange(32) / 512
     rule = ChoiceRule(num_choices=2, normalizes_weights=True)
     chosen = [
         launch_route(x, weight, None, new_counters(DEVICE), rule, is_exact=is_exact).chosen_TC.tolist()
@@ -71,12 +74,10 @@ def test_logits_are_rounded_where_they_are_not_exact() -> None:
     assert chosen == [[[0, 1]], [[31, 30]]]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:invalid value", "ignore:All-NaN"
-)  # of the interpreter, which says what a GPU does not
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
 @pytest.mark.parametrize(("rule", "num_experts", "has_bias"), CASES)
-def test_a_router_without_sense(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
-    """Each choice has its place in a tile, so that no output is left as memory was."""
+def test_nan_logits_fill_all_tiles(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
+    """Each choice has its place in a tile, so that no output is uninitialized."""
     x, weight = random(9, HIDDEN), random(num_experts + rule.weighs_shared, HIDDEN, seed=1)
     x[4:] = torch.nan
     bias = random(num_experts) if has_bias else None

@@ -1,4 +1,4 @@
-"""Grouped products of experts: what each expert computes alone, whoever was chosen by whom."""
+"""Fused MoE compared with experts computed one by one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights(num_experts: int, hidden: int, features: int, dtype: torch.dtype) ->
     ("num_tokens", "num_experts", "per_token", "hidden", "features"),
     [(1, 4, 2, 32, 64), (5, 6, 3, 48, 24), (40, 3, 2, 64, 72), (7, 16, 1, 33, 65)],
 )
-def test_what_each_expert_computes_alone(
+def test_fused_experts_equal_separate_experts(
     num_tokens: int, num_experts: int, per_token: int, hidden: int, features: int, dtype: torch.dtype
 ) -> None:
     x, chosen = random(num_tokens, hidden, dtype=dtype), choices(num_tokens, num_experts, per_token)
@@ -40,7 +40,7 @@ def test_what_each_expert_computes_alone(
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_the_reference_is_one_mlp_per_choice() -> None:
+def test_reference_equals_one_mlp_per_choice() -> None:
     x, chosen = random(4, 16), choices(4, 5, 2)
     gate_up, down = weights(5, 16, 8, torch.float32)
     out = reference_fused_experts(x, gate_up, down, chosen)
@@ -50,7 +50,7 @@ def test_the_reference_is_one_mlp_per_choice() -> None:
         torch.testing.assert_close(out[token, choice, None], expected)
 
 
-def test_one_expert_for_all_and_none_at_all() -> None:
+def test_one_expert_for_all_tokens_and_no_tokens() -> None:
     x, (gate_up, down) = random(70, 32), weights(4, 32, 16, torch.float32)
     chosen = torch.full((70, 1), 2, device=DEVICE)
     expected = reference_fused_experts(x, gate_up, down, chosen)
@@ -62,14 +62,14 @@ def test_one_expert_for_all_and_none_at_all() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "rows"), [(1, 8, 16), (30, 3, 16), (100, 7, 4), (64, 1, 64), (700, 5, 128)]
 )
-def test_every_choice_has_a_place_in_a_tile_of_its_expert(sort, num_tokens: int, num_experts: int, rows: int) -> None:
+def test_choices_are_sorted_into_tiles_of_their_expert(sort, num_tokens: int, num_experts: int, rows: int) -> None:
     chosen = choices(num_tokens, num_experts, min(2, num_experts))
     choice_P, expert_B = sort(chosen, num_experts=num_experts, rows=rows)
     placed = []
     for tile, expert in zip(choice_P.view(-1, rows).tolist(), expert_B.tolist(), strict=True):
         of_tile = [choice for choice in tile if choice < chosen.numel()] if expert < num_experts else []
         assert all(chosen.flatten()[choice] == expert for choice in of_tile)
-        assert of_tile == sorted(of_tile), "in the order of the tokens"
+        assert of_tile == sorted(of_tile), "choices must be in token order"
         placed += of_tile
     assert sorted(placed) == list(range(chosen.numel()))
-    assert expert_B.tolist() == sorted(expert_B.tolist()), "the empty ones come last"
+    assert expert_B.tolist() == sorted(expert_B.tolist()), "empty tiles must come last"

@@ -1,4 +1,4 @@
-"""The kernel chooses and weighs experts as torch does; whatever a router says, experts that there are get chosen."""
+"""Choice of experts compared with torch; for any logits, existing experts are chosen."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIXTRAL = ChoiceRule(num_choices=2, normalizes_weights=True)
         (V3_SHARED, 256, True),
     ],
 )
-def test_choices_are_those_of_torch(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
+def test_choices_equal_torch(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
     logits = random(9, num_experts + rule.weighs_shared)
     bias = random(num_experts, seed=1) if has_bias else None
     chosen, weights = launch_choose_experts(logits, bias, rule)
@@ -45,22 +45,23 @@ def test_choices_are_those_of_torch(rule: ChoiceRule, num_experts: int, has_bias
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which says what a GPU does not
+# The interpreter warns about NaN.
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(("rule", "has_bias"), [(V2, False), (V3, True), (QWEN, False)])
-def test_a_router_without_sense_chooses_experts_that_there_are(rule: ChoiceRule, has_bias: bool) -> None:
-    """None of whose choices may lead beyond the weights: 20 experts in a group are fewer than the tile has places."""
+def test_nan_logits_choose_existing_experts(rule: ChoiceRule, has_bias: bool) -> None:
+    """No choice may index past the weights: groups of 20 experts do not fill their tile."""
     logits = random(3, 160)
     logits[0] = torch.nan
     logits[1] = -torch.inf
     logits[2, 5:] = torch.nan
     chosen, _ = launch_choose_experts(logits, random(160) if has_bias else None, rule)
     assert chosen.min() >= 0 and chosen.max() < 160
-    assert all(len(set(of_token)) == rule.num_choices for of_token in chosen.tolist()), "each of them once"
+    assert all(len(set(of_token)) == rule.num_choices for of_token in chosen.tolist()), "experts must be distinct"
 
 
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_sums_of_experts_alone_and_before_a_norm(adds: bool, dtype: torch.dtype) -> None:
+def test_expert_sum_alone_and_fused_with_a_norm(adds: bool, dtype: torch.dtype) -> None:
     out, weights = random(5, 3, 80, dtype=dtype), random(5, 3, seed=1).abs()
     bound = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 2e-3}
     torch.testing.assert_close(launch_sum_experts(out, weights), reference_sum_experts(out, weights), **bound)

@@ -1,4 +1,4 @@
-"""Rows and matrices in 8 bits: the products of the codes are exact."""
+"""W8A8 products: exact for the quantized codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_quantised_as_the_reference_does(dtype: torch.dtype) -> None:
+def test_row_quantization_equals_reference(dtype: torch.dtype) -> None:
     x = random(5, 200, dtype=dtype)
     x[3] = 0
     codes, scales = launch_quantize_to_int8(x)
@@ -26,8 +26,8 @@ def test_rows_are_quantised_as_the_reference_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(scales, expected_scales, atol=0, rtol=1e-6)
 
 
-def test_what_is_no_number_stays_none() -> None:
-    """Else nobody would hear that an answer's logits are none."""
+def test_nan_and_inf_propagate() -> None:
+    """Otherwise invalid logits would go unnoticed."""
     x, counters = random(3, 200), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     x[1, 150] = float("nan")
     got = launch_int8_product(x, *reference_quantize_to_int8(random(70, 200, seed=1)), counters)
@@ -47,4 +47,4 @@ def test_products_are_exact(num_rows: int, num_outputs: int, num_inputs: int, dt
         expected = reference_int8_product(x, codes, scales, counters, **extras)
         bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
         torch.testing.assert_close(got, expected, atol=10 * bound, rtol=bound)
-    assert not counters.any(), "a counter was left behind"
+    assert not counters.any(), "counters must be reset"

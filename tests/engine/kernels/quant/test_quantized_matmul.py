@@ -1,4 +1,4 @@
-"""Products in few bits are those of the numbers that the formats stand for; and each stored byte is read once."""
+"""Low-bit products equal those of the dequantized weights; each stored byte is read once."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ from tests.engine.kernels.read_bytes import count_reads
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-HALVES_AT = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2)}  # of a block: its scales
+# Offsets of the half-precision scales in a block.
+HALVES_AT = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
 HALVES_AT |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 OF_EIGHT_BITS = ["fp8 tensor", "fp8 channels", "fp8 blocks", "int8 channels", "int8 groups"]
 OF_FOUR_BITS = ["groups of 16", "groups of 32", "groups of 64", "groups of 128", "one group", "groups in any order"]
 FORMATS = [*OF_GGUF, *OF_EIGHT_BITS, *OF_FOUR_BITS]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the norm
+# Relative to the norm.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def random_weight(name: str, num_outputs: int, num_inputs: int, *, seed: int = 0) -> QuantizedWeight:
-    """Any codes at all, so that each of their bits matters; numbers of about one."""
+    """Return a matrix with uniformly random codes, so that every bit matters; numbers of about one."""
     generator = torch.Generator().manual_seed(seed)
     if name in OF_GGUF:
         kind = next(kind for kind in GGML_TYPES.values() if kind.name == name)
@@ -72,7 +74,7 @@ def shape_of(name: str, num_outputs: int, num_inputs: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_numbers_are_those_of_the_format(name: str) -> None:
+def test_dequantized_numbers_equal_the_format(name: str) -> None:
     if name in OF_GGUF:
         pytest.importorskip("gguf")
     weight = random_weight(name, *shape_of(name, 70, 416))
@@ -87,8 +89,8 @@ def test_the_numbers_are_those_of_the_format(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [DTYPES[-1]] if DEVICE.type == "cuda" else [torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_are_those_of_the_numbers(name: str, dtype: torch.dtype) -> None:
-    """Of one row, of rows that fill no tile, and of more than one tile; shared by programs, and not."""
+def test_products_equal_those_of_the_numbers(name: str, dtype: torch.dtype) -> None:
+    """One row, rows that do not fill a tile, and more than one tile; with and without split inputs."""
     weight = random_weight(name, *shape_of(name, 70, 416))
     panels, order_I = panels_and_order(weight)
     for num_rows, splits in ((1, 1), (17, 2)):
@@ -100,7 +102,7 @@ def test_products_are_those_of_the_numbers(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "fp8 channels", "groups of 128"])
-def test_many_rows(name: str) -> None:
+def test_many_rows_equal_dequantized_product(name: str) -> None:
     weight = random_weight(name, 130, 256)
     panels, _ = panels_and_order(weight)
     x = random(130, 256, dtype=torch.float16, seed=3)
@@ -110,10 +112,10 @@ def test_many_rows(name: str) -> None:
 
 @pytest.mark.parametrize("num_rows, splits", [(20, 2), (64, 2), (130, None)])
 @pytest.mark.parametrize("name", ["fp8 channels", "int8 channels", "groups of 128", "one group", "Q5_K"])
-def test_products_as_an_a100_has_them(name: str, num_rows: int, splits: int | None) -> None:
-    """Summed in place; and tiles of few rows, of which several share their outputs' inputs, Q5_K's by an older Triton
-    alone."""
-    weight = random_weight(name, 64, 512)  # of an odd number of panels
+def test_products_with_a100_tiles(name: str, num_rows: int, splits: int | None) -> None:
+    """Sums in place, and tiles of few rows with split inputs; for Q5_K only on older Triton."""
+    # An odd number of panels.
+    weight = random_weight(name, 64, 512)
     panels, _ = panels_and_order(weight)
     x = random(num_rows, 512, dtype=torch.float16, seed=3)
     expected = reference_coded_product(x.float(), panels)
@@ -124,8 +126,8 @@ def test_products_as_an_a100_has_them(name: str, num_rows: int, splits: int | No
     assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
 
 
-def test_tiles_of_rows_count_their_programs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the first tile's count is wrong, the second is right."""
+def test_row_tiles_have_separate_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared counter would corrupt the first tile's result."""
     monkeypatch.setattr(quantized_matmul, "has_tile_copies", lambda device: False)
     panels, _ = panels_and_order(random_weight("groups of 128", 64, 512))
     x, counters = random(64, 512, dtype=torch.float16, seed=3), new_counters(64, DEVICE)
@@ -136,7 +138,7 @@ def test_tiles_of_rows_count_their_programs_apart(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_widened_numbers_are_rounded_once(name: str) -> None:
+def test_dequantized_numbers_are_rounded_once(name: str) -> None:
     panels, _ = panels_and_order(random_weight(name, *shape_of(name, 150, 416)))
     dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
     numbers = launch_widen(panels, 64, 150, dtype)
@@ -145,8 +147,8 @@ def test_widened_numbers_are_rounded_once(name: str) -> None:
     )
 
 
-def test_bias_residual_and_a_part_of_a_wider_output() -> None:
-    """As in GGUF's mixtures: queries and keys in one format, values in another."""
+def test_bias_residual_and_columns_of_a_wider_output() -> None:
+    """Mixed GGUF files: queries and keys in one format, values in another."""
     weights = [random_weight(name, 70, 256) for name in ("Q4_K", "Q4_K", "Q6_K")]
     matrix = CodedMatrix.of(weights, DEVICE)
     assert matrix is not None and len(matrix.parts) == 2 and matrix.num_outputs == 210 and matrix.panels is None
@@ -165,7 +167,9 @@ def test_bias_residual_and_a_part_of_a_wider_output() -> None:
     [("fp8 blocks", 256, 128), ("fp8 channels", 80, 48), ("groups of 32", 96, 64), ("Q6_K", 256, 256)],
 )
 @pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 3, 2), (40, 2, 1)])
-def test_experts(name: str, hidden: int, features: int, num_tokens: int, num_experts: int, per_token: int) -> None:
+def test_coded_experts_equal_dequantized_experts(
+    name: str, hidden: int, features: int, num_tokens: int, num_experts: int, per_token: int
+) -> None:
     gate_up, down = (
         stacked([random_weight(name, outputs, inputs, seed=i) for i in range(num_experts)])
         for outputs, inputs in ((2 * features, hidden), (hidden, features))
@@ -183,10 +187,10 @@ def test_experts(name: str, hidden: int, features: int, num_tokens: int, num_exp
     ("gate_up_name", "down_name", "is_a100"),
     [("fp8 channels", "groups of 32", False), ("groups of 32", "groups of 128", True)],
 )
-def test_both_matrices_of_experts_take_the_tiles(
+def test_both_expert_matrices_share_the_tiles(
     gate_up_name: str, down_name: str, is_a100: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second wants fewer choices in one than the first, and than a router has sorted."""
+    """The second matrix needs smaller tiles than the first, and than the router has sorted."""
     if is_a100:
         monkeypatch.setattr(quantized_matmul, "has_tile_copies", lambda device: False)
     gate_up = stacked([random_weight(gate_up_name, 512, 64, seed=i) for i in range(2)])
@@ -198,10 +202,10 @@ def test_both_matrices_of_experts_take_the_tiles(
         assert (got - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a device does not say what its kernels read")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="loads are counted in the interpreter only")
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_read_is_hardly_more_than_what_is_stored(name: str) -> None:
-    """Counted load by load, by every program of a product: 1.1 times the file's bytes at most, whatever the rows."""
+def test_bytes_read_are_close_to_bytes_stored(name: str) -> None:
+    """Counts the loads of every program of a product: at most 1.1 times the file's bytes for any number of rows."""
     weight = random_weight(name, 128, 512)
     panels, _ = panels_and_order(weight)
     for num_rows in (1, 33) if name in ("Q4_K", "fp8 channels") else (1,):
@@ -212,7 +216,7 @@ def test_what_is_read_is_hardly_more_than_what_is_stored(name: str) -> None:
 
 
 def stored_bytes(name: str, weight: QuantizedWeight) -> float:
-    """Of the file: GGUF's blocks; codes, of groups scales of 16 bits, and zeros of 4."""
+    """Return the bytes in a file: GGUF blocks; or codes with 16-bit scales and 4-bit zeros per group."""
     if isinstance(weight, GGMLWeight):
         return weight.blocks_OB.nbytes
     assert isinstance(weight, GroupedWeight)
@@ -235,7 +239,7 @@ def stacked(weights: Sequence[QuantizedWeight]) -> CodePanels:
 def launched(x: Tensor, panels: CodePanels, *, splits: int | None = None) -> Tensor:
     counters = new_counters(panels.shape[0], DEVICE)
     got = launch_coded_product(x, panels, counters, splits=splits)
-    assert not counters.any(), "a counter was left behind"
+    assert not counters.any(), "counters must be reset"
     return got.double()
 
 

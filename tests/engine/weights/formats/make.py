@@ -1,10 +1,10 @@
-"""Makes the files of this folder: one small matrix in each format, packed and widened again by the format's library.
+"""Generator of the files in this folder: one small matrix per format, packed and dequantized by the format's library.
 
     pip install --no-deps autoawq==0.2.9 auto-gptq==0.7.1 compressed-tensors==0.20.0 loguru
     python tests/engine/weights/formats/make.py
 
-Each file holds the tensors as a checkpoint has them, under `w.`; what the library itself makes of them, as `numbers`
-(O, I) fp32; and the checkpoint's quantization_config, in its metadata. Tests read the files, and need no such package.
+Each file holds the tensors as in a checkpoint, under `w.`; the library's dequantized `numbers` (O, I) fp32; and the
+checkpoint's quantization_config in its metadata. Tests read only the files and need none of these packages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 
 def module(name: str) -> Any:
-    """A module of a package whose own __init__, and those on the way, would import far more."""
+    """Import a module without running the __init__ of its packages, which would import far more."""
     parts = name.split(".")
     root = PathFinder.find_spec(parts[0])
     assert root is not None and root.submodule_search_locations
@@ -44,7 +44,7 @@ def matrix() -> nn.Linear:
 
 
 def asymmetric(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """4-bit scales and zeros (O, G) of groups that lie side by side."""
+    """Return 4-bit scales and zeros (O, G) of consecutive groups."""
     groups = weight_OI.unflatten(1, (-1, GROUP))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scales = ((high - low) / 15).half().float()
@@ -72,7 +72,8 @@ def awq() -> None:
 def gptq() -> None:
     linear_of = module("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
     linear = matrix()
-    group = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(1)) // GROUP  # as with desc_act
+    # As with desc_act.
+    group = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(1)) // GROUP
     order = group.argsort(stable=True)
     scales, zeros = asymmetric(linear.weight.data[:, order])
     packed = linear_of(4, GROUP, INPUTS, OUTPUTS, bias=False)
