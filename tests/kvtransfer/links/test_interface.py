@@ -20,12 +20,12 @@ _HERE = {"127.0.0.1": "lo", "::1": "lo", "172.17.0.1": "docker0", "10.0.0.5": "e
     ],
 )
 def test_it_is_the_interface_that_has_the_hosts_address(host: str, interface: str | None) -> None:
-    assert interface_for(host, _HERE, said=None) == interface
+    assert interface_for(host, _HERE, configured=None) == interface
 
 
 @pytest.mark.parametrize("said", ["ib0", "^docker", ""])
 def test_what_an_operator_says_stands(said: str) -> None:
-    assert interface_for("10.0.0.5", _HERE, said=said) is None
+    assert interface_for("10.0.0.5", _HERE, configured=said) is None
     environment = {"NCCL_SOCKET_IFNAME": said}
     guide_nccl(environment, host="127.0.0.1")
     assert environment == {"NCCL_SOCKET_IFNAME": said}

@@ -452,14 +452,14 @@ async def test_a_prefix_is_not_shipped_along_a_ticket_that_cannot_be(field: str,
 
 
 def test_a_meeting_holds_so_much_and_no_more() -> None:
-    rendezvous = Rendezvous(max_words=3)
+    rendezvous = Rendezvous(max_keys=3)
     for number in range(10):
-        rendezvous.tell(f"key/{number}", b"word")
-    assert len(rendezvous) == 3 and rendezvous.ask("key/9", timeout_s=1) == b"word"
+        rendezvous.set(f"key/{number}", b"word")
+    assert len(rendezvous) == 3 and rendezvous.get("key/9", timeout_s=1) == b"word"
     with pytest.raises(TimeoutError):
-        rendezvous.ask("key/0", timeout_s=0)
-    rendezvous.tell("key/9", b"another")
-    assert rendezvous.ask("key/9", timeout_s=1) == b"another"
+        rendezvous.get("key/0", timeout_s=0)
+    rendezvous.set("key/9", b"another")
+    assert rendezvous.get("key/9", timeout_s=1) == b"another"
     rendezvous.forget("key/")
     assert len(rendezvous) == 0
 
