@@ -1,4 +1,4 @@
-"""Who computes drafts on a decode replica: heads, a smaller model, or the model itself without some layers."""
+"""Draft computation on a decode replica: draft heads, a draft model, or the model itself with fewer layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.replica_engine import EngineParts
 
 
 def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
-    """By method, on rank 0. A model that drafts is loaded now. Raises SpecError."""
+    """Create the draft computation by method, on rank 0. Loads a draft model. Raises SpecError."""
     runner = parts.gang.runner
     if spec.speculation.method == "self":
         return {"self": OwnLayers(runner, parts.blocks, before_writing=parts.save_evicted)}
@@ -34,7 +34,7 @@ def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
 
 
 class _GangHeads:
-    """Implements AskedHeads: those of all ranks. They write to a row's last block, which may be new to it."""
+    """Draft heads of all ranks; implements AskedHeads. They write to a row's last block, which may be new."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -49,14 +49,16 @@ class _GangHeads:
         self._parts.gang.runner.rest(num_first)
 
     def draft(self, rows: Seq[HeadRow], max_tokens: int, choose: Choose) -> None:
-        self.catch_up(rows)  # before what waits is passed over
+        self.catch_up(rows)  # must precede save_evicted, which executes a step
         self._parts.save_evicted()
         self._parts.gang.draft(rows, max_tokens, choose)
 
 
 def draft_bytes(config: EngineConfig, spec: Spec) -> int:
-    """What a model that drafts will take of a rank's GPU: of each rank's, for their pools are equally large. config: of
-    the served model."""
+    """Return the GPU memory in bytes that a draft model takes. Every rank reserves it, so that pools are equal.
+
+    config: the served model's.
+    """
     drafts = draft_source(spec) if config.device.startswith("cuda") else None
     return bytes_of(_own_config(spec, drafts.directory, device=config.device)) if drafts and not drafts.heads else 0
 

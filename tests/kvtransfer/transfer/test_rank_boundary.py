@@ -407,7 +407,7 @@ async def test_a_report_that_no_rank_of_ours_would_make_is_refused(field: str, r
     inbox, worker = Inbox(setup, SimpleNamespace()), SimpleNamespace()  # type: ignore[arg-type]
     inbox.open(worker, posted.append)  # type: ignore[arg-type]
     async with _rank() as rank:
-        rank.servicer.on_report = inbox.reported
+        rank.servicer.on_report = inbox.on_report
         assert await rank.rejects("Report", report, field)
         assert posted == []
         await rank.stub.Report(pb.ReportRequest(rank=1, shipped=_GOOD), timeout=10)
