@@ -215,8 +215,8 @@ class RankBody(Generic[W]):
             is_loaded=is_loaded,
         )
         parallel.wait_for_all("pool", timeout_s=spec.timeouts.start_s)
-        # Kernel selection may compile for minutes on one rank. Without this barrier the others would wait in a
-        # collective, whose timeout is shorter.
+        # Kernel selection may compile for minutes on one rank. Without this barrier the others would wait for it in a
+        # collective.
         runner.warm_up(
             max_batch_tokens, on_chosen=lambda: parallel.wait_for_all("kernels", timeout_s=spec.timeouts.start_s)
         )

@@ -14,7 +14,7 @@ from kvtransfer.links.nixl import NixlLink, check_nixl
 
 
 def _tcp(end: LinkEnd) -> Link:
-    # Imported on demand: it needs cryptography, which deployments with NCCL only do not install.
+    # Imported on demand, because it needs cryptography, which NCCL links do not.
     from kvtransfer.links.tcp import TcpLink
 
     return TcpLink(end)

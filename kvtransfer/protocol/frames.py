@@ -55,7 +55,7 @@ class CommitFrame:
     epoch: int
     num_segments: int
     checksum: int  # over the segments' checksums, in order
-    num_tokens: int  # end position of what was sent, so positions before first_token count
+    num_tokens: int  # end position sent; positions before first_token count
     next_tokens: tuple[int, ...] = ()  # from rank 0 to rank 0 only
     # Draft-head features of the last position (engine.spec_decode.heads.features); empty: unknown.
     features: bytes = b""

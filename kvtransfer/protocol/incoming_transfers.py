@@ -80,7 +80,7 @@ class IncomingTransfer(Generic[T]):
 class IncomingTransfers(Generic[T]):
     """Registry of incoming transfers. Owned by the step thread of rank 0.
 
-    `close_elsewhere` closes a handoff on the other ranks, retrying without limit, and then runs its callback on this
+    `close_elsewhere` closes a handoff on the other ranks, which may take long, and then runs its callback on this
     thread.
     """
 

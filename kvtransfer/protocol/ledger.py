@@ -80,18 +80,18 @@ class Ledger:
     def accept(self, frame: SegmentFrame, *, source: int) -> bool:
         """Record a segment of sending rank `source`. Returns whether to write it; False if it is present already.
 
-        Raises HandoffExpired if the handoff is closed or the epoch fenced, ChecksumMismatch if one before it is
-        missing, TransferError if it lies outside of what was opened. Then nothing may be written.
+        Raises HandoffExpired if the handoff is closed or the epoch fenced, ChecksumMismatch if an earlier segment is
+        missing, TransferError if it is outside the opening. Nothing may be written in these cases.
         """
         account = self._account(frame.epoch, source)
         if self.state is LedgerState.LANDED:
             return False
         segment, layers = frame.segment, frame.segment.layers
         if layers.stop > self._num_layers or segment.end_token > self._opened.max_tokens:
-            raise TransferError(f"handoff {self.handoff}: segment {frame.number} lies outside of what was opened")
+            raise TransferError(f"handoff {self.handoff}: segment {frame.number} lies outside of the opening")
         reached = {account.reach[layer] for layer in layers}
         if frame.number != len(account.checksums) or reached != {segment.first_token}:
-            raise ChecksumMismatch(f"handoff {self.handoff}: something is missing before segment {frame.number}")
+            raise ChecksumMismatch(f"handoff {self.handoff}: data is missing before segment {frame.number}")
         account.checksums.append(frame.checksum)
         account.reach[layers.start : layers.stop] = [segment.end_token] * len(layers)
         return True
