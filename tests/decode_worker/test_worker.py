@@ -203,7 +203,7 @@ def test_only_what_decodes_here_can_be_moved(rank: RankOfOne) -> None:
     worker.step()
     worker.migrate("router-0", 1, rank.handoff(20), moving)
     worker.migrate("router-0", 9, rank.handoff(20), moving)
-    assert moving.stayed == ["it does not decode here"] * 2 and not rank.sender.passages
+    assert moving.stayed == ["choice is not decoding on this replica"] * 2 and not rank.sender.passages
 
 
 class AlwaysSeven:

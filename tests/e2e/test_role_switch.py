@@ -91,7 +91,7 @@ async def test_what_it_has_cached_is_known_under_its_new_name_alone(
         hashes = block_hashes(root_hash(cluster.model), prompt, block_size=16)
         await cluster.until(lambda: cluster.replicas.index.match(hashes).get(held.id) == 4)
         address = cluster.seen(held).member.address
-        with pytest.raises(ReplicaFailed, match="it has not drained"):
+        with pytest.raises(ReplicaFailed, match="replica has not drained"):
             held.ranks[0].hand_over()
         successor = await cluster.switch(held)
         assert told == [None], "heads no longer rest because nobody asked them where it was"

@@ -253,7 +253,7 @@ def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, m
     worker.local_decodes.migrate(_ROUTER, 1, replace(rank.handoff(36), max_tokens=64), moving)
     while _step(worker, said):
         pass
-    assert moving.stayed == ["it was preempted"] and not rank.sender.passages
+    assert moving.stayed == ["the choice was preempted"] and not rank.sender.passages
     assert listener.tokens and said == {1: _alone(rank, long, max_tokens=26)}
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
@@ -289,9 +289,9 @@ def test_a_ticket_serves_once_whoever_is_to_use_it(rank: RankOfOne, monkeypatch:
     worker.local_decodes.migrate(_ROUTER, 2, handoff, second)
     worker.local_decodes.migrate(_ROUTER, 2, replace(other, max_tokens=60), late)
     worker.submit(rank.prompt(_THIRD), replace(handoff, max_tokens=18), prompt)
-    assert second.stayed == ["it is being moved already, or was"]
-    assert late.stayed == ["its handoff is under way already, or was"]
-    assert len(prompt.ends) == 1 and "under way already" in str(prompt.ends[0])
+    assert second.stayed == ["choice is migrating already, or the handoff was used before"]
+    assert late.stayed == ["handoff was used before"]
+    assert len(prompt.ends) == 1 and "was used before" in str(prompt.ends[0])
     while _step(worker, said):
         pass
     worker.shipped(0, shipment(handoff))

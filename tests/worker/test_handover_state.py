@@ -24,7 +24,7 @@ def handover_state(spec: Spec, role: Role, *, device: str = "cpu") -> HandoverSt
 def test_what_was_loaded_otherwise_is_refused_and_named() -> None:
     old, new = parse_spec({"decode": {"kv_memory_gib": 2.0}}), parse_spec({})
     handover_state(new, Role.DECODE).check(new, Role.PREFILL)
-    with pytest.raises(SpecError, match="loaded with another kv_memory_gib than a prefill replica has now"):
+    with pytest.raises(SpecError, match="loaded kv_memory_gib differ from those of a prefill replica"):
         handover_state(old, Role.DECODE).check(new, Role.PREFILL)
 
 
@@ -36,5 +36,5 @@ def test_on_a_gpu_there_is_memory_for_the_largest_step_of_either_role() -> None:
     handover_state(old, Role.DECODE, device="cuda").check(old, Role.PREFILL)
     larger = parse_spec({"prefill": {"max_batch_tokens": 2048}})
     handover_state(old, Role.DECODE).check(larger, Role.PREFILL)
-    with pytest.raises(SpecError, match="memory for steps of 1024 tokens and 100 sequences, not 2048 and 64"):
+    with pytest.raises(SpecError, match="memory for steps of 1024 tokens and 100 sequences, needs 2048 and 64"):
         handover_state(old, Role.DECODE, device="cuda").check(larger, Role.PREFILL)

@@ -106,5 +106,5 @@ def test_a_rank_that_does_not_keep_up_is_not_waited_for_forever() -> None:
     steps = StepCount()
     steps.add()
     steps.wait_for(1, timeout_s=0.0)
-    with pytest.raises(TransferError, match="1 steps of 2"):
+    with pytest.raises(TransferError, match="executed 1 of 2 steps"):
         steps.wait_for(2, timeout_s=0.0)

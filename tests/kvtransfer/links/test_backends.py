@@ -1,4 +1,4 @@
-"""Which link carries what."""
+"""Choice of the link backend."""
 
 from __future__ import annotations
 

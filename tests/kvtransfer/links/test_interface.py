@@ -1,4 +1,4 @@
-"""Where NCCL is to look for its peers."""
+"""NCCL's network interface and host id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HERE = {"127.0.0.1": "lo", "::1": "lo", "172.17.0.1": "docker0", "10.0.0.5": "e
         ("10.0.0.5", "=eth1"),
         ("127.0.0.1", "=lo"),
         ("fd00:0::0:5", "=eth2"),
-        ("10.0.0.6", None),  # another host's, or one behind a translation of addresses
+        ("10.0.0.6", None),  # another host's address, or one behind NAT
         ("node-3", None),
     ],
 )
@@ -43,4 +43,4 @@ def test_processes_that_share_a_gpu_are_two_hosts_to_nccl() -> None:
     guide_nccl(environment, host="node-3", rank_on_shared_gpu="node-3/17")
     assert environment == {"NCCL_HOSTID": "node-3/17"}
     guide_nccl(environment, host="node-3", rank_on_shared_gpu="node-3/18")
-    assert environment == {"NCCL_HOSTID": "node-3/17"}, "what an operator says stands"
+    assert environment == {"NCCL_HOSTID": "node-3/17"}, "a value set before must be kept"

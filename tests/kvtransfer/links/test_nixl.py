@@ -1,5 +1,4 @@
-"""What a link over NIXL does when it is closed at a bad moment, or its peer says what cannot be meant. NIXL is not
-needed: its agent is a fake one."""
+"""NIXL links under unfortunate closes and malformed messages, with a fake agent."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def test_an_agent_that_is_made_while_its_link_closes_is_taken_apart(
     def make() -> FakeAgent:
         link.close()
         for thread in threading.enumerate():
-            if thread.name == "kv-nixl-end":  # which finds nothing to take apart
+            if thread.name == "kv-nixl-end":  # finds no agent to destroy
                 thread.join()
         return agent
 

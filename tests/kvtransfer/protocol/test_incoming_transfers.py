@@ -1,4 +1,4 @@
-"""What the ranks of one replica say of a handoff, when they do not agree: it fails, and nothing else does."""
+"""A handoff fails alone if the ranks of a replica report different results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every head of every receiving rank is covered once, by a rank that holds it."""
+"""Head plans cover every head of every receiving rank once, from a rank that holds it."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The protocol's modules can be driven by any test and run in any order: no lock, no clock, no wire is in them."""
+"""Protocol modules are pure: they import no locks, clocks, networking or torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which handoffs are open on a rank, in whatever order it is told."""
+"""Register of open handoffs, for any order of Open and Close."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from kvtransfer.protocol.register import Register
 
 
 def test_a_handoff_that_is_opened_twice_is_the_first_one() -> None:
-    """That has what arrived, and whoever closes it waits for what is being written there: of a second one with its id
-    nobody would hear again."""
+    """The first entry holds the received data, and `close` must wait for its writes."""
     register: Register[str] = Register()
     register.open("h", "first")
     register.open("h", "second")
@@ -20,7 +19,7 @@ def test_a_handoff_that_is_opened_twice_is_the_first_one() -> None:
 
 
 def test_a_handoff_that_was_closed_is_not_opened_again() -> None:
-    """Also where it never was open: an Open may be overtaken by its Close."""
+    """This holds even if it was never open, because an Open may be overtaken by its Close."""
     register: Register[str] = Register()
     register.open("h", "first")
     for handoff in ("h", "overtaken"):

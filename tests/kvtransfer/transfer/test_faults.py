@@ -1,4 +1,4 @@
-"""How a sender learns that a receiving rank is gone, and that it costs nobody else anything."""
+"""Detection of dead and frozen receivers by a sender, without effect on other transfers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tests.kvtransfer.transfer.receiving_process import (
 )
 
 _NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
-_END_S = 40.0  # for what must end, on any machine
-_NEVER_S = 600.0  # a sender that has so much patience ends nothing because of silence before a test has failed
+_END_S = 40.0  # bound for events that must happen, on any machine
+_NEVER_S = 600.0  # timeout that does not expire within a test
 
 
 class Shipping:
-    """A sender and what became of its handoffs."""
+    """A sender and the results of its handoffs."""
 
     def __init__(self, silence_s: float) -> None:
         self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self.sending: asyncio.Queue[str] = asyncio.Queue()  # the handoff of each payload that is put on the wire
+        self.sending: asyncio.Queue[str] = asyncio.Queue()  # handoff of each payload put on the wire
 
         def failpoint(milestone: FailpointStage, handoff: str) -> None:
             if milestone is FailpointStage.SENDING:
@@ -95,7 +95,7 @@ async def test_a_killed_receiver_is_known_without_a_deadline_in_the_middle_of_a_
             shipping.ship(victim, 0)
             shipping.ship(bystander, 2)
             assert [(await shipping.ended()).error for _ in range(2)] == [None, None]
-            victim.signal(signal.SIGSTOP)  # so that the send cannot get through before the kill
+            victim.signal(signal.SIGSTOP)  # so that the send cannot complete before the kill
             shipping.ship(victim, 1)
             await shipping.is_sending(1)
             victim.signal(signal.SIGKILL)
@@ -133,7 +133,7 @@ async def test_a_passage_is_aborted_at_once_while_the_link_is_stuck() -> None:
 
 
 async def test_a_link_that_cannot_begin_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason: who waits for it hears of it, and the next handoff finds a new one."""
+    """Its handoffs fail, and the next handoff gets a new link."""
     num_threads = 0
 
     def thread(**more: Any) -> threading.Thread:

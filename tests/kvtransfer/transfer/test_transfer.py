@@ -1,4 +1,4 @@
-"""Sender to receiver over real gRPC and real links, in one process: what is shipped lands whole, or is refused."""
+"""Sender to receiver over real gRPC and real links, in one process: KV lands completely or is rejected."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ _BLOCKS = [5, 2, 9, 0, 7]
 
 
 class Side:
-    """One replica's ranks on one side of a transfer."""
+    """Ranks of one replica, on one side of a transfer."""
 
     def __init__(self) -> None:
         self.landings: asyncio.Queue[Landing] = asyncio.Queue()
@@ -124,7 +124,7 @@ async def _replica(
 
 
 def _fill(side: Side) -> torch.Tensor:
-    """Random KV of every head at _BLOCKS: (layers, 2, heads, tokens, D)."""
+    """Write random KV (layers, 2, heads, tokens, D) of every head at _BLOCKS and return it."""
     kv = torch.randn(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(_NUM_TOKENS)
     slots = torch.tensor(_BLOCKS)[positions // 8] * 8 + positions % 8
@@ -137,7 +137,7 @@ def _fill(side: Side) -> torch.Tensor:
 
 
 def _read(side: Side, blocks: list[int]) -> torch.Tensor:
-    """The same shape, as it lies in the receiving side's pools."""
+    """Return the KV in the receiving side's pools, in the same shape."""
     kv = torch.empty(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16)
     for receiver in side.receivers:
         start, end = receiver.config.pool.layout.head_range(receiver.config.rank)
@@ -162,7 +162,7 @@ def _handoff(side: Side, *, first_token: int = 0, epoch: int = 1, id: str = "h")
 
 
 def _ship(side: Side, handoff: Handoff, *, chunks: tuple[int, ...] = (_NUM_TOKENS,), commit: bool = True) -> None:
-    """What the step loop does: chunk by chunk, layer by layer."""
+    """Ship a prompt by chunk and layer, as the step loop does."""
     for sender in side.senders:
         transfer = sender.begin(handoff, _BLOCKS)
         if transfer is None:
@@ -192,7 +192,7 @@ async def test_kv_lands_whole_for_any_pair_of_tensor_parallel_sizes(sender_tp: i
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 1), (2, 1), (1, 4)])
 async def test_a_pool_of_8_bits_lands_code_for_code(sender_tp: int, receiver_tp: int, dtype: str) -> None:
-    """Whatever the wire's dtype: the pool's own codes and scales travel."""
+    """The pool's codes and scales are sent unchanged, for any wire dtype."""
     layout, blocks = replace(_LAYOUT, dtype=dtype), [3, 1, 8, 11, 6]
     async with (
         _replica(sender_tp, wire="fp8_e4m3", layout=layout) as p,
@@ -335,7 +335,7 @@ async def test_an_aborted_passage_ends_and_the_link_lives_on() -> None:
 
 
 class WaitingLink:
-    """Its peer never comes; only closing it ends that."""
+    """Link whose peer never connects. Only `close` ends the wait."""
 
     backend = "waiting"
     device = _CPU
@@ -361,7 +361,7 @@ class WaitingLink:
 
 @pytest.mark.timeout(30)
 async def test_both_owners_close_a_link_that_meets_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have it from the first moment: its thread is not left to a deadline, nor for ever."""
+    """Owners can close the link while it connects, so its thread ends at once."""
     made: list[WaitingLink] = []
 
     def make(end: LinkEnd) -> WaitingLink:
@@ -381,7 +381,7 @@ async def test_both_owners_close_a_link_that_meets_still(monkeypatch: pytest.Mon
 
 @pytest.mark.timeout(30)
 async def test_a_link_whose_owner_has_gone_when_it_is_made_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making one takes a while, as NCCL is loaded for the first: nobody could close it before."""
+    """Constructing a link may take long (NCCL is loaded first), and it cannot be closed until then."""
     making: list[None] = []
     may_go = threading.Event()
     made: list[WaitingLink] = []
@@ -412,7 +412,7 @@ async def test_a_link_whose_owner_has_gone_when_it_is_made_meets_nobody(monkeypa
 
 
 class ToldLink:
-    """Nothing comes through; it notes how long somebody would wait for that. Implements Operation, too."""
+    """Link that never completes an operation, and records the timeouts. Implements Operation, too."""
 
     backend = "told"
     device = _CPU
@@ -439,7 +439,7 @@ class ToldLink:
 
 @pytest.mark.timeout(30)
 async def test_an_operation_is_waited_for_by_the_deadline_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At both ends. Not for ever: a peer may be frozen while its host still answers."""
+    """Both ends use a deadline, because a peer may be frozen while its host still answers."""
     made: list[ToldLink] = []
 
     def make(end: LinkEnd) -> ToldLink:
@@ -449,6 +449,6 @@ async def test_an_operation_is_waited_for_by_the_deadline_of_its_link(monkeypatc
     monkeypatch.setitem(LINKS, "told", make)
     async with _replica(1, link="told") as p, _replica(1, link="told") as d:
         while len({link.end.is_sender for link in made if link.waited_s}) < 2:
-            _ship(p, _handoff(d))  # again, where one end has failed before the other one began to wait
+            _ship(p, _handoff(d))  # repeat in case one end failed before the other one started to wait
             assert isinstance((await p.shipped()).error, TransferError)
     assert all(waited_s <= 2 * link.end.timeout_s for link in made for waited_s in link.waited_s)
