@@ -1,4 +1,4 @@
-"""A decode worker between its engine and whoever holds the lease of a request, step by step and on one thread."""
+"""Decode worker between its engine and its listeners, step by step on one thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
 
 @pytest.fixture
 def rank(model: RankOfOne) -> RankOfOne:
-    """Its pool is empty."""
+    """Return a rank with an empty pool."""
     return RankOfOne(model.runner)
 
 
@@ -48,7 +48,7 @@ def _worker(rank: RankOfOne, *, handoff_s: float = 60.0, addresses: Sequence[str
 
 
 def _run(worker: DecodeWorker, router: str = "router-0") -> dict[int, list[int]]:
-    """Step until there is nothing to do: the tokens of each stream."""
+    """Step until there is nothing to do. Returns the tokens of each stream."""
     tokens: dict[int, list[int]] = {}
     while worker.step():
         for stream, token in worker.take_tokens().get(router, []):
@@ -83,7 +83,7 @@ def test_the_same_prompt_again_finds_its_blocks_and_gets_the_same_tokens(rank: R
 def test_a_request_whose_logits_are_not_finite_ends_alone(
     rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """In its first step, or in the middle of its answer."""
+    """The failure may occur in its first step or while it decodes."""
     good = _PROMPT[:8]
     worker, alone = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(good), "router-0", alone)
@@ -108,14 +108,14 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     assert isinstance(bad.error, LogitsNotFinite) and bad.heard[-1] == "ended" == beside.heard[-1]
     assert beside.error is None and {1: tokens[1]} == expected
     assert len(tokens.get(8, [])) == step
-    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV can be found"
+    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV must not be cached"
     assert worker.num_requests == 0
 
 
 def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: RankOfOne) -> None:
     worker, listener, prompt = _worker(rank), FakeAnswerListener(), rank.prompt(_PROMPT)
     worker.submit(prompt, "router-0", listener)
-    prompt.num_fetched, prompt.num_loaded = 16, 8  # a peer brought the other block
+    prompt.num_fetched, prompt.num_loaded = 16, 8  # the other block came from a peer
     _run(worker)
     assert listener.num_from_peers == 8 and worker.status().totals.prefix_hit_tokens == 8
 
@@ -131,14 +131,14 @@ def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:
 def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
-    assert not worker.step(), "there is nothing to compute before the KV is here"
+    assert not worker.step(), "nothing to compute before the KV has landed"
     assert listener.opening and listener.handoff
     assert (listener.opening.first_token, listener.opening.num_tokens, listener.handoff.num_tokens) == (0, 20, 20)
     assert rank.receiver.opened == {listener.handoff.id: listener.opening}
     worker.landed(0, listener.landing(7))
     tokens = _run(worker)
     assert listener.heard == ["reserved, 0 cached", "started at 21, epoch 1", "ended"]
-    assert len(tokens[1]) == 4, "the first one is the prefill replica's"
+    assert len(tokens[1]) == 4, "the first token is the prefill replica's"
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
@@ -185,7 +185,7 @@ def test_a_stream_that_is_stopped_before_it_begins_gets_no_token(rank: RankOfOne
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
     worker.stop_streams("router-0", [2])
-    worker.stop_streams("router-1", [1])  # somebody else's
+    worker.stop_streams("router-1", [1])  # another router's stream
     worker.landed(0, listener.landing(7, 8))
     assert set(_run(worker)) == {1} and listener.heard[-1] == "ended"
     assert rank.num_held == 0
@@ -207,7 +207,7 @@ def test_only_what_decodes_here_can_be_moved(rank: RankOfOne) -> None:
 
 
 class AlwaysSeven:
-    """Implements TokenMask: a grammar that forces all there is."""
+    """Grammar that forces every token; implements TokenMask."""
 
     failure = ""
 
@@ -228,9 +228,9 @@ class AlwaysSeven:
 def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
     rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """A grammar may force more of them in one step than are on their way. Where the move fails, they go on."""
+    """A grammar may force more tokens in one step than the receiver has room for. After a failed move they continue."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
-    monkeypatch.setattr(FakePassage, "is_idle", False)  # there is always more to send
+    monkeypatch.setattr(FakePassage, "is_idle", False)  # so that the copy never catches up
     monkeypatch.setattr(jump_forward, "MAX_KNOWN", 3)
     worker, listener, moving = _worker(rank), FakeAnswerListener(), FakeMoveListener()
     prompt = rank.prompt(_PROMPT, max_tokens=40)

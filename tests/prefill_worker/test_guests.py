@@ -1,4 +1,4 @@
-"""Answers that a prefill worker finishes itself, beside the prompts that it ships, step by step and on one thread."""
+"""Local decodes of a prefill worker, together with shipped prompts, step by step on one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker import migrations
 
 _PROMPT, _OTHER, _THIRD, _LARGE = prompts(20, 19, 18, 50)
 _ROUTER = "router-0"
-_GUESTS, _BLOCKS = 2, 6  # of 4 rows and 12 blocks
+_GUESTS, _BLOCKS = 2, 6  # limits of local decodes, of 4 rows and 12 blocks
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
 
 @pytest.fixture
 def rank(model: RankOfOne) -> RankOfOne:
-    """Its pool is empty."""
+    """Return a rank with an empty pool."""
     return RankOfOne(model.runner)
 
 
@@ -38,7 +38,7 @@ def _worker(rank: RankOfOne, *, max_local_decodes: int = _GUESTS) -> PrefillWork
 
 
 class Guest:
-    """One request, which asks for tokens on a stream of its own."""
+    """One request for tokens on a separate stream."""
 
     def __init__(self, rank: RankOfOne, tokens: list[int], *, stream: int, max_tokens: int = 5, n: int = 1) -> None:
         self.prompt: Prompt = rank.prompt(tokens, id=f"r{stream}", max_tokens=max_tokens, n=n)
@@ -63,7 +63,7 @@ def _step(worker: PrefillWorker, said: dict[int, list[int]]) -> bool:
 
 
 def _run(worker: PrefillWorker) -> dict[int, list[int]]:
-    """Step until there is nothing to do: the tokens of each stream."""
+    """Step until there is nothing to do. Returns the tokens of each stream."""
     said: dict[int, list[int]] = {}
     while _step(worker, said):
         pass
@@ -71,7 +71,7 @@ def _run(worker: PrefillWorker) -> dict[int, list[int]]:
 
 
 def _alone(rank: RankOfOne, tokens: list[int], *, max_tokens: int) -> list[int]:
-    """What the model says when nobody is beside it."""
+    """Return the tokens of a request that runs alone."""
     fresh = RankOfOne(rank.runner)
     worker = _worker(fresh)
     Guest(fresh, tokens, stream=1, max_tokens=max_tokens).submit(worker)
@@ -141,7 +141,7 @@ def test_what_can_never_be_answered_here_is_refused_at_once(rank: RankOfOne, rej
 
 
 def test_guests_that_outgrow_their_share_go_on_one_after_another(rank: RankOfOne) -> None:
-    """Six blocks each at the end, where both have six."""
+    """Each needs six blocks at the end, but both together may have only six."""
     worker = _worker(rank)
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
         Guest(rank, tokens, stream=stream, max_tokens=28).submit(worker)
@@ -149,7 +149,9 @@ def test_guests_that_outgrow_their_share_go_on_one_after_another(rank: RankOfOne
     while _step(worker, said):
         most = max(most, rank.num_held)
     assert said == {1: _alone(rank, _PROMPT, max_tokens=28), 2: _alone(rank, _OTHER, max_tokens=28)}
-    assert worker.status().totals.preemptions and most <= _BLOCKS + 2, "one more each, before that is seen"
+    assert worker.status().totals.preemptions and most <= _BLOCKS + 2, (
+        "each may exceed the share by one before it is noticed"
+    )
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
@@ -171,7 +173,7 @@ def test_guests_make_way_for_a_prompt_that_is_larger_than_what_they_leave(rank: 
 
 
 def test_a_guest_that_has_made_way_does_not_come_back_before_the_prompt_has_its_blocks(rank: RankOfOne) -> None:
-    """It is alone, and could be as large as it likes."""
+    """A preempted local decode runs alone and could take any number of blocks."""
     long, larger = prompts(36, 62)
     worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
     Guest(rank, long, stream=1, max_tokens=26).submit(worker)
@@ -180,7 +182,7 @@ def test_a_guest_that_has_made_way_does_not_come_back_before_the_prompt_has_its_
     worker.submit(rank.prompt(larger), None, listener)
     for _ in range(10):
         _step(worker, said)
-    assert listener.tokens, "they take the blocks from each other"
+    assert listener.tokens, "the local decode and the prompt preempt each other"
     while _step(worker, said):
         pass
     assert said == {1: _alone(rank, long, max_tokens=26)} and rank.num_held == 0
@@ -188,7 +190,7 @@ def test_a_guest_that_has_made_way_does_not_come_back_before_the_prompt_has_its_
 
 @pytest.mark.parametrize("why", ["it is larger than the share", "the prompt is scored"])
 def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: RankOfOne, why: str) -> None:
-    """Alone it may have more than its share; and whoever is scored finds no room in the blocks of its prefix."""
+    """A single local decode may exceed the share; a scored prompt cannot reuse the blocks of its prefix."""
     is_scored = "scored" in why
     worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
     max_tokens = 30 if is_scored else 60
@@ -211,7 +213,7 @@ def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: R
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
-    """While it waits, computes or is answered."""
+    """The lease may end while the request waits, computes or decodes."""
     worker = _worker(rank)
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
     for _ in range(steps):
@@ -231,7 +233,7 @@ def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.
     worker.local_decodes.migrate(_ROUTER, 1, handoff, moving)
     _step(worker, said)
     _step(worker, said)
-    assert not _step(worker, said), "it is paused, with nothing left to ship"
+    assert not _step(worker, said), "the choice is paused and everything is shipped"
     transfer = rank.sender.passages[handoff.key]
     num_tokens = len(local_decode.prompt.sequence.tokens)
     assert transfer.committed and transfer.committed[0] == num_tokens - 1 and rank.num_held
@@ -242,7 +244,7 @@ def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.
 
 
 def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks are another's by the time of the step that would ship them."""
+    """Its blocks are reused before the step that would ship them."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, moving, listener, said = _worker(rank), FakeMoveListener(), FakeListener(), dict[int, list[int]]()
     long, larger = prompts(36, 62)
@@ -259,12 +261,12 @@ def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, m
 
 
 def test_prompts_do_not_wait_for_the_end_of_a_guest_that_has_outgrown_the_share(rank: RankOfOne) -> None:
-    """It is alone, and has eight of the twelve blocks in the end; the prompt would fit beside six."""
+    """A single local decode grows to eight of twelve blocks; the prompt would fit if it had six."""
     worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=40).submit(worker)
     while worker.status().local_decodes.blocks <= _BLOCKS:
         _step(worker, said)
-    _, asked = prompts(20, 46)  # with no beginning in common
+    _, asked = prompts(20, 46)  # without a common prefix
     worker.submit(rank.prompt(asked), None, listener)
     for _ in range(5):
         _step(worker, said)
@@ -275,7 +277,7 @@ def test_prompts_do_not_wait_for_the_end_of_a_guest_that_has_outgrown_the_share(
 
 
 def test_a_ticket_serves_once_whoever_is_to_use_it(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two moves, and a prompt: by one key the ranks know one passage."""
+    """Two migrations and a prompt try to use one handoff; the ranks know one transfer per key."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, said, handoff = _worker(rank), dict[int, list[int]](), replace(rank.handoff(18), max_tokens=60)
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):

@@ -1,4 +1,4 @@
-"""A prefill worker between its engine and whoever waits for a prompt, step by step and on one thread."""
+"""Prefill worker between its engine and its listeners, step by step on one thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROMPT = prompts(20)[0]
 
 
 class FakeListener:
-    """Implements prefill_worker.worker.PromptListener."""
+    """Recording listener; implements prefill_worker.worker.PromptListener."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
 
 @pytest.fixture
 def rank(model: RankOfOne) -> RankOfOne:
-    """Its pool is empty."""
+    """Return a rank with an empty pool."""
     return RankOfOne(model.runner)
 
 
@@ -71,7 +71,7 @@ def test_where_a_prompts_time_went_is_told_with_its_first_tokens(rank: RankOfOne
     _run(worker)
     spent = prompt.spent
     assert spent and spent.waited_s > 0 and spent.computed_s > 0 and spent.fetched_s == 0
-    assert left.spent is None and len(worker.replica.clock) == 0, "nothing is kept of one that nobody waits for"
+    assert left.spent is None and len(worker.replica.clock) == 0, "the clock must forget a cancelled prompt"
 
 
 def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank: RankOfOne) -> None:
@@ -86,7 +86,7 @@ def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank
     assert transfer.spans == [(layer, start, end) for start, end in ((0, 16), (16, 20)) for layer in layers]
     assert transfer.committed == (20, listener.tokens) and len(listener.tokens) == 1
     assert listener.ends == [], "its KV has not landed yet"
-    assert (worker.num_requests, rank.num_held) == (2, 3), "the prompt, and its departure"
+    assert (worker.num_requests, rank.num_held) == (2, 3), "the prompt, and its outgoing transfer"
 
     landed = shipment(handoff)
     worker.shipped(0, landed)
@@ -97,7 +97,7 @@ def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank
 
 
 def test_a_prompt_whose_logits_are_not_finite_ends_alone(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its handoff is aborted."""
+    """The other prompts are unaffected, and its handoff is aborted."""
     worker, forward = _worker(rank), rank.runner.forward
 
     def poison(batch: Batch, *on_layer: Any) -> Tensor:
@@ -116,7 +116,7 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone(rank: RankOfOne, monkey
     assert rank.sender.passages[handoff.key].is_aborted and rank.sender.passages[handoff.key].committed is None
     worker.shipped(0, shipment(handoff, HandoffExpired("aborted")))
     assert (worker.num_requests, rank.num_held) == (0, 0)
-    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV can be found"
+    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV must not be cached"
 
 
 def test_every_choice_gets_its_first_token(rank: RankOfOne) -> None:
@@ -137,7 +137,7 @@ def test_a_handoff_serves_one_prompt(rank: RankOfOne) -> None:
 
 @pytest.mark.parametrize("num_tokens", [8, 24, 1 << 20])
 def test_a_handoff_that_is_not_of_this_prompt_never_comes_to_the_link(rank: RankOfOne, num_tokens: int) -> None:
-    """There it would end what others have on that link."""
+    """Otherwise the receiver would close the link, with all its transfers."""
     worker, listener = _worker(rank), FakeListener()
     worker.submit(rank.prompt(_PROMPT), rank.handoff(num_tokens), listener)
     [(_, error)] = listener.ends
@@ -152,7 +152,7 @@ def test_a_prompt_that_nobody_waits_for_is_given_up_and_its_blocks_wait_for_the_
     worker.submit(prompt, handoff, listener)
     worker.step()
     worker.cancel(prompt)
-    assert rank.num_held == 3, "the sender still reads them"
+    assert rank.num_held == 3, "the sender still reads the blocks"
     worker.step()
     assert rank.sender.passages[handoff.key].is_aborted
     worker.shipped(0, shipment(handoff, HandoffExpired("given up")))

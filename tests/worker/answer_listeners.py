@@ -1,4 +1,4 @@
-"""Who waits for what a replica answers, and for moves: they write down what they hear."""
+"""Fake listeners for requests and migrations, which record every event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtransfer.protocol.ledger import Landing
 
 
 class FakeAnswerListener:
-    """Implements worker.answers.RequestListener."""
+    """Recording listener; implements worker.answers.RequestListener."""
 
     def __init__(self) -> None:
         self.handoff: Handoff | None = None
@@ -39,7 +39,7 @@ class FakeAnswerListener:
 
 
 class FakeMoveListener:
-    """Implements worker.migrations.MoveListener."""
+    """Recording listener; implements worker.migrations.MoveListener."""
 
     def __init__(self) -> None:
         self.stayed: list[str] = []

@@ -1,4 +1,4 @@
-"""Channels to holders of prefixes: one for many calls, few of them, and none to who has left."""
+"""Channel cache for prefix sources: reuse, limit, idle timeout and lost sources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.fetch_client import PrefixSourceChannels
 
 
 class FakeHolder(rpc.PrefixFetchServicer):
-    """Holds nothing, and remembers by which connections it was asked."""
+    """Source without blocks that records the connections of its calls."""
 
     def __init__(self) -> None:
         self.peers: list[str] = []
@@ -91,7 +91,7 @@ async def test_a_holder_that_is_asked_no_more_has_none_either() -> None:
 async def test_of_many_holders_those_that_were_asked_last_have_one() -> None:
     async with served("prefill-1") as (first, servicer), served("prefill-2") as (second, _):
         async with served("prefill-3") as (third, _), channels(max_channels=2) as prefix_sources:
-            async with prefix_sources.to(first):  # one in use is not closed for another
+            async with prefix_sources.to(first):  # a channel in use must not be closed
                 for prefix_source in (second, third, second):
                     await ask(prefix_sources, prefix_source)
                 assert len(prefix_sources) == 2

@@ -1,4 +1,4 @@
-"""What a rank that has changed its role may go on with."""
+"""Checks of the state that a rank hands over on a role switch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_on_a_gpu_there_is_memory_for_the_largest_step_of_either_role() -> None:
     old = parse_spec({"prefill": {"max_batch_tokens": 1024}, "decode": {"max_batch_tokens": 256, "max_running": 100}})
     assert largest_step(old, Role.DECODE) == largest_step(old, Role.PREFILL) == (1024, 100)
     apart = parse_spec({"decode": {"max_batch_tokens": 256, "labels": {"a": "b"}}})
-    assert largest_step(apart, Role.DECODE) == (256, 64), "it stays what it is"
+    assert largest_step(apart, Role.DECODE) == (256, 64), "no switch is possible"
     handover_state(old, Role.DECODE, device="cuda").check(old, Role.PREFILL)
     larger = parse_spec({"prefill": {"max_batch_tokens": 2048}})
     handover_state(old, Role.DECODE).check(larger, Role.PREFILL)

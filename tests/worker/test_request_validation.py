@@ -1,4 +1,4 @@
-"""A request that would end a step for everybody is refused at the worker's port."""
+"""Validation of requests at the worker's port, because one invalid request would fail a whole step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders and batches between the ranks of a replica."""
+"""Encoding of orders and rows between the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_rank_gets_the_orders_that_were_given(orders: Orders) -> None:
     batch, decoded = decode_step(encode_step(None, orders))
     assert batch is None and decoded == orders
     assert bool(decoded) == bool(orders)
-    for tiers in decoded.tiers:  # a tier that came as a bare number would be no key of a rank's stores
+    for tiers in decoded.tiers:  # a plain number would not be a key of a rank's stores
         assert all(isinstance(save.tier, Tier) for save in tiers.saves)
 
 
