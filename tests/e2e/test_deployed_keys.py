@@ -40,7 +40,7 @@ def client(port: int, files: CertificateFiles, secret: str) -> openai.OpenAI:
 
 
 def is_let_in(port: int, files: CertificateFiles, secret: str) -> bool:
-    """By whichever router is asked: over eight connections, so that both are."""
+    """Wait until both routers respond so, over eight connections."""
     for _ in range(8):
         with client(port, files, secret) as asking:
             try:

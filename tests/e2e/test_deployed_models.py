@@ -1,5 +1,4 @@
-"""Two real deployments behind one pair of doors, by the commands of an operator: SmolLM2, and a tiny random model that
-comes and goes while SmolLM2 streams."""
+"""Two real deployments behind one router, operated by the CLI: SmolLM2, and a tiny model attached while it streams."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
 
 @contextmanager
 def streaming(client: openai.OpenAI) -> Iterator[None]:
-    """Answers of SmolLM2, streamed one after the other while the block lasts: none fails, all are the same."""
+    """Stream answers of SmolLM2 repeatedly while the block runs. Asserts that none fails and all are equal."""
     is_over, failures, texts = threading.Event(), list[Exception](), list[str]()
 
     def ask() -> None:

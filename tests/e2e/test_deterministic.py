@@ -1,4 +1,4 @@
-"""`engine.deterministic`: a request's tokens are its own, whatever it is computed beside, and wherever."""
+"""`engine.deterministic`: a request's tokens do not depend on its batch, chunking, or replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.local_cluster import Answer, LocalCluster, local_cluster
 
 CPU = torch.device("cpu")
 NUM_REQUESTS, NUM_TOKENS = 64, 40
-LENGTHS = [3 + 7 * i for i in range(NUM_REQUESTS - 4)] + [530, 577, 608, 700]  # the last are more than a chunk of 512
+LENGTHS = [3 + 7 * i for i in range(NUM_REQUESTS - 4)] + [530, 577, 608, 700]  # the last ones exceed a chunk of 512
 PROMPTS = prompts(*LENGTHS)
 RULES = TokenRules(logit_bias=((5, 2.0),), bad_words=((5, 5), (7,)))
 SAMPLINGS = [

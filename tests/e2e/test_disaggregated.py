@@ -1,4 +1,4 @@
-"""What a cluster generates equals what one process generates, token for token, on a raw wire."""
+"""A cluster with a raw wire generates the same tokens as one process."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_several_choices_share_one_handoff(checkpoint: Checkpoint, referen
 async def test_only_what_the_decode_replica_lacks_is_shipped(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    """A second turn: the decode replica holds the first prompt and its answer already."""
+    """In a second turn the decode replica has the first prompt and its answer cached."""
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     async with local_cluster(model_dir, redis_url, **_tree()) as cluster:
         first = await cluster.generate(prompt, _GREEDY)
@@ -126,7 +126,7 @@ async def test_only_what_the_decode_replica_lacks_is_shipped(
         second = await cluster.generate(second_prompt, _GREEDY)
         assert [second.ids] == [_ids(tokens) for tokens in reference(model_dir, [second_prompt], _GREEDY)]
         assert first.route.blocks_shipped == 3
-        # 40 + 24 tokens are known, the last without its KV: 3 full blocks of them; 73 tokens need 5.
+        # 40 + 24 tokens are cached, the last one without KV: 3 full blocks. 73 tokens need 5.
         assert second.route.blocks_shipped == 2
         assert second.route.cached_tokens == 32
 
@@ -152,13 +152,13 @@ async def test_one_token_needs_no_decode_replica(checkpoint: Checkpoint, referen
 
 
 async def test_preemption_changes_no_token(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each, where the router expected 3 of each."""
+    """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each, while the router expects 3 each."""
     model_dir, asked = checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38)
     rules = TokenRules(logit_bias=((5, 1.0),), bad_words=((5, 5), (7,)))
     sampling = replace(_GREEDY, max_tokens=60, token_rules=rules)
     expected = [_ids(tokens) for tokens in reference(model_dir, asked, sampling)]
     async with local_cluster(model_dir, redis_url, **_tree(kv_memory_gib=gib_of_blocks(20))) as cluster:
-        cluster.core.dispatch.finished([1] * 200)  # so short have answers been until now
+        cluster.core.dispatch.finished([1] * 200)  # the router expects short answers
         answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(asked)))
         assert [answer.ids for answer in answers] == expected
         decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))

@@ -1,4 +1,4 @@
-"""A replica that drains takes nothing new and loses nothing that it has."""
+"""A draining replica takes no new requests and finishes all that it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode replica that drains ships its running sequences to another one; nothing is computed again."""
+"""A draining decode replica migrates its running sequences to another one, without recomputation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _tree(*, tp: int) -> dict[str, Any]:
 
 
 async def _tokens_from(cluster: LocalCluster, replica: LocalReplica, *, at_least: int) -> None:
-    """Wait until a replica has generated so many tokens."""
+    """Wait until a replica has generated `at_least` tokens."""
     seen = cluster.seen(replica)
     await cluster.until(lambda: seen.status.totals.generated_tokens >= at_least)
 
@@ -68,7 +68,7 @@ async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happene
     tp: int,
     is_async: bool,
 ) -> None:
-    """Also from ranks whose next step is under way, as on a GPU."""
+    """This holds with synchronous and with asynchronous steps, as on a GPU."""
     monkeypatch.setattr(GangRunner, "is_async", is_async)
     model_dir, asked, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
     expected = reference(model_dir, asked, sampling)
@@ -101,16 +101,16 @@ async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
         source = cluster.pools[Role.DECODE][0]
         seen = cluster.seen(source)
         running = asyncio.create_task(cluster.generate(asked, sampling))
-        await _tokens_from(cluster, source, at_least=19)  # the first came from the prefill replica
+        await _tokens_from(cluster, source, at_least=19)  # the first token came from the prefill replica
         nowhere = pb.Handoff(
             id="h", epoch=1, replica="x", ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
         )
-        request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first
+        request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first stream
         async with open_channel(seen.member.address, peer=rank(source.id), identity=cluster.router) as channel:
             stub = worker_pb2_grpc.DecodeWorkerStub(channel)
             failed = await stub.Migrate(request, timeout=WITHIN_S)
             assert not failed.moved and "127.0.0.1:1" in failed.reason
-            abandoned = stub.Migrate(request)  # nobody waits for this one
+            abandoned = stub.Migrate(request)  # cancelled call
             abandoned.cancel()
         running_on.lift()
         answer = await running

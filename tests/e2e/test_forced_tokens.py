@@ -1,4 +1,4 @@
-"""Answers of which a grammar forces most are, wherever they run, those that masks alone give."""
+"""Jump-forward decoding gives the same answers as masks alone, on one pair of replicas and under faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROMPTS = prompts(20, 33, 47, 18)
 _SAMPLINGS = (
     _SAMPLED,
     replace(_SAMPLED, temperature=0.0),
-    replace(_SAMPLED, max_tokens=20, seed=9),  # within what is forced
+    replace(_SAMPLED, max_tokens=20, seed=9),  # ends within forced tokens
     replace(_SAMPLED, num_logprobs=1, presence_penalty=1.0),
 )
 _PRIVATE = prompts(24, 31)
@@ -47,7 +47,7 @@ def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    """Four that keep to the grammar, two choices each, beside two that keep to none."""
+    """Run four requests with a grammar, of two choices each, beside two without one."""
     asked = [
         cluster.generate(prompt, sampling, id=str(i), n=2, grammar=_GRAMMAR)
         for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
@@ -65,7 +65,7 @@ def _num_forced(cluster: LocalCluster) -> int:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[list[int]]:
-    """One step a token, in one process."""
+    """Compute the expected answers in one process, one token per step."""
     runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1))
     grammar = GrammarCompiler(model_dir, vocab_size=VOCAB_SIZE).compile(_GRAMMAR)
     asked = [
@@ -106,7 +106,7 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
 
 
 async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
-    """A pool of 20 blocks, where the router expects answers of one token."""
+    """The pool has 20 blocks, and the router expects answers of one token."""
     tree = exact_tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:

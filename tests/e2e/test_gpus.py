@@ -1,5 +1,4 @@
-"""A disaggregated deployment on GPUs: real workers, KV blocks over NCCL, recorded decode steps. One GPU is enough: all
-ranks share it then.
+"""Disaggregated deployment on GPUs: real workers, KV blocks over NCCL, CUDA graphs. One GPU suffices: ranks share it.
 
 Answers are those of one process on a GPU, token for token, whatever dies meanwhile.
 """
@@ -78,7 +77,7 @@ def test_answers_are_those_of_one_process(
 def test_so_are_those_of_several_ranks(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, family: str, ranks: tuple[int, int]
 ) -> None:
-    """Recorded steps with sums over ranks in them, and experts that are spread over them."""
+    """CUDA graphs contain all-reduces over ranks, and experts are spread over the ranks."""
     model_dir, tree = checkpoint(family), _tree(1, 1)
     for role, num_ranks in zip(("prefill", "decode"), ranks, strict=True):
         tree[role] |= {"tensor_parallel": num_ranks}
@@ -96,7 +95,7 @@ def test_so_are_those_of_several_ranks(
 def test_so_are_they_over_pools_of_8_bits(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, pool_dtype: str
 ) -> None:
-    """Each alone, as there: what a batch of another shape rounds otherwise may become another code of 8 bits."""
+    """Requests run one at a time, as in the reference: another batch shape may round to another 8-bit code."""
     model_dir = checkpoint("llama")
     engine: dict[str, Any] = {"device": "cuda", "pool_dtype": pool_dtype, "recorded_rows": 8}
 
@@ -123,7 +122,7 @@ def test_a_replica_is_killed_and_another_goes_on(
     async def play() -> None:
         tree = _tree(others[Role.PREFILL], others[Role.DECODE])
         async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-            doomed = await cluster.add(role, fault)  # the first of its pool: it is chosen while all are idle
+            doomed = await cluster.add(role, fault)  # the first of its pool is chosen while all are idle
             await cluster.add(role)
             answers = await _ask(cluster)
             assert doomed.has_been_hit, "the fault never happened"
@@ -136,7 +135,7 @@ def test_a_replica_is_killed_and_another_goes_on(
 def test_answers_move_to_another_replica_that_has_room(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    """A decode replica is drained while it answers."""
+    """A decode replica is drained while it decodes."""
     model_dir = checkpoint("llama")
 
     async def play() -> None:

@@ -1,5 +1,4 @@
-"""All that a request may ask for, of a deployment on a GPU: its answers are those of one process, also where it drafts,
-and where blocks run out.
+"""All request options on a GPU deployment: answers equal those of one process, also with drafts and preemption.
 
 The same on a CPU, where it is slow and says that the test is right.
 """
@@ -45,13 +44,13 @@ _BUDGET = ThinkingBudget(
     closing="</think>",
     closing_ids=tuple(CHARACTERS.index(character) for character in "</think>"),
 )
-_ATOL = 1e-3  # of log-probabilities, whose logits come of batches of other shapes
+_ATOL = 1e-3  # of log-probabilities, because batch shapes differ
 _NUM_TOP = 3
 
 
 @dataclass(frozen=True)
 class Question:
-    """Of one process, and its answers; every third prompt is scored, too."""
+    """Requests and their reference answers of one process; every third prompt is scored, too."""
 
     model_dir: Path
     asked: list[Asked]
@@ -60,7 +59,7 @@ class Question:
 
     @classmethod
     def of(cls, model_dir: Path, device: str) -> Question:
-        """Its tokenizer is written anew: for what keeps to a grammar."""
+        """Create the requests. Replaces the model's tokenizer, for the grammar."""
         grammar = letters_grammar(model_dir)
         thinking = GrammarCompiler(model_dir, vocab_size=VOCAB_SIZE).bounded(_BUDGET, None)
         asked = [one for one in one_of_each_kind(grammar) if one.thinking is None]
@@ -71,7 +70,7 @@ class Question:
         return cls(model_dir, asked, answers(runner, asked), dict(zip(scored, told, strict=True)))
 
     async def check(self, cluster: LocalCluster) -> None:
-        """Ask all of it at once."""
+        """Send all requests concurrently and check the answers."""
         asking = [
             cluster.generate(
                 one.prompt,
@@ -134,7 +133,7 @@ def test_of_who_drafts(model_dir: Path, redis_url: str, device: str) -> None:
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
             decode = await cluster.add(Role.DECODE, prepare=draft_always)
-            for _ in range(2):  # then the first ones' answers are known
+            for _ in range(2):  # the second time, drafts use the first answers
                 await question.check(cluster)
             await cluster.idle()
             await cluster.until(lambda: _num_accepted(cluster, decode) > 100)
@@ -147,7 +146,7 @@ def _num_accepted(cluster: LocalCluster, replica: LocalReplica) -> int:
 
 
 def test_of_who_runs_out_of_blocks(model_dir: Path, redis_url: str, device: str) -> None:
-    """A pool of 20 blocks, where the router expects answers of one token."""
+    """The pool has 20 blocks, and the router expects answers of one token."""
     question, tree = Question.of(model_dir, device), _tree(device, kv_memory_gib=gib_of_blocks(20))
 
     async def play() -> None:

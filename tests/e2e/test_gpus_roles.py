@@ -1,4 +1,4 @@
-"""A deployment on a GPU whose replicas change their role while they answer, and whose prefill replicas have guests.
+"""GPU deployment with role switches under load, and with local decodes on prefill replicas.
 
 The same on a CPU, where it is slow and says that the test is right.
 """
@@ -27,11 +27,11 @@ pytestmark = [
 ]
 
 _SAMPLINGS = (Sampling(max_tokens=40, temperature=0.0), Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7))
-_PLACES = 2  # of a decode replica, and for guests of a prefill replica
+_PLACES = 2  # slots of a decode replica, and for local decodes of a prefill replica
 
 
 class Asked:
-    """Prompts, what the model makes of them alone, and their answers as they come. Every other one is sampled."""
+    """Prompts, their reference answers, and their running requests. Every other one is sampled."""
 
     def __init__(self, model_dir: Path, reference: Reference, device: str, number: int) -> None:
         self._prompts = prompts(*range(33, 33 + number))
@@ -41,7 +41,7 @@ class Asked:
         self._running: list[asyncio.Task[Answer]] = []
 
     def ask(self, cluster: LocalCluster, number: int) -> None:
-        """The next ones."""
+        """Send the next `number` requests."""
         for i in range(len(self._running), len(self._running) + number):
             asking = cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
             self._running.append(asyncio.create_task(asking))
@@ -68,7 +68,7 @@ def test_streams_go_on_while_replicas_change_their_role_each_way(
             to_prefill = await cluster.switch(decode)
             assert cluster.replicas.get(decode.id) is None and to_prefill.blocks["cached"]
             asked.ask(cluster, 4)
-            to_decode = await cluster.switch(prefill)  # with prompts on their way
+            to_decode = await cluster.switch(prefill)  # while prompts are shipped
             asked.ask(cluster, 4)
             running_on.lift()
             answers = await asked.answers()
@@ -89,10 +89,8 @@ def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
     leaves: bool,
     device: str,
 ) -> None:
-    """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
-    monkeypatch.setattr(
-        local_decode, "wait_s", lambda *_, **__: 3600.0
-    )  # while answers stand still, no place comes free
+    """leaves: the prefill replica becomes a decode replica, and its local decodes move to another replica."""
+    monkeypatch.setattr(local_decode, "wait_s", lambda *_, **__: 3600.0)  # answers are paused, so no slot becomes free
     model_dir = checkpoint("llama")
     asked = Asked(model_dir, reference, device, 2 * _PLACES)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))

@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar, wherever they are computed: one pair of replicas or two, killed, moved, forked."""
+"""Grammar-constrained answers on one or two pairs of replicas, with kills, migrations and forks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_choices_keep_to_it_on_one_pair_on_two_pairs_and_under_a_kill(mode
         expected = await _ask(cluster)
         assert len({tuple(tokens) for tokens in expected}) > len(_PROMPTS), "the choices of a request are the same"
         one = replace(_SAMPLED, max_tokens=1)
-        first = await cluster.generate(_PROMPTS[0], one, grammar=_GRAMMAR)  # of the prefill replica alone
+        first = await cluster.generate(_PROMPTS[0], one, grammar=_GRAMMAR)  # from the prefill replica alone
         assert CHARACTERS[first.ids[0]] in "abc" and first.tokens[0][0].finish_reason is FinishReason.LENGTH
         await cluster.idle()
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
@@ -88,8 +88,11 @@ async def test_a_choice_that_moves_goes_on_where_it_was(
 
 
 async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Path, redis_url: str) -> None:
-    """The first has no token that could end it, the second is none; and two leave no token with what else is asked, one
-    the prefill replica, and one the decode replica."""
+    """Invalid and contradictory grammars fail their own request only.
+
+    The first has no terminating token, the second is malformed. Two leave no allowed token together with the other
+    options, one on the prefill replica and one on the decode replica.
+    """
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         endless = cluster.generate(_PROMPTS[0], replace(_SAMPLED, stop_token_ids=()), id="a", grammar=_SHORT)
         no_grammar = Grammar(kind=GrammarKind.REGEX, text="(")

@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar, as real clients ask for them at both doors of a real router, with SmolLM2."""
+"""Structured output for real clients on both endpoints of a real router, with SmolLM2."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ async def _check_formats(client: AsyncOpenAI) -> None:
         for choice in answer.choices:
             assert choice.finish_reason == "stop"
             Draft202012Validator(_CITY).validate(json.loads(choice.message.content))
-    cut = await client.chat.completions.create(**_ASKED, response_format=form, stop='ame"')  # within what is forced
+    cut = await client.chat.completions.create(**_ASKED, response_format=form, stop='ame"')  # ends within forced tokens
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"n', "stop")
-    assert cut.usage.completion_tokens == 3  # and not one of those that were known behind them
+    assert cut.usage.completion_tokens == 3  # without the forced tokens after the stop string
     stream = await client.chat.completions.create(
         **_ASKED | {"max_tokens": 200}, response_format={"type": "json_object"}, stream=True
     )
@@ -117,7 +117,7 @@ async def _check_structured(client: AsyncOpenAI) -> None:
 
 
 async def _check_structural_tags(client: AsyncOpenAI) -> None:
-    """Free text, in which each e begins a tag; and one tag, in each form in which it may be said."""
+    """Check tags in free text that start at each "e", and each form of a single tag."""
     told = await client.chat.completions.create(**_ASKED | {"max_tokens": 30}, response_format=_TAGS)
     text = told.choices[0].message.content
     assert _keeps_to_tags(text) and _EACH in text, text
@@ -149,7 +149,7 @@ async def _check_structural_tags(client: AsyncOpenAI) -> None:
 
 
 def _keeps_to_tags(text: str) -> bool:
-    """Whole, or cut within the last."""
+    """Assert that the tags are complete, except that the last may be cut."""
     *whole, last = re.split("(?=e)", text)
     return all("e" not in part or part.startswith(_EACH) for part in whole) and (
         "e" not in last or last.startswith(_EACH) or _EACH.startswith(last)
@@ -157,7 +157,7 @@ def _keeps_to_tags(text: str) -> bool:
 
 
 async def _check_refusals(client: AsyncOpenAI) -> None:
-    """Each is refused by name, or answered; and meanwhile others are."""
+    """Assert that hostile schemas are rejected by name or answered, while other requests are served."""
     asked = [_ask_for(client, schema) for schema in _HOSTILE.values()]
     others = [client.chat.completions.create(**_ASKED | {"max_tokens": 4}) for _ in range(2)]
     *refusals, _, _ = await asyncio.gather(*asked, *others)
@@ -177,7 +177,7 @@ async def _check_refusals(client: AsyncOpenAI) -> None:
 
 
 async def _ask_for(client: AsyncOpenAI, schema: dict[str, Any]) -> str | None:
-    """The field that is named in a refusal."""
+    """Return the field that is named in a rejection."""
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
     try:
         await client.chat.completions.create(**_ASKED | {"max_tokens": 4}, response_format=form)

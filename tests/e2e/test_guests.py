@@ -1,4 +1,4 @@
-"""Answers that prefill replicas finish themselves, token for token: beside prompts, moved, and lost with them."""
+"""Local decodes on prefill replicas: same tokens beside prompts, after migrations, and after kills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.rank_in_process import shared_ceiling
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7)
-_PLACES = 2  # of a decode replica, and for guests of a prefill replica
+_PLACES = 2  # slots of a decode replica, and for local decodes of a prefill replica
 
 
 def _tree(*, tp: int = 1, local_decode: int = _PLACES) -> dict[str, Any]:
@@ -41,13 +41,12 @@ def _tree(*, tp: int = 1, local_decode: int = _PLACES) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guest is what costs less than to wait for a place, which how quick the machine is would decide: while answers
-    stand still, no place comes free."""
+    """Make local decoding cheaper than waiting for a slot, independent of the machine's speed."""
     monkeypatch.setattr(local_decode, "wait_s", lambda *_, **__: 3600.0)
 
 
 class Asked:
-    """Prompts, what the model makes of them alone, and their answers as they come. Every other one is sampled."""
+    """Prompts, their reference answers, and their running requests. Every other one is sampled."""
 
     def __init__(self, cluster: LocalCluster, numbers: range, reference: Reference) -> None:
         self._cluster = cluster
@@ -58,7 +57,7 @@ class Asked:
         self.running: list[asyncio.Task[Answer]] = []
 
     def ask(self, number: int) -> None:
-        """The next ones."""
+        """Send the next `number` requests."""
         for i in range(len(self.running), len(self.running) + number):
             asking = self._cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
             self.running.append(asyncio.create_task(asking))
@@ -68,7 +67,7 @@ class Asked:
 
 
 async def _begun(cluster: LocalCluster, replica: LocalReplica, number: int, *, more: int = 3) -> None:
-    """So many are answered there, and have a few tokens."""
+    """Wait until `number` requests decode on the replica and have a few tokens."""
     seen = cluster.seen(replica)
     before = seen.status.totals.generated_tokens
     await cluster.until(lambda: seen.status.running == number and not seen.status.waiting)
@@ -94,7 +93,7 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
         empty = await cluster.add(Role.DECODE)
         successor = await cluster.switch(leaving)
         await _begun(cluster, empty, _PLACES, more=0)
-        asked.ask(2)  # their prompts are computed where guests stay, and shipped to whoever was one's home
+        asked.ask(2)  # computed on a replica with local decodes, and shipped to the successor
         await _begun(cluster, successor, 2)
         assert hosts[1].status.local_decodes.running == _PLACES
         running_on.lift()
@@ -110,8 +109,7 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
 async def test_guests_and_what_runs_on_the_last_decode_replica_go_on_after_kills(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    """First a prefill replica dies in the middle of its guests, then the only decode replica; a prefill replica is all
-    that is left."""
+    """A prefill replica with local decodes dies, then the only decode replica; one prefill replica is left."""
     running_on = shared_ceiling(20)
     tree = _tree(local_decodes=2 * _PLACES)
     for pool in ("prefill", "decode"):
@@ -127,7 +125,7 @@ async def test_guests_and_what_runs_on_the_last_decode_replica_go_on_after_kills
         left = await cluster.add(Role.PREFILL, ceiling=running_on)
         for dying, number in ((doomed, _PLACES), (decode, 2 * _PLACES)):
             dying.send(signal.SIGKILL)
-            await _begun(cluster, left, number, more=0)  # they may stand at the ceiling
+            await _begun(cluster, left, number, more=0)  # they may be paused at the ceiling
         running_on.lift()
         answers = await asked.answers()
         assert [answer.ids for answer in answers] == asked.expected

@@ -1,4 +1,4 @@
-"""A whole cluster behind mutual TLS: strangers get nothing, and certificates come and go under running requests."""
+"""Cluster with mutual TLS: strangers are rejected, and certificates are renewed under running requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _ROUTER = router()
-# Both roles have two ranks, so that calls inside of a replica are made, too.
+# Both roles have two ranks, so that calls within a replica are covered.
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
     "kv": {"wire_dtype": "raw"},
@@ -41,7 +41,7 @@ _TREE: dict[str, Any] = {
 async def test_certificates_are_renewed_under_running_requests(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frames go on by the connection that they have; what follows is called, shipped and moved by new ones."""
+    """Frame streams keep their connections; later calls, transfers and migrations use new ones."""
     model_dir, [asked, next_asked] = checkpoint("llama"), prompts(40, 30)
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, [asked, next_asked], _GREEDY)]
     running_on = Ceiling(8)
@@ -58,7 +58,7 @@ async def test_certificates_are_renewed_under_running_requests(
         running_on.lift()
         assert (await running).ids == expected[0]
         assert [(await answer).ids for answer in later] == [expected[1]] * 3
-        fresh = await cluster.add(Role.PREFILL)  # which has papers of today, as the others have by now
+        fresh = await cluster.add(Role.PREFILL)  # with the renewed credentials, as the others have
         assert cluster.seen(fresh).is_usable
         await cluster.idle()
 
@@ -111,7 +111,7 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
 async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_its_address(
     checkpoint: Checkpoint, redis_url: str
 ) -> None:
-    """Whoever changes a member's address in the index, or takes it over, hears nothing."""
+    """A process that changes a member's address in the index, or takes the address over, receives nothing."""
     async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
         there = cluster.seen(cluster.pools[Role.DECODE][0])
         for name, is_meant in ((there.id, True), ("decode-99", False)):
@@ -130,8 +130,7 @@ async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_i
 async def test_an_operators_own_authority_issues_and_is_replaced_under_running_requests(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`security.tls: files`: an intermediate of the operator's, and later the next one of the same root. Who has a
-    certificate of the first works with whoever has one of the second."""
+    """With `security.tls: files`, certificates of an old and a new intermediate of one root work together."""
     model_dir, [asked, next_asked] = checkpoint("llama"), prompts(40, 30)
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, [asked, next_asked], _GREEDY)]
     root, security = issue_authority("root"), {"tls": "files"}

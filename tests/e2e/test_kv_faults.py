@@ -1,4 +1,4 @@
-"""The command that plays the public list of bad KV reads, on a small model; and that it would see harm."""
+"""Benchmark command for the public list of bad KV reads, on a small model, and its detection of harm."""
 
 from __future__ import annotations
 

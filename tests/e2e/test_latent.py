@@ -1,4 +1,4 @@
-"""Latent attention through a whole cluster: its rows are on every rank, and travel once to each that wants them."""
+"""Latent attention in a cluster: every rank holds its rows, and each receiving rank gets them once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_experts_spread_over_the_decode_ranks(
 
 
 async def test_8_bits_answer(checkpoint: Checkpoint, redis_url: str) -> None:
-    """What they cost is measured elsewhere; here every byte finds its place, on the wire and in pools of 8 bits."""
+    """8-bit wires and pools yield a full-length answer. Their accuracy is measured elsewhere."""
     model_dir, (prompt,) = checkpoint("deepseek_v3", **DEEPSEEK_V3), prompts(40)
     for pool_dtype in ("auto", "fp8_e4m3", "int8"):
         tree = {

@@ -1,4 +1,4 @@
-"""An upgrade goes replica by replica: processes of the oldest version that must work serve beside those of today."""
+"""Rolling upgrade: processes of the oldest supported version serve together with current ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.oldest import OldestProcess, check_out
 from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
-_STOOD = 8  # tokens at which answers stand still until the test lets them go on
+_STOOD = 8  # tokens after which answers are paused until the test resumes them
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
     "kv": {"wire_dtype": "raw"},
@@ -45,7 +45,7 @@ _OLDEST = ("prefill-100", "decode-100")
 
 
 class FakePolicy:
-    """Sends each request, and each choice that must leave its replica, where the test says."""
+    """Policy that sends each request and each migrating choice where the test says."""
 
     def __init__(self) -> None:
         self.way = Option(prefill=None, decode="")
@@ -64,7 +64,7 @@ def oldest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def _beside(cluster: LocalCluster, tree: Path, tmp_path: Path) -> AsyncIterator[dict[str, OldestProcess]]:
-    """A prefill and a decode replica of the oldest version, which the cluster's router sees."""
+    """Start a prefill and a decode replica of the oldest version that join the cluster."""
     old = {
         name: OldestProcess(
             tree, cluster.launch, cluster.identity(rank(name)), log=tmp_path / f"{name}.log", ceiling=_STOOD
@@ -80,7 +80,7 @@ async def _beside(cluster: LocalCluster, tree: Path, tmp_path: Path) -> AsyncIte
             await asyncio.to_thread(process.stop)
 
 
-@pytest.mark.timeout(180)  # two processes start beside this one, and import torch
+@pytest.mark.timeout(180)  # two more processes start and import torch
 @pytest.mark.parametrize("encrypt", [False, True])
 async def test_workers_of_the_oldest_version_serve_beside_todays(
     checkpoint: Checkpoint,
@@ -91,8 +91,11 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
     monkeypatch: pytest.MonkeyPatch,
     encrypt: bool,
 ) -> None:
-    """For today's router: each prefill replica ships to each decode replica and fetches from the other, and a running
-    choice moves from today's to the oldest and back. No token is another."""
+    """Old and new replicas interoperate under a current router, with unchanged tokens.
+
+    Each prefill replica ships to each decode replica and fetches from the other, and a running choice migrates from
+    the current replica to the oldest and back.
+    """
     model_dir, asked = checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
     policy, under = FakePolicy(), Ceiling(_STOOD)
@@ -104,7 +107,7 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
     ):
 
         async def ask(number: int, **way: Any) -> RequestRoute:
-            """The beginning of an answer, and the way that it went."""
+            """Return the route of a short answer."""
             policy.way = Option(**way)
             answer = await cluster.generate(asked[number], replace(_GREEDY, max_tokens=_STOOD), id=f"{number} {way}")
             assert answer.ids == expected[number][:_STOOD], way
@@ -118,7 +121,7 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
             assert (await ask(number, prefill=prefill, decode=decode)).blocks_shipped, "computed elsewhere"
         for number, (prefix_source, prefill) in enumerate((prefills, prefills[::-1])):
             held = {"fetch_from": prefix_source, "fetch_tokens": 16}
-            number = {0: 0, 1: 2}[number]  # computed by that holder above
+            number = {0: 0, 1: 2}[number]  # prompt that this source computed above
             assert (await ask(number, prefill=prefill, decode=_OLDEST[1], **held)).fetched_tokens >= 16
 
         policy.way, policy.move_to = Option(prefill=_OLDEST[0], decode=today.id), _OLDEST[1]
@@ -171,7 +174,7 @@ def test_where_the_history_does_not_go_so_far_back_it_says_so(tmp_path: Path, mo
 async def test_a_replica_that_speaks_another_wire_is_named_and_the_others_serve(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is the deployment's own, and has the address of one that would answer: it is the version alone."""
+    """The replica belongs to the deployment and its address is reachable; only its wire version differs."""
     model_dir, [asked] = checkpoint("llama"), prompts(40)
     expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
     async with local_cluster(model_dir, redis_url, **_TREE) as cluster:

@@ -1,4 +1,4 @@
-"""Two hosts that lose sight of each other: both sides are alive, and neither hears the other."""
+"""Network partition between two hosts that are both alive."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cable() -> Iterator[Cable]:
 
 @pytest.fixture
 def near_redis(cable: Cable, tmp_path: Path) -> Iterator[str]:
-    """On this side of the cable, so that the far side loses sight of it too."""
+    """Run Redis on the near side, so that the far side is cut off from it, too."""
     with redis_at(cable.near.address, tmp_path) as url:
         yield url
 
@@ -62,7 +62,7 @@ async def test_streams_go_on_and_the_far_side_comes_back_empty(
         async with asyncio.timeout(WITHIN_S):
             answers = await asyncio.gather(*asked)
         assert [answer.ids for answer in answers] == [[token.token_id for token in tokens] for tokens in expected]
-        # Silent for three seconds: it is given up, whether it was used or not.
+        # After three seconds of silence it is dropped, whether it was in use or not.
         await cluster.until(lambda: not (seen := cluster.replicas.get(far.id)) or not seen.is_usable)
         cable.mend()
         await cluster.until(lambda: (again := cluster.replicas.get(far.id)) and again.is_usable)

@@ -1,4 +1,4 @@
-"""The boards, alerts and configuration of deploy/monitoring, in a real Prometheus (Debian's package)."""
+"""Dashboards, alerts and configuration of deploy/monitoring in a real Prometheus (Debian's package)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_no_panel_and_no_alert_is_without_data(checkpoint: Checkpoint, red
 
 
 async def _has_two(ask: Any) -> bool:
-    """Both routers are scraped, through one of them, and have been for some seconds."""
+    """Return whether both routers have been scraped for some seconds, through one of them."""
     found = await ask("min(count_over_time(up[1m])) * count(up == 1)")
     return bool(found) and float(found[0]) >= 2 * 8
 
@@ -81,7 +81,7 @@ async def _check(ask: Any) -> None:
         for panel in json.loads(path.read_text())["panels"]:
             asked |= {f"{path.name}: {panel['title']}: {one['expr']}": one["expr"] for one in panel.get("targets", ())}
     asked = {who: expr.replace("$__rate_interval", "15s").replace("$job", ".+") for who, expr in asked.items()}
-    # Data must exist while nothing is wrong: the comparison with the limit comes last.
+    # Data must exist in a healthy state, so the comparison with the limit is removed.
     asked |= {name: expr.rpartition(") ")[0] + ")" for name, expr in _ALERTS.items()}
     assert len(asked) > 60
 
@@ -98,7 +98,7 @@ async def _check(ask: Any) -> None:
 
 
 async def _load(services: list[RouterService]) -> None:
-    """Prompts that share beginnings, more of them than the pools hold, by both routers."""
+    """Send prompts with common prefixes to both routers, more than the pools hold."""
     urls = ["http://{}:{}".format(*service.http_address) for service in services]
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
@@ -115,7 +115,7 @@ async def _load(services: list[RouterService]) -> None:
 
 @asynccontextmanager
 async def _prometheus(tmp_path: Path, admin: str) -> AsyncIterator[Any]:
-    """Yield a function that returns the values of a query. The files are those of deploy/monitoring, but faster."""
+    """Yield a function that returns the values of a query. Uses deploy/monitoring with shorter intervals."""
     directory, port = tmp_path / "monitoring", free_port()
     directory.mkdir()
     for path in _FILES.glob("*.yml"):

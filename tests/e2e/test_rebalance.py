@@ -1,4 +1,4 @@
-"""Running requests leave a crowded decode replica for an empty one, and nobody can tell by the tokens."""
+"""Rebalancing: running requests move from a crowded decode replica to an empty one, with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAMPLED = Sampling(max_tokens=200, temperature=1.0, seed=7)
 
 
 class Crowding:
-    """Puts everything on one decode replica."""
+    """Policy that sends everything to one decode replica."""
 
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
@@ -79,7 +79,7 @@ async def test_what_has_moved_moves_on_when_its_new_place_drains(
                 asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked)
             ]
             newcomer = next(replica for replica in cluster.pools[Role.DECODE] if replica.id != _CROWDED)
-            await cluster.until(lambda: cluster.seen(newcomer).status.running)  # the first one has come
+            await cluster.until(lambda: cluster.seen(newcomer).status.running)  # the first choice has moved
             await cluster.drain(newcomer)
             running_on.lift()
             answers = [await task for task in running]

@@ -1,4 +1,4 @@
-"""Two revisions of a deployment side by side: what runs on which, and what a router says of them."""
+"""Two concurrent revisions of a deployment: traffic split, migrations and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DETERMINISTIC: dict[str, Any] = {
 
 
 class _Revisions:
-    """The first is what the cluster was started with."""
+    """Revisions of a cluster. The first is the one that it was started with."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
@@ -34,14 +34,14 @@ class _Revisions:
         self._version = 0
 
     async def add(self, spec: Spec) -> None:
-        """One prefill and one decode replica of another."""
+        """Add one prefill and one decode replica of another revision."""
         self.cluster.launch = replace(self.cluster.launch, spec=spec)
         self.specs.append(spec)
-        self.share(0.0)  # nothing of it is used before it is told of
+        self.share(0.0)  # no traffic until the test assigns a share
         self.replicas.append([await self.cluster.add(role) for role in Role])
 
     def share(self, share: float, *, takes_more: bool = False) -> None:
-        """Of the requests, for the second."""
+        """Set the second revision's share of the requests."""
         self._version += 1
         old, new = (
             Revision(
@@ -64,12 +64,12 @@ class _Revisions:
         )
 
     def of(self, answer: Answer) -> set[int]:
-        """The revisions whose replicas served it."""
+        """Return the revisions whose replicas served the answer."""
         route = {answer.route.prefill_replica, answer.route.decode_replica}
         return {number for number in (1, 2) if route & self.ids(number)}
 
     async def until_tokens(self, number: int, num_tokens: int) -> None:
-        """Until so many more have been decoded on a revision."""
+        """Wait until that many more requests have been decoded on a revision."""
         decode = self.cluster.seen(self.replicas[number - 1][1])
         enough = decode.status.totals.generated_tokens + num_tokens
         await self.cluster.until(lambda: decode.status.totals.generated_tokens >= enough)
@@ -85,7 +85,7 @@ class _Revisions:
 async def test_an_answer_is_wholly_of_one_revision_while_the_old_one_leaves(
     checkpoint: Checkpoint, redis_url: str
 ) -> None:
-    """Their pools hold other numbers, so that nothing moves between them: what runs finishes where it began."""
+    """Their KV layouts differ, so running requests cannot migrate and finish where they started."""
     asked = prompts(*range(40, 56))
     async with local_cluster(checkpoint("llama"), redis_url, **_DETERMINISTIC) as cluster:
         both = _Revisions(cluster)

@@ -1,4 +1,4 @@
-"""A replica that becomes one of the other pool, with the weights and the blocks that it has."""
+"""Role switches: a replica joins the other pool and keeps its weights and blocks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
         assert cluster.replicas.get(decode.id) is None
         assert to_prefill.blocks == decode.blocks and to_prefill.blocks["cached"], "what it had it has still"
         running += _ask(cluster, asked[_STREAMS:-4])
-        to_decode = await cluster.switch(prefill)  # with prompts on their way
+        to_decode = await cluster.switch(prefill)  # while prompts are shipped
         running += _ask(cluster, asked[-4:])
         running_on.lift()
         answers: list[Answer] = [await task for task in running]
@@ -68,7 +68,7 @@ async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
 
 
 class FakePolicy:
-    """Sends every prompt the one way that the test says."""
+    """Policy that sends every prompt by one given route."""
 
     def __init__(self) -> None:
         self.way = Option(prefill="prefill-0", decode="decode-3")
@@ -110,7 +110,7 @@ def _ask(cluster: LocalCluster, asked: Sequence[list[int]]) -> list[asyncio.Task
 
 
 async def _pull(cluster: LocalCluster, replica: str, address: str, hashes: Sequence[bytes]) -> None:
-    """As somebody asks who has heard of it before it changed its name. Raises ClusterError."""
+    """Fetch as a replica that has cached the old name. Raises ClusterError."""
     asking = cluster.identity(rank("decode-99"))
     async with open_channel(address, peer=rank(replica), identity=asking) as channel:
         handoff = pb.Handoff(id="h", epoch=1, replica="decode-99", ranks=["127.0.0.1:1"], max_tokens=16, ttl_s=5.0)

@@ -1,4 +1,4 @@
-"""Two hosts with a slow, lossy network between them: requests are slow, and none is lost."""
+"""Slow, lossy network between two hosts: requests are slow, and none is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM2 (9 query and 3 KV heads), disaggregated, against the single-process engine."""
+"""Disaggregated SmolLM2 (9 query and 3 KV heads) against the single-process engine."""
 
 from __future__ import annotations
 

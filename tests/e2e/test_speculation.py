@@ -1,4 +1,4 @@
-"""Answers of a deployment that drafts are, wherever they run, those of one process that does not."""
+"""Speculative decoding: answers of a deployment with drafts equal those of one process without."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.waiting import WITHIN_S
 
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3)
 _PROMPTS = prompts(20, 33, 47, 18, 25)
-_FEW = TokenRules(allowed_token_ids=(5, 6, 7))  # whatever is said of these was said before
+_FEW = TokenRules(allowed_token_ids=(5, 6, 7))  # so few tokens that drafts from the sequence itself match
 _SAMPLINGS = (
     _SAMPLED,
     replace(_SAMPLED, temperature=0.0),
@@ -52,7 +52,7 @@ def expected(model_dir: Path) -> list[list[int]]:
 
 @pytest.fixture
 def drafts_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine's steps take."""
+    """Disable measured step times, so that drafting does not depend on the machine's speed."""
     monkeypatch.setattr(Pace, "timing", None)
 
 
@@ -176,7 +176,7 @@ async def test_what_a_killed_replica_has_answered_stays_known(
 
 @pytest.mark.usefixtures("drafts_always")
 async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
-    """A pool of 20 blocks, where the router expects answers of one token."""
+    """The pool has 20 blocks, and the router expects answers of one token."""
     tree = _tree("suffix")
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:

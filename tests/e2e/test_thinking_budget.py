@@ -1,5 +1,4 @@
-"""Answers that may think for so many tokens: what comes of them is, wherever they run, what comes of the same model
-where the end of its thinking stands in its prompt."""
+"""Thinking budgets: answers equal those of the same model with the end-of-thinking marker in its prompt."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path, reference: Reference) -> list[list[int]]:
-    """By an engine that knows of no budget: it thinks, and then goes on behind a prompt with the marker in it."""
+    """Compute the expected answers without budgets: generate the thinking, then continue after the marker."""
     told = list[list[int]]()
     for seed, (prompt, budget) in enumerate(zip(_PROMPTS, _BUDGETS, strict=True)):
         for choice in range(_CHOICES):
@@ -75,13 +74,13 @@ async def test_on_one_pair_also_where_the_first_token_is_the_last(
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         assert await _ask(cluster) == expected
         one = replace(_SAMPLED, max_tokens=1)
-        first = await cluster.generate(_PROMPTS[0], one, thinking=_budget(0))  # of the prefill replica alone
+        first = await cluster.generate(_PROMPTS[0], one, thinking=_budget(0))  # from the prefill replica alone
         assert first.ids == [_CLOSING[0]] and not first.route.decode_replica
         told = await cluster.generate(_PROMPTS[2], replace(_SAMPLED, seed=2, num_logprobs=1), thinking=_budget(9))
         assert told.ids == expected[4] and all(token.logprob for token in told.tokens[0])
         await cluster.idle()
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
-        # Of the marker of each choice at least what comes behind a token that it did not itself force.
+        # Per choice, at least the marker's tokens after its first are forced.
         await cluster.until(lambda: seen.status.totals.forced_tokens >= 7 * _CHOICES * 4)
 
 
@@ -95,7 +94,7 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
 
 
 async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
-    """A pool of 20 blocks, where the router expects answers of one token."""
+    """The pool has 20 blocks, and the router expects answers of one token."""
     tree = exact_tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:

@@ -1,5 +1,6 @@
-"""Answers of SmolLM2 to drawn schemas, half of them sampled: each is an instance of its schema or was cut by its
-length, and they are the same wherever they are computed, and whoever dies over them.
+"""Answers of SmolLM2 to random schemas, half of them sampled: each is a valid or cut instance of its schema.
+
+They are the same on every topology, and when replicas die.
 
 `engine.deterministic` is what promises that: in float32, of a thousand answers one was another on other replicas, for
 what is computed beside a row decides how its sums are rounded, and a draw may be that near.
@@ -37,9 +38,9 @@ pytestmark = pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
 _MAX_ANSWER = 40  # tokens
-_WAVE = 125  # requests at once: a step costs hardly more for many
-_EVERY = 2  # waves, over one of which a replica of each role dies, that came for it
-_DYING = {  # while answers of that wave are half written; each time a little later
+_WAVE = 125  # concurrent requests, because larger steps cost little more
+_EVERY = 2  # in every second wave an added replica of each role dies
+_DYING = {  # during the wave's answers, each time a little later
     Role.PREFILL: [
         Fault(milestone, nth) for nth in (3, 5) for milestone in (FailpointStage.COMMITTING, FailpointStage.SHIPPED)
     ],
@@ -98,7 +99,7 @@ async def test_answers_to_public_schemas(smollm2_dir: Path, redis_url: str) -> N
 
 
 def _all_asked(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Asked]:
-    """By turns the likeliest tokens, and drawn ones."""
+    """Alternate between greedy and sampled requests."""
     common: dict[str, Any] = {"max_tokens": _MAX_ANSWER, "stop_token_ids": tuple(tokenizer.eos_token_ids)}
     prompts = [tokenizer.encode(prompt) for prompt in _PROMPTS]
     return [
@@ -110,7 +111,7 @@ def _all_asked(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Asked]:
 async def _answers(
     model_dir: Path, redis_url: str, asked: list[_Asked], prefill: int, decode: int, *, kills: bool = False
 ) -> list[Answer]:
-    """prefill: 0: the decode replicas compute the prompts. kills: beside so many, others come and die."""
+    """Generate all answers. prefill 0: decode replicas compute the prompts. kills: additional replicas join and die."""
     tree = exact_tree(prefill, decode) | {"timeouts": {"queue_s": 600}}
     tree |= {"model": {"dtype": "bfloat16"}, "engine": {"deterministic": True}}
     for role in Role:
@@ -147,7 +148,7 @@ def _ids(answers: list[Answer]) -> list[list[int]]:
 
 
 def _check(model_dir: Path, asked: list[_Asked], answers: list[Answer]) -> Counter[FinishReason | None]:
-    """Each token is one that a grammar compiled for this alone allows; and what ended by itself is an instance."""
+    """Assert that a separately compiled grammar allows each token, and that uncut answers are instances."""
     tokenizer = Tokenizer(model_dir)
     compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
     ends: Counter[FinishReason | None] = Counter()
@@ -166,7 +167,7 @@ def _check(model_dir: Path, asked: list[_Asked], answers: list[Answer]) -> Count
 
 
 def _check_instance(schema: Schema, text: str) -> None:
-    """In decimal: of 0.07, fp64 says that it is no multiple of 0.01."""
+    """Validate with decimals, because in fp64 0.07 is not a multiple of 0.01."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     draft = validator_for(exact, default=Draft202012Validator)
     draft(exact, format_checker=draft.FORMAT_CHECKER).validate(json.loads(text, parse_float=_number))
@@ -175,5 +176,5 @@ def _check_instance(schema: Schema, text: str) -> None:
 def _number(text: str) -> Decimal | float:
     try:
         return Decimal(text)
-    except InvalidOperation:  # its exponent is beyond what decimals have
+    except InvalidOperation:  # the exponent exceeds the range of Decimal
         return float(text)

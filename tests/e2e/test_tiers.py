@@ -1,4 +1,4 @@
-"""What a pool has no room for comes back from memory and disk, unharmed or not at all: the tokens are the same."""
+"""Lower tiers: evicted blocks return from memory and disk, intact or not at all, with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=8, temperature=0.0)
 _BLOCK = 3 * 2 * 2 * 16 * 4 * 16 / 2**30  # GiB of the random model, one rank
-_PROMPTS = prompts(100, 100, 100, 100)  # of six full blocks each; the pool has room for two
+_PROMPTS = prompts(100, 100, 100, 100)  # six full blocks each; the pool has room for two prompts
 
 
 def _tree(path: Path, *, host: int = 0, disk: int = 0, tp: int = 1, prefill: int = 1) -> dict[str, Any]:
@@ -227,7 +227,7 @@ async def test_a_client_that_goes_away_while_blocks_are_loaded_leaves_nothing_be
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(patience_s):
                         await cluster.generate(prompt, _GREEDY)
-                        raise TimeoutError  # it was quicker
+                        raise TimeoutError  # the load was faster than the client's cancellation
         await cluster.idle()
         await _ask_all(cluster, expected)
         await cluster.idle()
@@ -250,7 +250,7 @@ async def test_a_peer_is_given_what_the_holder_has_in_a_lower_tier(
 
 
 class FakePolicy:
-    """Sends every request where the test says."""
+    """Policy that sends every request where the test says."""
 
     def __init__(self) -> None:
         self.option: Option | None = None

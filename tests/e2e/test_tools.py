@@ -1,4 +1,4 @@
-"""Tools with real weights: SmolLM2 behind a chat template that knows tools, through a whole router."""
+"""Tool calls with real weights: SmolLM2 with a chat template that supports tools, through a whole router."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TOOL: Any = {
 
 
 def _turn(city: str) -> list[Any]:
-    """A question, and the call that answers it."""
+    """Return a question and the tool call that answers it."""
     function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
     return [
         {"role": "user", "content": f"What is the weather in {city}?"},
@@ -65,7 +65,7 @@ async def _client(model_dir: Path, redis_url: str) -> AsyncIterator[openai.Async
 
 @pytest.mark.timeout(300)
 async def test_a_models_own_call_goes_there_and_back(smollm2_dir: Path, redis_url: str) -> None:
-    """Greedy; whole and streamed; and its tool's answer goes in again. The model has seen such calls before."""
+    """A greedy tool call works unary and streamed, and its result can be sent back. The prompt has example calls."""
     messages = [message for city in ("Paris", "London", "Berlin") for message in _turn(city)]
     messages.append({"role": "user", "content": "What is the weather in Rome?"})
     fields: dict[str, Any] = {"model": "smollm2", "tools": [_TOOL], "temperature": 0, "max_tokens": 48}
