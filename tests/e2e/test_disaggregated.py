@@ -46,9 +46,7 @@ async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
         await cluster.idle()
 
 
-async def test_blocks_that_travel_encrypted_change_no_token(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+async def test_encrypted_blocks_change_no_token(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
     model_dir, asked = checkpoint("llama"), prompts(5, 70, 47)
     expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
     tree = _tree(d_tp=2)
@@ -115,7 +113,7 @@ async def test_several_choices_share_one_handoff(checkpoint: Checkpoint, referen
         await cluster.idle()
 
 
-async def test_only_what_the_decode_replica_lacks_is_shipped(
+async def test_only_positions_missing_on_the_decode_replica_are_shipped(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     """In a second turn the decode replica has the first prompt and its answer cached."""

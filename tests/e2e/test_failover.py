@@ -32,7 +32,7 @@ _PREFILL_EVENTS = {
     "the request arrives": Fault(FailpointStage.QUEUED),
     "the prompt is half computed": Fault(FailpointStage.COMPUTING, nth=2),
     "the first token is known": Fault(FailpointStage.SAMPLED),
-    "the first token is told": Fault(FailpointStage.COMMITTING),
+    "the first token is reported": Fault(FailpointStage.COMMITTING),
     "the handoff is acknowledged": Fault(FailpointStage.SHIPPED),
 }
 _DECODE_EVENTS = {

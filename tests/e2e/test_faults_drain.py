@@ -59,7 +59,7 @@ def _computed(cluster: LocalCluster) -> int:
 
 
 @pytest.mark.parametrize(("tp", "kind", "is_async"), [(2, "greedy", False), (2, "greedy", True), (1, "seeded", False)])
-async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happened(
+async def test_running_sequences_migrate_with_unchanged_tokens(
     checkpoint: Checkpoint,
     reference: Reference,
     redis_url: str,
@@ -90,7 +90,7 @@ async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happene
         assert _computed(cluster) == sum(map(len, asked)), "something was computed again"
 
 
-async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
+async def test_failed_migration_leaves_the_sequence_in_place(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir, [asked], sampling = checkpoint("llama"), prompts(40), _SAMPLINGS["greedy"]
@@ -119,7 +119,7 @@ async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
         await cluster.idle()
 
 
-async def test_clients_that_go_away_while_their_sequences_move_leave_nothing_behind(
+async def test_clients_that_disconnect_during_migration_free_everything(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Ceiling(100).arm(monkeypatch.setattr)

@@ -81,7 +81,7 @@ def expected(model_dir: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_on_one_pair_whatever_its_ranks(
+async def test_one_pair_of_any_tensor_parallel_size(
     model_dir: Path, redis_url: str, expected: list[list[int]], tp: int
 ) -> None:
     tree = exact_tree(1, 1)
@@ -95,7 +95,7 @@ async def test_on_one_pair_whatever_its_ranks(
         await cluster.idle()
 
 
-async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+async def test_killed_replica(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
         doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=4))
         await cluster.add(Role.DECODE)
@@ -105,7 +105,7 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
         await cluster.idle()
 
 
-async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+async def test_preemption(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     """The pool has 20 blocks, and the router expects answers of one token."""
     tree = exact_tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
@@ -117,7 +117,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 
 
 @pytest.mark.parametrize("num_tokens", [3, 9, 21])
-async def test_a_choice_that_moves_within_them(
+async def test_migration_within_forced_tokens(
     model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     monkeypatch.setattr("engine.scheduler.jump_forward.MAX_KNOWN", 4)

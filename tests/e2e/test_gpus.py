@@ -74,7 +74,7 @@ def test_answers_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("family", "ranks"), [("llama", (2, 2)), ("llama", (1, 2)), ("qwen3_moe", (2, 2))], ids=lambda of: str(of)
 )
-def test_so_are_those_of_several_ranks(
+def test_answers_with_several_ranks_are_those_of_one_process(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, family: str, ranks: tuple[int, int]
 ) -> None:
     """CUDA graphs contain all-reduces over ranks, and experts are spread over the ranks."""
@@ -92,7 +92,7 @@ def test_so_are_those_of_several_ranks(
 
 
 @pytest.mark.parametrize("pool_dtype", ["fp8_e4m3", "int8"])
-def test_so_are_they_over_pools_of_8_bits(
+def test_answers_with_8_bit_pools_are_those_of_one_process(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, pool_dtype: str
 ) -> None:
     """Requests run one at a time, as in the reference: another batch shape may round to another 8-bit code."""
@@ -113,7 +113,7 @@ def test_so_are_they_over_pools_of_8_bits(
     [(Role.PREFILL, Fault(FailpointStage.COMPUTING, nth=2)), (Role.DECODE, Fault(FailpointStage.COMPUTING, nth=12))],
     ids=["prefill", "decode"],
 )
-def test_a_replica_is_killed_and_another_goes_on(
+def test_request_resumes_on_another_replica_after_a_kill(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, fault: Fault
 ) -> None:
     model_dir = checkpoint("llama")
@@ -132,9 +132,7 @@ def test_a_replica_is_killed_and_another_goes_on(
     asyncio.run(play())
 
 
-def test_answers_move_to_another_replica_that_has_room(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+def test_answers_migrate_to_another_replica(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
     """A decode replica is drained while it decodes."""
     model_dir = checkpoint("llama")
 

@@ -112,7 +112,7 @@ def _tree(device: str, **decode: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_all_that_may_be_asked_for(model_dir: Path, redis_url: str, tp: int, device: str) -> None:
+def test_all_request_options(model_dir: Path, redis_url: str, tp: int, device: str) -> None:
     question, tree = Question.of(model_dir, device), _tree(device, tensor_parallel=tp)
     tree["prefill"] |= {"tensor_parallel": tp}
 
@@ -126,7 +126,7 @@ def test_all_that_may_be_asked_for(model_dir: Path, redis_url: str, tp: int, dev
     asyncio.run(play())
 
 
-def test_of_who_drafts(model_dir: Path, redis_url: str, device: str) -> None:
+def test_answers_with_drafts(model_dir: Path, redis_url: str, device: str) -> None:
     question, tree = Question.of(model_dir, device), _tree(device, replicas=0)
     tree["speculation"] = {"method": "suffix", "max_tokens": 3}
 
@@ -145,7 +145,7 @@ def _num_accepted(cluster: LocalCluster, replica: LocalReplica) -> int:
     return sum(sum(one.accepted) for one in cluster.seen(replica).status.totals.drafted)
 
 
-def test_of_who_runs_out_of_blocks(model_dir: Path, redis_url: str, device: str) -> None:
+def test_answers_with_preemption(model_dir: Path, redis_url: str, device: str) -> None:
     """The pool has 20 blocks, and the router expects answers of one token."""
     question, tree = Question.of(model_dir, device), _tree(device, kv_memory_gib=gib_of_blocks(20))
 

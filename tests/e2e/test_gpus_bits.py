@@ -47,7 +47,7 @@ _DENSE = {"first_k_dense_replace": 3}  # all layers, because rounding may choose
 
 
 @pytest.mark.parametrize("stored", ["fp8 blocks", "gptq", "int8 channels", "int8"])
-def test_weights_of_few_bits(
+def test_quantized_weights(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, stored: str, device: str
 ) -> None:
     model_dir, weights = checkpoint("llama"), "int8"  # quantized at load
@@ -66,7 +66,7 @@ def test_weights_of_few_bits(
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", {}), ("deepseek_v2", DEEPSEEK_V2 | _DENSE)], ids=["heads", "latents"]
 )
-def test_a_wire_of_8_bits(
+def test_8_bit_wire(
     checkpoint: Checkpoint,
     redis_url: str,
     monkeypatch: pytest.MonkeyPatch,

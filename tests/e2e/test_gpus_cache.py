@@ -30,7 +30,7 @@ _PROMPTS = prompts(100, 100, 100, 100)  # six full blocks each; the pool has roo
 
 
 @pytest.mark.parametrize(("host", "disk"), [(60, 0), (5, 60), (0, 60)], ids=["host", "host and disk", "disk"])
-def test_what_the_pool_evicts_comes_back_and_goes_to_a_peer(
+def test_evicted_blocks_are_reloaded_and_served_to_a_peer(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, host: int, disk: int, device: str
 ) -> None:
     """host, disk: capacities in blocks."""
@@ -59,7 +59,7 @@ def test_what_the_pool_evicts_comes_back_and_goes_to_a_peer(
     asyncio.run(play())
 
 
-def test_the_answer_of_one_turn_is_pulled_for_the_next(
+def test_answer_of_one_turn_is_fetched_for_the_next(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, device: str
 ) -> None:
     """The prefix moves from a decode replica to a prefill replica, to another decode replica, and back."""

@@ -51,7 +51,7 @@ class Asked:
             return await asyncio.gather(*self._running)
 
 
-def test_streams_go_on_while_replicas_change_their_role_each_way(
+def test_streams_continue_while_replicas_switch_roles_both_ways(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, device: str
 ) -> None:
     model_dir = checkpoint("llama")
@@ -81,7 +81,7 @@ def test_streams_go_on_while_replicas_change_their_role_each_way(
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["they stay", "they move"])
-def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
+def test_prefill_replica_decodes_locally_when_the_decode_pool_is_full(
     checkpoint: Checkpoint,
     reference: Reference,
     redis_url: str,

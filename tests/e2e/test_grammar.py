@@ -57,7 +57,9 @@ def _check(answer: Answer, pattern: str = _LETTERS) -> None:
         assert re.fullmatch(pattern, "".join(CHARACTERS[token.token_id] for token in tokens[:-1]))
 
 
-async def test_choices_keep_to_it_on_one_pair_on_two_pairs_and_under_a_kill(model_dir: Path, redis_url: str) -> None:
+async def test_choices_follow_the_grammar_on_one_and_two_pairs_and_under_a_kill(
+    model_dir: Path, redis_url: str
+) -> None:
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         expected = await _ask(cluster)
         assert len({tuple(tokens) for tokens in expected}) > len(_PROMPTS), "the choices of a request are the same"
@@ -74,7 +76,7 @@ async def test_choices_keep_to_it_on_one_pair_on_two_pairs_and_under_a_kill(mode
         await cluster.idle()
 
 
-async def test_a_choice_that_moves_goes_on_where_it_was(
+async def test_migrated_choice_continues_its_grammar(
     model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ceiling = Ceiling(12)
@@ -87,7 +89,7 @@ async def test_a_choice_that_moves_goes_on_where_it_was(
         assert stayed.ids == answer.ids
 
 
-async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Path, redis_url: str) -> None:
+async def test_failing_grammar_fails_its_own_request_only(model_dir: Path, redis_url: str) -> None:
     """Invalid and contradictory grammars fail their own request only.
 
     The first has no terminating token, the second is malformed. Two leave no allowed token together with the other
@@ -113,7 +115,7 @@ async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Pat
         await cluster.idle()
 
 
-async def test_a_worker_is_not_asked_for_what_its_version_does_not_know(model_dir: Path, redis_url: str) -> None:
+async def test_old_worker_gets_no_unsupported_requests(model_dir: Path, redis_url: str) -> None:
     ruled = replace(_SAMPLED, token_rules=TokenRules(bad_words=((_Z,),)))
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
         old = cluster.seen(cluster.pools[Role.DECODE][0])

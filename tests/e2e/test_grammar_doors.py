@@ -60,7 +60,7 @@ class City(BaseModel):
 
 
 @pytest.mark.timeout(180)
-async def test_answers_keep_to_what_clients_ask_for_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
+async def test_answers_follow_the_requested_format_on_both_endpoints(smollm2_dir: Path, redis_url: str) -> None:
     model = {"served_name": "smollm2", "dtype": "float32"}
     tree = {"model": model, "router": {"grpc_port": free_port(), "http_port": free_port()}}
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:

@@ -106,7 +106,7 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
 
 
 @pytest.mark.slow
-async def test_guests_and_what_runs_on_the_last_decode_replica_go_on_after_kills(
+async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     """A prefill replica with local decodes dies, then the only decode replica; one prefill replica is left."""

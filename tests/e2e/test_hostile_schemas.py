@@ -80,7 +80,7 @@ async def _endpoint(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.Asyn
 
 
 @pytest.mark.timeout(240)
-async def test_streams_go_on_while_schemas_are_compiled(
+async def test_streams_continue_while_schemas_are_compiled(
     smollm2_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each compilation waits until a concurrent stream has received tokens.
@@ -106,7 +106,7 @@ async def test_streams_go_on_while_schemas_are_compiled(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_each_has_its_answer_soon(smollm2_dir: Path, redis_url: str) -> None:
+async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, redis_url: str) -> None:
     took: list[tuple[float, int, str]] = []
     async with _endpoint(smollm2_dir, redis_url) as client:
         stream = _Stream(client)

@@ -89,9 +89,12 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
             "without a certificate": (in_clear(_ROUTER), {grpc.StatusCode.UNAVAILABLE}),
             "of another deployment": (proven(theirs, _ROUTER), {grpc.StatusCode.UNAVAILABLE}),
             "expired": (proven(cluster.authority, _ROUTER, life_s=-1.0), {grpc.StatusCode.UNAVAILABLE}),
-            "a rank that calls what is a router's": (
+            "a rank that calls a router-only method": (
                 proven(cluster.authority, rank("decode-99")),
-                {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED},  # each role has some of them
+                {
+                    grpc.StatusCode.PERMISSION_DENIED,
+                    grpc.StatusCode.UNIMPLEMENTED,
+                },  # each role implements some of the methods
             ),
         }
         for pool in cluster.pools.values():

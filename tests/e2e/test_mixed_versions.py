@@ -165,13 +165,13 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
         await cluster.idle()
 
 
-def test_where_the_history_does_not_go_so_far_back_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_history_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.oldest.OLDEST", "0" * 40)
     with pytest.raises(pytest.skip.Exception, match="commit 0000000 is not in the history here"):
         check_out(tmp_path)
 
 
-async def test_a_replica_that_speaks_another_wire_is_named_and_the_others_serve(
+async def test_replica_of_another_wire_version_is_reported_and_the_others_serve(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The replica belongs to the deployment and its address is reachable; only its wire version differs."""

@@ -43,7 +43,7 @@ _TREE: dict[str, Any] = {
 }
 
 
-async def test_the_page_shows_what_happens_and_runs_nobody_elses_words(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_page_shows_events_and_escapes_client_strings(checkpoint: Checkpoint, redis_url: str) -> None:
     directory = checkpoint("llama", max_position_embeddings=256)
     ports = {"grpc_port": free_port(), "http_port": free_port()}
     tree = {**_TREE, "router": {**_TREE["router"], **ports}}

@@ -46,7 +46,7 @@ def near_redis(cable: Cable, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("role", Role)
-async def test_streams_go_on_and_the_far_side_comes_back_empty(
+async def test_streams_continue_and_the_far_side_returns_empty(
     role: Role, cable: Cable, near_redis: str, checkpoint: Checkpoint, reference: Reference
 ) -> None:
     model_dir = checkpoint("llama")

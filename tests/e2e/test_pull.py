@@ -79,7 +79,7 @@ async def _totals(cluster: LocalCluster, replica: str, *, num_pulls: int) -> Tot
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_a_prefix_is_pulled_from_another_prefill_replica(
+async def test_prefix_is_fetched_from_another_prefill_replica(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tp: int
 ) -> None:
     model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
@@ -93,11 +93,11 @@ async def test_a_prefix_is_pulled_from_another_prefill_replica(
         assert (totals.prefix_fetches, totals.fetched_tokens, totals.pull_failures) == (1, 64, 0)
         assert totals.computed_tokens == 100 - 64
         again = await _ask(cluster, policy, longer, "prefill-1 > decode-2")
-        assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "what was pulled is cached"
+        assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "fetched blocks must be cached"
         await cluster.idle()
 
 
-async def test_the_answer_of_one_turn_is_pulled_for_the_next(
+async def test_answer_of_one_turn_is_fetched_for_the_next(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     """The prefix moves from a decode replica to a prefill replica, to another decode replica, and back."""
@@ -116,7 +116,9 @@ async def test_the_answer_of_one_turn_is_pulled_for_the_next(
         await cluster.idle()
 
 
-async def test_the_holder_has_the_last_word(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+async def test_source_ships_only_blocks_that_it_still_has(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
     model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
     async with local_cluster(model_dir, redis_url, policy=policy, **_tree(2, 1)) as cluster:
         await _ask(cluster, policy, prompt[:40], "prefill-0 > decode-2")
@@ -183,7 +185,7 @@ async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Refe
         await cluster.idle()
 
 
-async def test_a_pull_that_nobody_waits_for_leaves_nothing(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_cancelled_fetch_frees_everything(checkpoint: Checkpoint, redis_url: str) -> None:
     prompt, policy = prompts(70)[0], FakePolicy()
     tree = _tree(1, 1, timeouts={"transfer_s": 60.0})  # longer than the test, so that no deadline ends the fetch
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **tree) as cluster:
@@ -227,7 +229,7 @@ async def _known(cluster: LocalCluster, tokens: list[int], num_tokens: int) -> N
     await becomes(lambda: max(cluster.replicas.index.match(hashes).values(), default=0) * 16 >= num_tokens)
 
 
-async def test_each_turn_of_a_chat_computes_only_what_is_new(
+async def test_each_chat_turn_computes_only_new_tokens(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     """The real policy and index choose the sources. Redis is emptied before the last turn."""

@@ -46,7 +46,7 @@ def running_on(monkeypatch: pytest.MonkeyPatch) -> Ceiling:
 
 
 @pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
-async def test_a_crowd_spreads_and_no_token_changes(
+async def test_crowded_requests_spread_with_unchanged_tokens(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling, sampling: Sampling
 ) -> None:
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
@@ -68,7 +68,7 @@ async def test_a_crowd_spreads_and_no_token_changes(
         assert [(replica.promised_blocks, replica.promised_streams) for replica in decodes] == [(0, 0), (0, 0)]
 
 
-async def test_what_has_moved_moves_on_when_its_new_place_drains(
+async def test_migrated_request_migrates_again_when_its_replica_drains(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling
 ) -> None:
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))

@@ -82,7 +82,7 @@ class _Revisions:
         )
 
 
-async def test_an_answer_is_wholly_of_one_revision_while_the_old_one_leaves(
+async def test_each_answer_comes_from_one_revision_while_the_old_one_drains(
     checkpoint: Checkpoint, redis_url: str
 ) -> None:
     """Their KV layouts differ, so running requests cannot migrate and finish where they started."""

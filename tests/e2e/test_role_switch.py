@@ -42,7 +42,7 @@ def _tree(*, tp: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
-async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
+async def test_streams_continue_while_replicas_switch_roles_both_ways(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
     model_dir, asked = checkpoint("llama"), prompts(*range(33, 33 + 2 * _STREAMS))
@@ -79,7 +79,7 @@ class FakePolicy:
         return [self.way]
 
 
-async def test_what_it_has_cached_is_known_under_its_new_name_alone(
+async def test_cached_blocks_are_indexed_under_the_new_name_only(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int | None] = []
@@ -94,7 +94,7 @@ async def test_what_it_has_cached_is_known_under_its_new_name_alone(
         with pytest.raises(ReplicaFailed, match="replica has not drained"):
             held.ranks[0].hand_over()
         successor = await cluster.switch(held)
-        assert told == [None], "heads no longer rest because nobody asked them where it was"
+        assert told == [None], "the draft heads' rest state must be reset"
         await becomes(lambda: cluster.replicas.index.match(hashes).get(successor.id) == 4)
         assert held.id not in cluster.replicas.index.match(hashes)
         with pytest.raises(ReplicaLost):

@@ -35,7 +35,7 @@ def tree_of(model: str, *, name: str = "cluster", **router: Any) -> dict[str, An
 
 
 @pytest.mark.timeout(180)
-async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
+async def test_second_model_joins_serves_fails_and_leaves_while_the_first_streams(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     dirs = {"first": checkpoint("llama"), "second": checkpoint("qwen3")}

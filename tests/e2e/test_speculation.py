@@ -95,7 +95,7 @@ async def test_on_one_pair(
     tree = _tree(method, model=smaller_dir if method in ("draft", "auto") else None)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         drafts = DraftTally()
-        for _ in range(2):  # the second time, the first one's answers are known
+        for _ in range(2):  # the second time, drafts use the first answers
             found = await _answers(cluster)
             assert _ids(found) == expected
             for answer in found:
@@ -115,10 +115,10 @@ async def test_on_one_pair(
         assert f'speculation_drafted_tokens_total{{method="{method}",place="0",replica=' in text
 
 
-async def test_on_two_ranks_one_of_which_is_only_told(
+async def test_two_ranks_of_which_one_follows(
     model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]]
 ) -> None:
-    """And knows nothing of the model that drafts on the other."""
+    """The follower does not load the draft model of rank 0."""
     tree = _tree("draft", model=smaller_dir)
     tree["decode"] |= {"tensor_parallel": 2}
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
@@ -128,7 +128,7 @@ async def test_on_two_ranks_one_of_which_is_only_told(
 
 
 @pytest.mark.parametrize("method", ["suffix", "draft"])
-async def test_where_a_replica_is_killed(
+async def test_killed_replica(
     model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]], method: str
 ) -> None:
     tree = _tree(method, 2, 0, model=smaller_dir if method == "draft" else None)
@@ -175,7 +175,7 @@ async def test_what_a_killed_replica_has_answered_stays_known(
 
 
 @pytest.mark.usefixtures("drafts_always")
-async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+async def test_preemption(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     """The pool has 20 blocks, and the router expects answers of one token."""
     tree = _tree("suffix")
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
@@ -189,7 +189,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 
 @pytest.mark.usefixtures("drafts_always")
 @pytest.mark.parametrize(("method", "num_tokens"), [("suffix", 3), ("suffix", 9), ("suffix", 21), ("draft", 9)])
-async def test_a_choice_that_moves_among_them(
+async def test_migrating_choice(
     model_dir: Path,
     smaller_dir: str,
     redis_url: str,

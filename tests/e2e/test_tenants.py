@@ -95,7 +95,7 @@ async def router_with(
 
 
 @pytest.mark.timeout(180)
-async def test_nobody_is_served_what_another_tenants_prompt_left(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_cached_prefixes_are_not_shared_across_tenants(checkpoint: Checkpoint, redis_url: str) -> None:
     one, its_twin, other = issue("one", tenant="team"), issue("twin", tenant="team"), issue("other")
     async with router_with(checkpoint, redis_url, one, its_twin, other) as asked:
         assert await asked.over_http(one) == 0
@@ -111,9 +111,7 @@ async def test_nobody_is_served_what_another_tenants_prompt_left(checkpoint: Che
 
 
 @pytest.mark.timeout(180)
-async def test_a_tenant_that_asks_for_everything_keeps_nobody_else_waiting(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
+async def test_saturating_tenant_does_not_delay_others(checkpoint: Checkpoint, redis_url: str) -> None:
     greedy, modest = issue("greedy"), issue("modest")
     more = {"decode": {"max_running": 4}, "timeouts": {"queue_s": 120}}
     async with router_with(checkpoint, redis_url, greedy, modest, max_context=4096, **more) as asked:

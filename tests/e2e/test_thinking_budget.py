@@ -68,7 +68,7 @@ async def _ask(cluster: LocalCluster) -> list[list[int]]:
     return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
 
 
-async def test_on_one_pair_also_where_the_first_token_is_the_last(
+async def test_one_pair_including_single_token_answers(
     model_dir: Path, redis_url: str, expected: list[list[int]]
 ) -> None:
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
@@ -84,7 +84,7 @@ async def test_on_one_pair_also_where_the_first_token_is_the_last(
         await cluster.until(lambda: seen.status.totals.forced_tokens >= 7 * _CHOICES * 4)
 
 
-async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+async def test_killed_replica(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
         doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=9))
         await cluster.add(Role.DECODE)
@@ -93,7 +93,7 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
         await cluster.idle()
 
 
-async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+async def test_preemption(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     """The pool has 20 blocks, and the router expects answers of one token."""
     tree = exact_tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
@@ -105,7 +105,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 
 
 @pytest.mark.parametrize("num_tokens", [5, 12, 20])
-async def test_a_choice_that_moves_before_within_and_behind_its_marker(
+async def test_migration_before_within_and_after_the_marker(
     model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     monkeypatch.setattr("engine.scheduler.jump_forward.MAX_KNOWN", 2)
@@ -117,7 +117,7 @@ async def test_a_choice_that_moves_before_within_and_behind_its_marker(
         assert answer.ids == expected[4]
 
 
-async def test_a_worker_of_an_older_version_is_not_asked(model_dir: Path, redis_url: str) -> None:
+async def test_old_worker_gets_no_requests_with_budgets(model_dir: Path, redis_url: str) -> None:
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
         old = cluster.seen(cluster.pools[Role.DECODE][0])
         old.member = replace(old.member, keeps_thinking_budgets=False)
@@ -125,7 +125,7 @@ async def test_a_worker_of_an_older_version_is_not_asked(model_dir: Path, redis_
         assert old.id not in {answer.route.decode_replica for answer in answers}
 
 
-async def test_a_grammar_begins_behind_the_marker(model_dir: Path, redis_url: str) -> None:
+async def test_grammar_starts_after_the_marker(model_dir: Path, redis_url: str) -> None:
     text = 'start: thinking answer\nthinking[suffix="</think>"]: /(?s:.*)/\nanswer: "yes, indeed"'
     grammar = Grammar(kind=GrammarKind.LARK, text=text)
     sampling = replace(_SAMPLED, stop_token_ids=(END,))

@@ -62,7 +62,7 @@ async def _service(model_dir: Path, redis_url: str, template: Path) -> AsyncIter
 
 
 @pytest.mark.timeout(300)
-async def test_a_model_thinks_for_as_long_as_each_client_says(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+async def test_thinking_budget_of_each_client_is_applied(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
     template = tmp_path / "thinking.jinja"
     template.write_text(_TEMPLATE)
     async with _service(model_dir, redis_url, template) as service:

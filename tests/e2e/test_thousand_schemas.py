@@ -1,9 +1,8 @@
 """Answers of SmolLM2 to random schemas, half of them sampled: each is a valid or cut instance of its schema.
 
-They are the same on every topology, and when replicas die.
-
-`engine.deterministic` is what promises that: in float32, of a thousand answers one was another on other replicas, for
-what is computed beside a row decides how its sums are rounded, and a draw may be that near.
+They are the same on every topology, and when replicas die. This needs `engine.deterministic`: without it, one of a
+thousand float32 answers differed between replicas, because a row's rounding depends on its batch, which can change a
+sampled token.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class _Asked:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_answers_to_some_are_instances_wherever_they_are_computed(smollm2_dir: Path, redis_url: str) -> None:
+async def test_answers_to_some_schemas_are_instances(smollm2_dir: Path, redis_url: str) -> None:
     asked = _all_asked(Tokenizer(smollm2_dir), schemas(20))
     here = await _answers(smollm2_dir, redis_url, asked, 0, 1)
     _check(smollm2_dir, asked, here)

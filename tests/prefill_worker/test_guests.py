@@ -78,7 +78,7 @@ def _alone(rank: RankOfOne, tokens: list[int], *, max_tokens: int) -> list[int]:
     return _run(worker)[1]
 
 
-def test_a_guest_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
+def test_local_decode_streams_its_answer_and_frees_everything(rank: RankOfOne) -> None:
     worker = _worker(rank)
     local_decode = Guest(rank, _PROMPT, stream=1).submit(worker)
     assert worker.num_requests == 1 and worker.status().local_decodes.waiting == 1
@@ -91,7 +91,7 @@ def test_a_guest_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
     assert (worker.num_requests, rank.num_held) == (0, 0) and not worker.status().HasField("local_decodes")
 
 
-def test_choices_of_a_guest_are_streams_of_their_own(rank: RankOfOne) -> None:
+def test_choices_of_a_local_decode_have_separate_streams(rank: RankOfOne) -> None:
     worker = _worker(rank)
     Guest(rank, _PROMPT, stream=1, n=2).submit(worker)
     said = _run(worker)
@@ -99,7 +99,7 @@ def test_choices_of_a_guest_are_streams_of_their_own(rank: RankOfOne) -> None:
     assert rank.num_held == 0
 
 
-def test_prompts_are_computed_and_shipped_beside_guests(rank: RankOfOne) -> None:
+def test_prompts_are_shipped_beside_local_decodes(rank: RankOfOne) -> None:
     worker, listener, handoff, said = _worker(rank), FakeListener(), rank.handoff(18), dict[int, list[int]]()
     local_decodes = [
         Guest(rank, tokens, stream=i, max_tokens=20).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER))
@@ -118,7 +118,7 @@ def test_prompts_are_computed_and_shipped_beside_guests(rank: RankOfOne) -> None
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_a_guest_beyond_the_share_waits_and_prompts_pass_it(rank: RankOfOne) -> None:
+def test_local_decode_beyond_the_share_waits_and_prompts_overtake_it(rank: RankOfOne) -> None:
     worker, listener = _worker(rank, max_local_decodes=1), FakeListener()
     first, second = (Guest(rank, tokens, stream=i).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER)))
     worker.submit(rank.prompt(_THIRD), None, listener)
@@ -130,7 +130,7 @@ def test_a_guest_beyond_the_share_waits_and_prompts_pass_it(rank: RankOfOne) -> 
 
 
 @pytest.mark.parametrize("rejected", ["its KV is elsewhere", "too many choices", "too large"])
-def test_what_can_never_be_answered_here_is_refused_at_once(rank: RankOfOne, rejected: str) -> None:
+def test_request_beyond_local_capacity_is_rejected_at_once(rank: RankOfOne, rejected: str) -> None:
     worker = _worker(rank)
     local_decode = Guest(
         rank, _LARGE if rejected == "too large" else _PROMPT, stream=1, n=3 if "choices" in rejected else 1
@@ -140,7 +140,7 @@ def test_what_can_never_be_answered_here_is_refused_at_once(rank: RankOfOne, rej
     assert isinstance(local_decode.listener.error, CapacityError) and worker.num_requests == 0
 
 
-def test_guests_that_outgrow_their_share_go_on_one_after_another(rank: RankOfOne) -> None:
+def test_local_decodes_that_outgrow_their_share_run_one_by_one(rank: RankOfOne) -> None:
     """Each needs six blocks at the end, but both together may have only six."""
     worker = _worker(rank)
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
@@ -155,7 +155,7 @@ def test_guests_that_outgrow_their_share_go_on_one_after_another(rank: RankOfOne
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_guests_make_way_for_a_prompt_that_is_larger_than_what_they_leave(rank: RankOfOne) -> None:
+def test_local_decodes_are_preempted_for_a_larger_prompt(rank: RankOfOne) -> None:
     worker, listener, handoff, said = _worker(rank), FakeListener(), rank.handoff(50), dict[int, list[int]]()
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
         Guest(rank, tokens, stream=stream, max_tokens=24).submit(worker)
@@ -172,7 +172,7 @@ def test_guests_make_way_for_a_prompt_that_is_larger_than_what_they_leave(rank: 
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_a_guest_that_has_made_way_does_not_come_back_before_the_prompt_has_its_blocks(rank: RankOfOne) -> None:
+def test_preempted_local_decode_waits_until_the_prompt_has_its_blocks(rank: RankOfOne) -> None:
     """A preempted local decode runs alone and could take any number of blocks."""
     long, larger = prompts(36, 62)
     worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
@@ -189,7 +189,7 @@ def test_a_guest_that_has_made_way_does_not_come_back_before_the_prompt_has_its_
 
 
 @pytest.mark.parametrize("why", ["it is larger than the share", "the prompt is scored"])
-def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: RankOfOne, why: str) -> None:
+def test_single_local_decode_is_preempted_for_a_prompt_without_room(rank: RankOfOne, why: str) -> None:
     """A single local decode may exceed the share; a scored prompt cannot reuse the blocks of its prefix."""
     is_scored = "scored" in why
     worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
@@ -212,7 +212,7 @@ def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: R
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
+def test_local_decode_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
     """The lease may end while the request waits, computes or decodes."""
     worker = _worker(rank)
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
@@ -223,7 +223,7 @@ def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) 
     assert worker.status().totals.cancelled == 1
 
 
-def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_decode_migrates_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, moving, said = _worker(rank), FakeMoveListener(), dict[int, list[int]]()
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
@@ -243,7 +243,7 @@ def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_decode_preempted_before_its_migration_stays(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks are reused before the step that would ship them."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, moving, listener, said = _worker(rank), FakeMoveListener(), FakeListener(), dict[int, list[int]]()
@@ -260,7 +260,7 @@ def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, m
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_prompts_do_not_wait_for_the_end_of_a_guest_that_has_outgrown_the_share(rank: RankOfOne) -> None:
+def test_prompts_do_not_wait_for_a_local_decode_beyond_the_share(rank: RankOfOne) -> None:
     """A single local decode grows to eight of twelve blocks; the prompt would fit if it had six."""
     worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=40).submit(worker)
@@ -276,7 +276,7 @@ def test_prompts_do_not_wait_for_the_end_of_a_guest_that_has_outgrown_the_share(
     assert said == {1: _alone(rank, _PROMPT, max_tokens=40)} and rank.num_held == 0
 
 
-def test_a_ticket_serves_once_whoever_is_to_use_it(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handoff_is_used_once_by_moves_and_prompts(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two migrations and a prompt try to use one handoff; the ranks know one transfer per key."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, said, handoff = _worker(rank), dict[int, list[int]](), replace(rank.handoff(18), max_tokens=60)

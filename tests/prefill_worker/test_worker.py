@@ -53,7 +53,7 @@ def _run(worker: PrefillWorker) -> None:
         pass
 
 
-def test_where_only_the_first_token_is_wanted_nothing_is_shipped(rank: RankOfOne) -> None:
+def test_prompt_without_a_handoff_ships_nothing(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeListener()
     worker.submit(rank.prompt(_PROMPT), None, listener)
     _run(worker)
@@ -62,7 +62,7 @@ def test_where_only_the_first_token_is_wanted_nothing_is_shipped(rank: RankOfOne
     assert len(worker.replica.clock) == 0
 
 
-def test_where_a_prompts_time_went_is_told_with_its_first_tokens(rank: RankOfOne) -> None:
+def test_prompt_timing_is_reported_with_first_tokens(rank: RankOfOne) -> None:
     worker, listener, prompt = _worker(rank), FakeListener(), rank.prompt(_PROMPT)
     left = rank.prompt(_PROMPT)
     worker.submit(prompt, None, listener)
@@ -74,7 +74,7 @@ def test_where_a_prompts_time_went_is_told_with_its_first_tokens(rank: RankOfOne
     assert left.spent is None and len(worker.replica.clock) == 0, "the clock must forget a cancelled prompt"
 
 
-def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank: RankOfOne) -> None:
+def test_layers_are_shipped_as_computed_and_the_last_chunk_commits(rank: RankOfOne) -> None:
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
     worker.submit(rank.prompt(_PROMPT), handoff, listener)
     assert worker.step()
@@ -96,7 +96,7 @@ def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank
     assert (totals.transfers, totals.transfer_bytes, totals.computed_tokens) == (1, 100, 20)
 
 
-def test_a_prompt_whose_logits_are_not_finite_ends_alone(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_with_non_finite_logits_fails_alone(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other prompts are unaffected, and its handoff is aborted."""
     worker, forward = _worker(rank), rank.runner.forward
 
@@ -136,7 +136,7 @@ def test_a_handoff_serves_one_prompt(rank: RankOfOne) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [8, 24, 1 << 20])
-def test_a_handoff_that_is_not_of_this_prompt_never_comes_to_the_link(rank: RankOfOne, num_tokens: int) -> None:
+def test_handoff_that_does_not_fit_the_prompt_is_rejected_before_the_link(rank: RankOfOne, num_tokens: int) -> None:
     """Otherwise the receiver would close the link, with all its transfers."""
     worker, listener = _worker(rank), FakeListener()
     worker.submit(rank.prompt(_PROMPT), rank.handoff(num_tokens), listener)
@@ -146,7 +146,7 @@ def test_a_handoff_that_is_not_of_this_prompt_never_comes_to_the_link(rank: Rank
     assert (listener.tokens, rank.sender.passages, rank.num_held) == ([], {}, 0)
 
 
-def test_a_prompt_that_nobody_waits_for_is_given_up_and_its_blocks_wait_for_the_sender(rank: RankOfOne) -> None:
+def test_cancelled_prompt_frees_its_blocks_after_the_sender_stops_reading(rank: RankOfOne) -> None:
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
     prompt = rank.prompt(_PROMPT)
     worker.submit(prompt, handoff, listener)

@@ -125,7 +125,7 @@ class RankOfOne:
             layout=self.runner.layout,
             timeout_s=1.0,
             close_elsewhere=self.receiver.close_elsewhere,
-            call=lambda fetch: asserted("nobody to pull from"),
+            call=lambda fetch: asserted("no source to fetch from"),
         )
         return EngineParts(
             gang=self.gang,

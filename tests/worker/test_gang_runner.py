@@ -112,7 +112,7 @@ def _step(tokens: list[int]) -> ScheduledStep:
     return ScheduledStep(decoding=[], prompts=[(Prompt(sequence), len(tokens))], last_rows=LastRows(4))
 
 
-def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
+def test_ranks_execute_the_same_orders_in_the_same_steps() -> None:
     broadcasts: deque[bytes] = deque()
     ranks = [FakeGangRank(broadcasts) for _ in range(2)]
     senders = [FakeSender() for _ in range(2)]
@@ -140,7 +140,7 @@ def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
     assert [sender.passages[prompt.key].committed for sender in senders] == [(6, [16]), (6, [])]
 
 
-def test_a_rank_whose_passage_has_failed_computes_as_the_others_do() -> None:
+def test_rank_with_a_failed_transfer_computes_as_the_others_do() -> None:
     """Links fail one by one, so ranks may differ in their transfers.
 
     A step by CUDA graph is padded to more rows; its all-reduces must not meet those of a rank that runs by layer.
@@ -156,7 +156,7 @@ def test_a_rank_whose_passage_has_failed_computes_as_the_others_do() -> None:
     assert ours.is_by_layer == theirs.is_by_layer == [True, False]
 
 
-def test_tokens_that_nobody_knows_yet_come_in_their_turn_on_every_rank() -> None:
+def test_device_tokens_are_broadcast_in_order_on_every_rank() -> None:
     """They are broadcast after the step's orders and before its computation, and clamped to the vocabulary."""
     broadcasts: deque[bytes] = deque()
     chosen: deque[Tensor] = deque()
@@ -193,7 +193,7 @@ def _decoding(tokens: list[int], *, block: int) -> Sequence:
     return sequence
 
 
-def test_tokens_come_from_as_many_rows_as_the_step_before_has() -> None:
+def test_device_tokens_must_match_the_rows_of_the_last_step() -> None:
     """Otherwise ranks would deadlock on their devices."""
 
     def steps(device_tokens: DeviceTokenOrder) -> deque[bytes]:
@@ -212,7 +212,7 @@ def test_tokens_come_from_as_many_rows_as_the_step_before_has() -> None:
     assert rank.did[-1] == [20, 21, 0]
 
 
-def test_nothing_is_drafted_in_the_middle_of_a_step() -> None:
+def test_drafting_within_a_step_is_rejected() -> None:
     """Otherwise rank 0 would be in the step's all-reduce while this rank is in the draft heads'."""
     orders = Orders(draft=DraftOrder([(5, 1, [3])], 1))
     rank, follower = _follower(deque([encode_step(_step([10, 11]).changes, orders)]))
@@ -222,7 +222,7 @@ def test_nothing_is_drafted_in_the_middle_of_a_step() -> None:
     assert rank.did == []
 
 
-def test_heads_draft_for_as_many_rows_as_they_have_room_for() -> None:
+def test_number_of_drafted_rows_is_bounded() -> None:
     orders = Orders(draft=DraftOrder([(5, 8, [3, 4])] * 2, 2))
 
     def follow(max_drafted: int) -> FakeGangRank:
@@ -252,7 +252,7 @@ def _changes(**fields: object) -> RowChanges:
     return replace(changes, **{name: np.array(value, dtype=np.int64) for name, value in fields.items()})
 
 
-def test_a_rank_knows_what_a_row_had_before() -> None:
+def test_row_changes_continue_the_last_rows() -> None:
     steps = deque([encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())])
     steps.append(encode_step(_changes(scored=[[1, 2], [0, 1]]), Orders()))
     rank, follower = _follower(deque([*steps, encode_step(None, Orders(stop=True))]))
@@ -293,7 +293,7 @@ def test_a_malformed_message_ends_the_rank_with_a_line_in_its_log(caplog: pytest
     assert rank.did == [] and "malformed step message from rank 0" in caplog.text
 
 
-def test_a_step_of_new_rows_needs_none_before() -> None:
+def test_step_of_new_rows_needs_no_last_rows() -> None:
     whole = replace(_step([10, 11]).changes, number=7)
     rank, follower = _follower(deque([encode_step(whole, Orders()), encode_step(None, Orders(stop=True))]))
     follower.follow()

@@ -24,5 +24,5 @@ _WIDE = {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 3, "re
         ({"autoscale": {"prefill": {"max": 2}, "decode": {"max": 2}}, "decode": {"replicas": 2}}, 1, 3),
     ],
 )
-def test_peers_that_the_spec_allows_for(spec: dict[str, Any], tensor_parallel: int, peers: int) -> None:
+def test_number_of_link_peers(spec: dict[str, Any], tensor_parallel: int, peers: int) -> None:
     assert num_link_peers(parse_spec(spec), tensor_parallel) == peers

@@ -74,7 +74,7 @@ def _gang_runner(rank: FakeRank, steps: StepCount) -> GangRunner:
     return GangRunner(*stand_ins, None, steps=steps)
 
 
-async def test_what_is_opened_on_a_rank_comes_behind_the_steps_that_rank_0_was_done_with() -> None:
+async def test_open_on_a_rank_waits_for_earlier_steps() -> None:
     """A late block copy must not overwrite data of a peer.
 
     A fork copies a block and ends at once, and its block is opened for a peer, on a rank that has not copied yet.
@@ -104,7 +104,7 @@ async def test_what_is_opened_on_a_rank_comes_behind_the_steps_that_rank_0_was_d
         await server.stop(None)
 
 
-def test_a_rank_that_does_not_keep_up_is_not_waited_for_forever() -> None:
+def test_wait_for_a_lagging_rank_times_out() -> None:
     steps = StepCount()
     steps.add()
     steps.wait_for(1, timeout_s=0.0)

@@ -68,7 +68,7 @@ def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
         host.stop()
 
 
-def test_what_was_let_in_before_a_drain_counts(served: tuple[SlowWorker, ReplicaService]) -> None:
+def test_request_accepted_before_a_drain_counts(served: tuple[SlowWorker, ReplicaService]) -> None:
     """A request accepted before a drain counts even before its first step has ended.
 
     Otherwise the replica would be reported as drained, and its processes would be ended.
@@ -86,7 +86,7 @@ def test_what_was_let_in_before_a_drain_counts(served: tuple[SlowWorker, Replica
     until(lambda: service.status()["state"] == "drained")
 
 
-def test_routers_hear_of_a_drain_before_the_step_under_way_is_over(served: tuple[SlowWorker, ReplicaService]) -> None:
+def test_drain_is_published_before_the_current_step_ends(served: tuple[SlowWorker, ReplicaService]) -> None:
     """Otherwise routers would retry on it during the whole step."""
     worker, service = served
 
@@ -104,7 +104,7 @@ def test_routers_hear_of_a_drain_before_the_step_under_way_is_over(served: tuple
     assert not worker.may_end.is_set()
 
 
-def test_a_status_is_told_when_requests_come_and_go_and_not_with_each_step(
+def test_status_is_published_when_requests_change_and_not_every_step(
     served: tuple[SlowWorker, ReplicaService],
 ) -> None:
     worker, service = served

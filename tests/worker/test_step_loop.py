@@ -8,7 +8,7 @@ from tests.support.waiting import WITHIN_S
 from worker.step_loop import StepLoop
 
 
-def test_an_idle_loop_gives_its_sign_of_life_however_many_commands_come() -> None:
+def test_idle_loop_sends_heartbeats_under_a_flood_of_commands() -> None:
     idle = threading.Event()
 
     def step() -> bool:

@@ -24,14 +24,14 @@ from kvtransfer.transfer.rendezvous import Rendezvous, local_store
 CPU = torch.device("cpu")
 
 
-def test_on_a_cpu_marks_are_of_nothing() -> None:
+def test_cpu_events_are_no_ops() -> None:
     with own_stream(CPU):
         mark = StreamEvent(CPU)
     mark.hold_up()
     mark.wait()
 
 
-def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_waits_for_earlier_uses_and_close_waits_for_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise an earlier step, or a write of a closed handoff, could overwrite the blocks."""
     calls: list[tuple[str, int]] = []
 
@@ -63,11 +63,11 @@ def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatc
     assert calls == [("mark", 0), ("hold up", 0), ("mark", 1), ("wait", 1)]
 
 
-def test_what_watches_over_a_group_finds_no_word() -> None:
+def test_store_check_returns_false_for_the_nccl_watchdog() -> None:
     assert not PrefixStore("link", local_store(Rendezvous(), timeout_s=1)).check(["exception_dump"])
 
 
-def test_no_two_lanes_share_a_stream_and_one_that_hangs_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_not_shared_and_hanging_streams_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has a pool of 32 streams: with it, the 33rd link would share the first one's stream."""
     handles, hanging = itertools.count(1), set[int]()
 

@@ -120,7 +120,7 @@ def _payload(link: Link, size: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8).to(link.device)
 
 
-def test_bytes_arrive_in_order_whatever_their_size(backend: str, tmp_path: Path) -> None:
+def test_payloads_of_any_size_arrive_in_order(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
         for size in (1, 7, 1000, 65_536, 5_000_001):
             payload = _payload(peer.link, size)
@@ -129,7 +129,7 @@ def test_bytes_arrive_in_order_whatever_their_size(backend: str, tmp_path: Path)
             assert peer.orders.recv() == bytes(payload.cpu().numpy())
 
 
-def test_several_payloads_may_be_on_their_way(backend: str, tmp_path: Path) -> None:
+def test_several_payloads_may_be_in_flight(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
         payloads = [_payload(peer.link, size) for size in (300_000, 1, 2_000_000)]
         for payload in payloads:
@@ -173,7 +173,7 @@ def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path:
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", ["tcp", _ENCRYPTED])
 @pytest.mark.parametrize("we_send", [True, False])
-def test_closing_a_tcp_link_wakes_whoever_waits_for_it(kind: str, we_send: bool, tmp_path: Path) -> None:
+def test_closing_a_tcp_link_wakes_a_waiting_operation(kind: str, we_send: bool, tmp_path: Path) -> None:
     """Closing ends a wait long before its deadline."""
     with _peer(kind, tmp_path, we_send=we_send) as peer, ThreadPoolExecutor(1) as pool:
         payload = _payload(peer.link, 64 << 20)  # more than the socket buffers hold
@@ -188,7 +188,7 @@ def test_closing_a_tcp_link_wakes_whoever_waits_for_it(kind: str, we_send: bool,
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", ["tcp", _ENCRYPTED])
 @pytest.mark.parametrize("we_send", [True, False])
-def test_the_death_of_a_tcp_peer_is_known_at_once(kind: str, we_send: bool, tmp_path: Path) -> None:
+def test_tcp_peer_death_is_detected_at_once(kind: str, we_send: bool, tmp_path: Path) -> None:
     with _peer(kind, tmp_path, we_send=we_send) as peer:
         payload = _payload(peer.link, 64 << 20)
         operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
@@ -369,7 +369,7 @@ def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, is_sender: bool, tmp_path: Path) -> None:
+def test_missing_peer_is_reported_at_the_deadline(backend: str, is_sender: bool, tmp_path: Path) -> None:
     link = _make(backend, FileStore(str(tmp_path / "store")), is_sender=is_sender, timeout_s=_TIMEOUT_S)
     with pytest.raises(LinkClosed):
         link.meet()
@@ -379,7 +379,7 @@ def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, is_se
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_a_link_may_be_closed_before_it_meets_and_while_it_does(backend: str, is_sender: bool, tmp_path: Path) -> None:
+def test_link_may_be_closed_before_and_during_meet(backend: str, is_sender: bool, tmp_path: Path) -> None:
     """The owner can close it at any time, and it ends by its deadline."""
     with ThreadPoolExecutor(1) as pool:
         link = _make(backend, FileStore(str(tmp_path / "1")), is_sender=is_sender, timeout_s=_SHORT_S)
@@ -394,4 +394,4 @@ def test_a_link_may_be_closed_before_it_meets_and_while_it_does(backend: str, is
     for thread in threading.enumerate():
         if thread.name.startswith("kv-"):
             thread.join(10)
-            assert not thread.is_alive(), f"{thread.name} goes on"
+            assert not thread.is_alive(), f"{thread.name} is still running"

@@ -94,9 +94,7 @@ class FakeMark:
 
 
 @pytest.mark.parametrize("hanging", ["new_id", "begin"])
-def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(
-    fakes: FakeNccls, hanging: str, tmp_path: Path
-) -> None:
+def test_meet_times_out_when_nccl_hangs(fakes: FakeNccls, hanging: str, tmp_path: Path) -> None:
     fake = fakes({hanging})
     _say_ready(tmp_path / "store")
     link = _link(tmp_path / "store", fake, is_sender=True, timeout_s=_SHORT_S)
@@ -109,7 +107,7 @@ def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(
     assert fake.num_listening == 0
 
 
-def test_links_have_met_when_the_device_has_carried_a_first_message(
+def test_meet_returns_after_a_first_transfer_on_the_device(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL connects ranks and loads kernels in their first operation, which may wait for the whole device.
@@ -141,9 +139,7 @@ def test_links_have_met_when_the_device_has_carried_a_first_message(
 
 
 @pytest.mark.parametrize("hanging", ["send", "recv"])
-def test_an_operation_that_does_not_come_back_is_aborted_from_beside(
-    fakes: FakeNccls, hanging: str, tmp_path: Path
-) -> None:
+def test_hanging_operation_is_aborted_from_another_thread(fakes: FakeNccls, hanging: str, tmp_path: Path) -> None:
     sending, receiving = fakes(), fakes()
     links = _pair(tmp_path / "store", sending, receiving)
     fake, link = (sending, links[0]) if hanging == "send" else (receiving, links[1])
@@ -157,7 +153,7 @@ def test_an_operation_that_does_not_come_back_is_aborted_from_beside(
         link.close()
 
 
-def test_nobody_waits_for_an_abort(fakes: FakeNccls, tmp_path: Path) -> None:
+def test_close_and_wait_do_not_block_on_abort(fakes: FakeNccls, tmp_path: Path) -> None:
     """Neither `close` nor `wait` blocks on an abort."""
     both = fakes({"abort"}), fakes({"abort"})
     sender, receiver = _pair(tmp_path / "store", *both)
@@ -180,7 +176,7 @@ def test_nobody_waits_for_an_abort(fakes: FakeNccls, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_closing_a_link_wakes_whoever_meets_there(fakes: FakeNccls, is_sender: bool, tmp_path: Path) -> None:
+def test_close_wakes_a_meeting_thread(fakes: FakeNccls, is_sender: bool, tmp_path: Path) -> None:
     """The communicator that is being created is aborted, too."""
     fake, store = fakes(), tmp_path / "store"
     if is_sender:
@@ -197,7 +193,7 @@ def test_closing_a_link_wakes_whoever_meets_there(fakes: FakeNccls, is_sender: b
     assert not is_sender or ("abort", "kv-nccl") in fake.called
 
 
-def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(fakes: FakeNccls, tmp_path: Path) -> None:
+def test_no_nccl_listener_remains_for_a_missing_peer(fakes: FakeNccls, tmp_path: Path) -> None:
     never = fakes()
     with pytest.raises(LinkClosed):
         _link(tmp_path / "1", never, is_sender=True, timeout_s=_SHORT_S).meet()
@@ -213,7 +209,7 @@ def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(fakes: FakeNccl
 
 
 @pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "being taken"])
-def test_a_payload_is_held_until_the_device_lets_go_of_it(
+def test_payload_is_held_until_the_device_is_done(
     fakes: FakeNccls, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An aborted operation may run for a moment and must not write into reused memory.
@@ -245,7 +241,7 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(
         link.close()
 
 
-def test_an_operation_is_over_when_the_device_has_done_it(
+def test_operation_completes_when_the_device_is_done(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Enqueueing is not completion: the payload is in use until the device is done."""
@@ -273,7 +269,7 @@ def test_an_operation_is_over_when_the_device_has_done_it(
         link.close()
 
 
-def test_an_operation_comes_behind_what_its_payload_was_used_for(
+def test_operation_waits_for_earlier_uses_of_its_payload(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event is recorded in the caller's stream, and the link's stream waits for it before NCCL is called."""
@@ -299,7 +295,7 @@ def test_an_operation_comes_behind_what_its_payload_was_used_for(
         link.close()
 
 
-def test_a_peer_that_goes_is_noticed_while_the_device_waits_for_it(
+def test_peer_death_is_detected_while_the_device_waits(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asking = set[int]()
@@ -326,7 +322,7 @@ def test_a_peer_that_goes_is_noticed_while_the_device_waits_for_it(
         link.close()
 
 
-def test_why_a_link_failed_is_said_for_good(fakes: FakeNccls, tmp_path: Path) -> None:
+def test_first_error_of_a_link_is_kept(fakes: FakeNccls, tmp_path: Path) -> None:
     sender, receiver = _pair(tmp_path / "store", fakes(), fakes())
     with pytest.raises(LinkClosed, match="an operation timed out"):
         receiver.recv(_payload()).wait(timeout_s=_SHORT_S)
@@ -336,7 +332,7 @@ def test_why_a_link_failed_is_said_for_good(fakes: FakeNccls, tmp_path: Path) ->
     sender.close()
 
 
-def test_links_that_hang_are_bounded(fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_hanging_links_is_bounded(fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = threading.BoundedSemaphore(2)
     monkeypatch.setattr(nccl_module, "thread_places", lambda: two)
     fake = fakes({"new_id"})

@@ -26,7 +26,7 @@ def _commit(*, epoch: int) -> CommitFrame:
     return CommitFrame(handoff="h", epoch=epoch, num_segments=2, checksum=checksum, num_tokens=6, next_tokens=(epoch,))
 
 
-def test_a_sender_of_an_older_epoch_is_fenced_by_the_first_frame_of_a_newer_one() -> None:
+def test_first_frame_of_a_newer_epoch_fences_the_older_sender() -> None:
     ledger = Ledger(_OPENING, num_layers=2)
     assert ledger.accept(_segment(0, epoch=1), source=0)
     assert ledger.accept(_segment(0, epoch=2), source=0), "the newer sender starts over"
@@ -39,7 +39,7 @@ def test_a_sender_of_an_older_epoch_is_fenced_by_the_first_frame_of_a_newer_one(
     assert landing and (landing.epoch, landing.next_tokens) == (2, (2,))
 
 
-def test_what_an_older_sender_commits_after_the_handoff_has_landed_is_not_told() -> None:
+def test_commit_of_an_older_epoch_after_landing_is_rejected() -> None:
     ledger = Ledger(_OPENING, num_layers=2)
     for number in range(2):
         ledger.accept(_segment(number, epoch=2), source=0)

@@ -170,10 +170,10 @@ class Protocol(RuleBasedStateMachine):
 _SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=True)
 
 
-def test_both_ends_survive_whatever_happens() -> None:
+def test_protocol_invariants_hold_under_random_events() -> None:
     run_state_machine_as_test(Protocol, settings=settings(_SETTINGS, max_examples=60, stateful_step_count=60))
 
 
 @pytest.mark.slow
-def test_both_ends_survive_whatever_happens_for_long() -> None:
+def test_protocol_invariants_hold_under_long_random_runs() -> None:
     run_state_machine_as_test(Protocol, settings=settings(_SETTINGS, max_examples=5000, stateful_step_count=100))

@@ -48,9 +48,7 @@ class FakeCarrier:
         (4, 30, [10, 10, 10, 10, 12]),  # long prompt: ranges of positions
     ],
 )
-def test_what_lies_in_the_pool_goes_in_payloads_that_do_not_grow_with_the_prompt(
-    first: int, end: int, sizes: list[int]
-) -> None:
+def test_payload_size_of_cached_kv_is_independent_of_prompt_length(first: int, end: int, sizes: list[int]) -> None:
     handoff = Handoff(
         id="h",
         epoch=1,

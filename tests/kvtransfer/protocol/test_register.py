@@ -9,7 +9,7 @@ from kvtransfer.protocol import register as register_module
 from kvtransfer.protocol.register import Register
 
 
-def test_a_handoff_that_is_opened_twice_is_the_first_one() -> None:
+def test_second_open_keeps_the_first_entry() -> None:
     """The first entry holds the received data, and `close` must wait for its writes."""
     register: Register[str] = Register()
     register.open("h", "first")
@@ -18,7 +18,7 @@ def test_a_handoff_that_is_opened_twice_is_the_first_one() -> None:
     assert (len(register), register.close("h"), register.close("h")) == (1, "first", None)
 
 
-def test_a_handoff_that_was_closed_is_not_opened_again() -> None:
+def test_closed_handoff_cannot_be_reopened() -> None:
     """This holds even if it was never open, because an Open may be overtaken by its Close."""
     register: Register[str] = Register()
     register.open("h", "first")
@@ -30,7 +30,7 @@ def test_a_handoff_that_was_closed_is_not_opened_again() -> None:
     assert register.handoffs == []
 
 
-def test_what_is_closed_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_remembered_closed_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(register_module, "_MAX_CLOSED", 2)
     register: Register[str] = Register()
     for number in range(3):

@@ -229,7 +229,7 @@ async def test_a_greeting_that_fits_nothing_here_is_refused_and_learns_nothing(c
         assert _LAYOUT.fingerprint not in answers[0].rejected.reason and len(answers[0].rejected.reason) < 2000
 
 
-async def test_what_no_hello_begins_ends() -> None:
+async def test_call_without_a_hello_ends() -> None:
     async with _rank() as rank:
         assert [answer async for answer in rank.stub.Connect(iter([]), timeout=10)] == []
         assert [a.WhichOneof("frame") async for a in rank.stub.Connect(iter([_segment()]), timeout=10)] == ["rejected"]
@@ -275,7 +275,7 @@ class FakeDevice:
         return getattr(streams.AtOnce(), name)
 
 
-async def test_the_event_loop_leaves_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may lag many steps behind, and waiting for it on the event loop would block every other call."""
     async with _rank() as rank:
         sender, _ = _sender()
@@ -451,7 +451,7 @@ async def test_a_prefix_is_not_shipped_along_a_ticket_that_cannot_be(field: str,
     assert posted == []
 
 
-def test_a_meeting_holds_so_much_and_no_more() -> None:
+def test_rendezvous_store_is_bounded() -> None:
     rendezvous = Rendezvous(max_keys=3)
     for number in range(10):
         rendezvous.set(f"key/{number}", b"word")
@@ -464,7 +464,7 @@ def test_a_meeting_holds_so_much_and_no_more() -> None:
     assert len(rendezvous) == 0
 
 
-def test_check_refuses_with_the_fields_name() -> None:
+def test_check_names_the_field() -> None:
     with pytest.raises(RequestError) as rejected:
         Receiver(_config(), rendezvous=RankServicer().rendezvous, on_landed=lambda landing: None).checked(
             Opening(handoff="h", num_tokens=8, max_tokens=8, block_ids=(99,))

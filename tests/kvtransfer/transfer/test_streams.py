@@ -225,7 +225,7 @@ plans = st.builds(
 
 @settings(max_examples=8)
 @given(plan=plans)
-def test_nothing_that_a_link_touches_is_out_of_order(plan: Plan) -> None:
+def test_link_accesses_are_ordered(plan: Plan) -> None:
     assert races(plan) == []
 
 
