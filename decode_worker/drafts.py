@@ -49,7 +49,7 @@ class _GangHeads:
         self._parts.gang.runner.rest(num_first)
 
     def draft(self, rows: Seq[HeadRow], max_tokens: int, choose: Choose) -> None:
-        self.catch_up(rows)  # must precede save_evicted, which executes a step
+        self.catch_up(rows)  # before save_evicted settles the deferred draft KV
         self._parts.save_evicted()
         self._parts.gang.draft(rows, max_tokens, choose)
 

@@ -247,5 +247,5 @@ class GangRunner:
         ends = batch.context_lens.tolist()
         starts = (batch.context_lens - batch.query_lens).tolist()
         spans = zip(orders.rows, starts, ends, strict=True)
-        found = ((self.sender.find(key), start, end) for key, start, end in spans if key)
-        return [(transfer, start, end) for transfer, start, end in found if transfer]
+        transfers = ((self.sender.find(key), start, end) for key, start, end in spans if key)
+        return [(transfer, start, end) for transfer, start, end in transfers if transfer]

@@ -240,13 +240,13 @@ class RankBody(Generic[W]):
         """Start taking requests, on rank 0."""
         inbox = self._inbox = Inbox(setup, others)
         receiver, gang = self._connect(setup, runner, functools.partial(inbox.on_part, 0), handover_state)
-        left = handover_state.leader if handover_state else None
-        parts = _leader_parts(setup, gang, receiver, inbox, left)
+        inherited = handover_state.leader if handover_state else None
+        parts = _leader_parts(setup, gang, receiver, inbox, inherited)
         self._parts = parts.engine
         worker = self.role.make_worker(parts)
         self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
         inbox.open(worker, self.service.post)
-        self._grammars = left.grammars if left else _open_grammars(setup, runner)
+        self._grammars = inherited.grammars if inherited else _open_grammars(setup, runner)
         live = LiveReplica(
             service=self.service,
             worker=worker,
@@ -338,11 +338,11 @@ def _shared_answers(setup: RankSetup, runner: ModelRunner) -> SharedAnswers:
 
 
 def _leader_parts(
-    setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, left: LeaderHandoverState | None
+    setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, inherited: LeaderHandoverState | None
 ) -> LeaderParts:
     spec, pool, layout = setup.spec, setup.pool, gang.runner.layout
-    if left:
-        blocks, tiers = left.blocks, left.tiers
+    if inherited:
+        blocks, tiers = inherited.blocks, inherited.tiers
     else:
         num_blocks, eviction = gang.runner.pool.num_blocks, spec.kv.eviction
         blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))

@@ -47,21 +47,21 @@ class Connection:
         # Held during socket calls, so that the file descriptor is not closed and reused meanwhile.
         self._in_use = threading.Lock()
 
-    def move_now(self, left: memoryview) -> memoryview:
+    def move_now(self, remaining: memoryview) -> memoryview:
         """Move as much as possible without blocking and return the rest. Raises LinkClosed."""
         with self._using_socket():
             with suppress(BlockingIOError):
-                while left:
-                    num_bytes = self._move(left)
+                while remaining:
+                    num_bytes = self._move(remaining)
                     if not num_bytes:
                         raise ConnectionResetError("peer closed the connection")
-                    left = left[num_bytes:]
-            return left
+                    remaining = remaining[num_bytes:]
+            return remaining
 
-    def move_all(self, left: memoryview, *, timeout_s: float | None) -> None:
+    def move_all(self, remaining: memoryview, *, timeout_s: float | None) -> None:
         """Move all of `left`, blocking. timeout_s None: until the link is closed. Raises LinkClosed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while left := self.move_now(left):
+        while remaining := self.move_now(remaining):
             with self._using_socket():
                 wait_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
                 if not self._poll.poll(wait_ms):
@@ -132,14 +132,14 @@ def _handshake(end: LinkEnd) -> Handshake:
 
 def _read(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
     """Read `num_bytes` bytes, or fewer if the peer closes the connection. Raises OSError."""
-    found = b""
-    while len(found) < num_bytes:
+    data = b""
+    while len(data) < num_bytes:
         connection.settimeout(_seconds_until(deadline))
-        some = connection.recv(num_bytes - len(found))
-        if not some:
+        chunk = connection.recv(num_bytes - len(data))
+        if not chunk:
             break
-        found += some
-    return found
+        data += chunk
+    return data
 
 
 def _seconds_until(deadline: float) -> float:

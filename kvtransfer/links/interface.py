@@ -41,7 +41,9 @@ def interface_for(host: str, addresses: Mapping[str, str], *, configured: str | 
         return None
     with suppress(ValueError):  # a host name, which NCCL resolves itself
         address = ip_address(host.partition("%")[0])
-        found = next((name for known, name in addresses.items() if ip_address(known) == address), None)
+        found = next(
+            (name for interface_address, name in addresses.items() if ip_address(interface_address) == address), None
+        )
         return f"={found}" if found else None  # "=" requests an exact match instead of a prefix match
     return None
 

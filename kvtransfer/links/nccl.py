@@ -63,7 +63,7 @@ class NcclLink:
             raise LinkClosed(f"nccl: limit of {_MAX_THREADS} links reached, some may hang: restart this replica")
         self._has_ended = False
         threading.Thread(target=self._run, name="kv-nccl", daemon=True).start()
-        self._wait(lambda: self._has_met, timeout_s=self._end.timeout_s, what="meeting the peer")
+        self._wait(lambda: self._has_met, timeout_s=self._end.timeout_s, operation="meeting the peer")
 
     def send(self, payload: Tensor) -> Operation:
         return self._start(payload)
@@ -76,7 +76,7 @@ class NcclLink:
 
     def wait_for(self, number: int, *, timeout_s: float) -> None:
         """Wait until `number` operations have completed. Raises LinkClosed."""
-        self._wait(lambda: self._num_done >= number, timeout_s=timeout_s, what="an operation")
+        self._wait(lambda: self._num_done >= number, timeout_s=timeout_s, operation="an operation")
 
     def _start(self, payload: Tensor) -> Operation:
         self._check_open()
@@ -84,11 +84,11 @@ class NcclLink:
         self._todo.put((payload, StreamEvent(self.device)))
         return _NcclOperation(self, self._num_started)
 
-    def _wait(self, condition: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], *, timeout_s: float, operation: str) -> None:
         with self._changed:
             is_over = self._changed.wait_for(lambda: self._failure is not None or condition(), timeout_s)
         if not is_over:
-            self._fail(LinkClosed(f"nccl: {what} timed out after {timeout_s:.1f} s"))
+            self._fail(LinkClosed(f"nccl: {operation} timed out after {timeout_s:.1f} s"))
         self._check_open()
 
     def _check_open(self) -> None:

@@ -105,8 +105,8 @@ class NixlLink:
         return self._start(offer)
 
     def recv(self, payload: Tensor) -> Operation:
-        mark = StreamEvent(self.device)  # earlier uses of the payload's memory
-        return self._start(lambda agent, number: self._receives.append((number, payload, mark)))
+        event = StreamEvent(self.device)  # earlier uses of the payload's memory
+        return self._start(lambda agent, number: self._receives.append((number, payload, event)))
 
     def close(self) -> None:
         if not self._closed.is_set():
@@ -262,9 +262,9 @@ class _Agent:
         """Register the payload's storage, evicting the least recently used. Returns None if it was registered."""
         storage = payload.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
-        known = self._registered.pop(place, None)
-        if known:
-            self._registered[place] = known
+        registered_before = self._registered.pop(place, None)
+        if registered_before:
+            self._registered[place] = registered_before
             return None
         if len(self._registered) >= _MAX_REGISTERED:
             oldest = self._registered.pop(next(iter(self._registered)))

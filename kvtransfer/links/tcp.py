@@ -79,15 +79,15 @@ class _Wire:
     def send(self, payload: memoryview) -> Operation:
         self.connection.check()
         if self.encryptor is None:
-            left = self.connection.move_now(payload) if self.pusher.is_idle else payload
-            return self.pusher.push(left) if left else _Sent()
+            remaining = self.connection.move_now(payload) if self.pusher.is_idle else payload
+            return self.pusher.push(remaining) if remaining else _Sent()
         encrypted = self.encryptor.buffer(encrypted_size(len(payload)))
         num_sent = 0
         for num_encrypted in self.encryptor.cipher.encrypt(payload, encrypted):  # send each piece at once
             if self.pusher.is_idle:
                 num_sent = num_encrypted - len(self.connection.move_now(encrypted[num_sent:num_encrypted]))
-        left = encrypted[num_sent:]
-        return _EncryptedReceiver(self.pusher.push(left) if left else _Sent(), encrypted, self.encryptor)
+        remaining = encrypted[num_sent:]
+        return _EncryptedReceiver(self.pusher.push(remaining) if remaining else _Sent(), encrypted, self.encryptor)
 
 
 class _Sent:
@@ -165,13 +165,13 @@ class _Pusher:
     def is_idle(self) -> bool:
         return self._num_pending == 0
 
-    def push(self, left: memoryview) -> Operation:
+    def push(self, remaining: memoryview) -> Operation:
         """Queue data behind all earlier pushes. Raises LinkClosed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
             self._thread.start()
         self._num_pending += 1
-        sending = _Sending(self, left)
+        sending = _Sending(self, remaining)
         self._left.put(sending)
         self._connection.check()  # after `close` the thread no longer reads the queue
         return sending
@@ -191,15 +191,15 @@ class _Pusher:
     def _run(self) -> None:
         while sending := self._left.get():
             try:
-                self._connection.move_all(sending.left, timeout_s=None)
+                self._connection.move_all(sending.remaining, timeout_s=None)
                 sending.done.set_result(None)
             except LinkClosed as error:
                 sending.done.set_exception(error)
 
 
 class _Sending:
-    def __init__(self, pusher: _Pusher, left: memoryview) -> None:
-        self.left = left
+    def __init__(self, pusher: _Pusher, remaining: memoryview) -> None:
+        self.remaining = remaining
         self.done: Future[None] = Future()
         self._pusher = pusher
 

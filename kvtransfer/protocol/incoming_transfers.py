@@ -115,8 +115,8 @@ class IncomingTransfers(Generic[T]):
         incoming = self._open.get(landing.handoff)
         if incoming is None or not 0 <= rank < self._num_ranks:
             return None
-        known = incoming.landed.get(rank)
-        if known is None or known.epoch < landing.epoch:
+        previous = incoming.landed.get(rank)
+        if previous is None or previous.epoch < landing.epoch:
             incoming.landed[rank] = landing
         if len(incoming.landed) < self._num_ranks:
             return None

@@ -69,12 +69,12 @@ class Ledger:
         The opening names the sender; if it does not, the first replica that sends under an epoch owns the epoch.
         Raises TransferError without changing any state.
         """
-        known, admitted = self._sender
-        if (self._opened.sender or sender) != sender or (epoch == known and sender != admitted):
+        newest_epoch, newest_sender = self._sender
+        if (self._opened.sender or sender) != sender or (epoch == newest_epoch and sender != newest_sender):
             raise TransferError(
                 f"handoff {self.handoff}: epoch {epoch} from {sender} rejected: another replica sends it"
             )
-        if epoch > known:
+        if epoch > newest_epoch:
             self._sender = epoch, sender
 
     def accept(self, frame: SegmentFrame, *, source: int) -> bool:

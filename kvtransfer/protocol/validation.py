@@ -53,20 +53,20 @@ def check_blocks(blocks: Iterable[int], *, num_blocks: int) -> None:
 
 def check_segment(frame: SegmentFrame, layout: KVLayout, *, num_blocks: int) -> None:
     """Check that a segment fits into this rank's pool."""
-    segment, most = frame.segment, num_blocks * layout.block_size
+    segment, max_positions = frame.segment, num_blocks * layout.block_size
     check_name(frame.handoff, "segment.handoff")
     check(segment.num_layers >= 1, "segment.num_layers", "must be 1 or more")
     check(segment.layers.stop <= layout.num_layers, "segment.num_layers", f"the model has {layout.num_layers} layers")
     check(segment.num_tokens >= 1, "segment.num_tokens", "must be 1 or more")
-    check(segment.end_token <= most, "segment.num_tokens", f"the pool holds {most} positions")
+    check(segment.end_token <= max_positions, "segment.num_tokens", f"the pool holds {max_positions} positions")
 
 
 def check_commit(frame: CommitFrame, layout: KVLayout, *, num_blocks: int) -> None:
     """Check a commit against this rank's pool."""
-    most = num_blocks * layout.block_size
+    max_positions = num_blocks * layout.block_size
     check_name(frame.handoff, "commit.handoff")
-    check(frame.num_tokens <= most, "commit.num_tokens", f"the pool holds {most} positions")
-    max_next = max(most, _MAX_CHOICES)
+    check(frame.num_tokens <= max_positions, "commit.num_tokens", f"the pool holds {max_positions} positions")
+    max_next = max(max_positions, _MAX_CHOICES)
     check(len(frame.next_tokens) <= max_next, "commit.next_tokens", f"must be at most {max_next}")
     check(len(frame.features) <= _MAX_FEATURE_BYTES, "commit.features", f"must have at most {_MAX_FEATURE_BYTES} bytes")
 
@@ -97,7 +97,7 @@ def can_share(layout: KVLayout, num_ranks: int) -> bool:
     return layout.num_kv_heads % num_ranks == 0 or num_ranks % layout.num_kv_heads == 0
 
 
-def _check_span(first_token: int, num_tokens: int, max_tokens: int, layout: KVLayout, what: str) -> None:
-    check(first_token % layout.block_size == 0, f"{what}.first_token", f"must be a multiple of {layout.block_size}")
+def _check_span(first_token: int, num_tokens: int, max_tokens: int, layout: KVLayout, prefix: str) -> None:
+    check(first_token % layout.block_size == 0, f"{prefix}.first_token", f"must be a multiple of {layout.block_size}")
     is_ordered = 0 <= first_token <= num_tokens <= max_tokens <= _MAX_TOKENS
-    check(is_ordered, f"{what}.num_tokens", "must be from first_token to max_tokens")
+    check(is_ordered, f"{prefix}.num_tokens", "must be from first_token to max_tokens")

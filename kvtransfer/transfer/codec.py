@@ -85,8 +85,8 @@ class Codec:
         layout = self._layout
         pool, num_layers = KVPool(layout, num_blocks=1, device=device), min(2, layout.num_layers)
         # One token covers the variant whose scales are not aligned to 16 bytes.
-        every = [(layout.block_size, layout.heads_per_rank), *((1, num_heads) for num_heads in head_counts(layout))]
-        for num_tokens, num_heads in every:
+        shapes = [(layout.block_size, layout.heads_per_rank), *((1, num_heads) for num_heads in head_counts(layout))]
+        for num_tokens, num_heads in shapes:
             segment = Segment(
                 first_layer=layout.num_layers - num_layers,
                 num_layers=num_layers,

@@ -67,5 +67,5 @@ class Incoming:
         """Reject every later frame. Waits for writes in progress."""
         with self._lock:
             self._ledger.close()
-            for mark in self._written.values():
-                mark.wait()
+            for event in self._written.values():
+                event.wait()

@@ -277,11 +277,13 @@ class OutgoingLink:
             return
         ring.make_room()
         payload = ring.take(self._config.codec.num_bytes(segment))
-        found = self._pack(link_transfer, segment, payload)
-        if found is None or link_transfer.is_ended:
+        payload_checksum = self._pack(link_transfer, segment, payload)
+        if payload_checksum is None or link_transfer.is_ended:
             ring.put_back()
             return
-        self._announce(link_transfer, link_transfer.announce(segment, num_bytes=payload.numel(), checksum=found))
+        self._announce(
+            link_transfer, link_transfer.announce(segment, num_bytes=payload.numel(), checksum=payload_checksum)
+        )
         self._config.failpoint(FailpointStage.SENDING, link_transfer.transfer.handoff.id)
         ring.start(link.send(payload), timeout_s=operation_timeout(self._config.timeout_s, payload.numel()))
         link_transfer.wire_bytes += payload.numel()

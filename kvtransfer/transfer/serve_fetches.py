@@ -92,8 +92,8 @@ class ServedFetches:
         if not isinstance(loading, Loading):
             return False
         del self._loading[loading.listener]
-        come = slice(loading.num_cached, loading.num_cached + load.num_loaded)
-        for block, prefix_hash in zip(loading.blocks[come], loading.hashes[come], strict=True):
+        loaded_range = slice(loading.num_cached, loading.num_cached + load.num_loaded)
+        for block, prefix_hash in zip(loading.blocks[loaded_range], loading.hashes[loaded_range], strict=True):
             self._blocks.fill_block(block, prefix_hash)
         self._blocks.free(loading.blocks)
         self._ship(loading.handoff, loading.hashes, loading.listener)
@@ -111,9 +111,9 @@ class ServedFetches:
         """Start loading blocks from a lower tier. Returns False if there are none, or no room for them."""
         if len(hashes) <= self._blocks.match(hashes):
             return False
-        if (taken := self._blocks.allocate(hashes, len(hashes))) is None:
+        if (allocated := self._blocks.allocate(hashes, len(hashes))) is None:
             return False
-        blocks, num_cached = taken
+        blocks, num_cached = allocated
         loading = Loading(handoff, hashes, listener, blocks, num_cached)
         if not self._tiers.begin(loading, hashes[num_cached:], blocks[num_cached:]):
             self._blocks.free(blocks)
@@ -123,8 +123,8 @@ class ServedFetches:
 
     def _stop_loading(self, loading: Loading) -> None:
         del self._loading[loading.listener]
-        gone = self._tiers.cancel(loading)
-        self._blocks.free([block for block in loading.blocks if block not in gone])
+        pending_blocks = self._tiers.cancel(loading)
+        self._blocks.free([block for block in loading.blocks if block not in pending_blocks])
 
     def _ship(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
         size = self._layout.block_size
@@ -133,9 +133,9 @@ class ServedFetches:
         listener.granted(max(num_tokens, handoff.first_token))
         if num_tokens <= handoff.first_token:
             return
-        taken = self._blocks.allocate(hashes[:num_blocks], num_blocks)
-        assert taken, "cached blocks need no free blocks"
-        blocks, _ = taken
+        allocated = self._blocks.allocate(hashes[:num_blocks], num_blocks)
+        assert allocated, "cached blocks need no free blocks"
+        blocks, _ = allocated
         ranks = sending_ranks(self._layout, num_receivers=len(handoff.ranks))
         outgoing = self._outgoing_transfers.begin(handoff, blocks, ranks=ranks, owner=listener)
         self._blocks.free(blocks)  # the outgoing transfer references them
