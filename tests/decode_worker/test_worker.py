@@ -61,7 +61,7 @@ def test_locally_computed_prompt_streams_its_answer_and_frees_everything(rank: R
     worker.submit(rank.prompt(_PROMPT), "router-0", listener)
     assert worker.num_requests == 1
     tokens = _run(worker)
-    assert listener.heard == ["reserved, 0 cached", "started at 20, epoch 0", "ended"] and listener.error is None
+    assert listener.events == ["reserved, 0 cached", "started at 20, epoch 0", "ended"] and listener.error is None
     assert [len(ids) for ids in tokens.values()] == [5] and list(tokens) == [1]
     assert (worker.num_requests, rank.num_held) == (0, 0)
     totals = worker.status().totals
@@ -75,7 +75,7 @@ def test_repeated_prompt_hits_the_cache_and_gets_the_same_tokens(rank: RankOfOne
         listener = FakeAnswerListener()
         worker.submit(rank.prompt(_PROMPT), "router-0", listener)
         answers.append(_run(worker))
-        assert listener.heard[0] == f"reserved, {cached} cached"
+        assert listener.events[0] == f"reserved, {cached} cached"
     assert answers[0] == answers[1]
 
 
@@ -105,7 +105,7 @@ def test_request_with_non_finite_logits_fails_alone(
     worker.submit(poisoned, "router-0", bad)
     worker.submit(rank.prompt(good), "router-0", beside)
     tokens = _run(worker)
-    assert isinstance(bad.error, LogitsNotFinite) and bad.heard[-1] == "ended" == beside.heard[-1]
+    assert isinstance(bad.error, LogitsNotFinite) and bad.events[-1] == "ended" == beside.events[-1]
     assert beside.error is None and {1: tokens[1]} == expected
     assert len(tokens.get(8, [])) == step
     assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV must not be cached"
@@ -137,7 +137,7 @@ def test_decoding_starts_after_the_kv_has_landed(rank: RankOfOne) -> None:
     assert rank.receiver.opened == {listener.handoff.id: listener.opening}
     worker.landed(0, listener.landing(7))
     tokens = _run(worker)
-    assert listener.heard == ["reserved, 0 cached", "started at 21, epoch 1", "ended"]
+    assert listener.events == ["reserved, 0 cached", "started at 21, epoch 1", "ended"]
     assert len(tokens[1]) == 4, "the first token is the prefill replica's"
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
@@ -148,7 +148,7 @@ def test_kv_with_invalid_first_tokens_is_rejected(rank: RankOfOne, next_tokens: 
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
     worker.landed(0, listener.landing(*next_tokens))
-    assert isinstance(listener.error, TransferError) and listener.heard[-1] == "ended"
+    assert isinstance(listener.error, TransferError) and listener.events[-1] == "ended"
     assert worker.status().totals.transfer_failures == 1
     rank.receiver.others_have_closed()
     assert (worker.num_requests, rank.num_held) == (0, 0)
@@ -164,7 +164,7 @@ def test_lease_that_ends_before_landing_closes_the_handoff_before_freeing_blocks
     assert (worker.num_requests, rank.num_held) == (0, 3), "a peer may still be writing on another rank"
     worker.landed(0, listener.landing(7))  # too late
     rank.receiver.others_have_closed()
-    assert rank.num_held == 0 and "started" not in " ".join(listener.heard)
+    assert rank.num_held == 0 and "started" not in " ".join(listener.events)
     assert worker.status().totals.cancelled == 1
 
 
@@ -185,7 +185,7 @@ def test_stream_stopped_before_it_starts_gets_no_token(rank: RankOfOne) -> None:
     worker.stop_streams("router-0", [2])
     worker.stop_streams("router-1", [1])  # another router's stream
     worker.landed(0, listener.landing(7, 8))
-    assert set(_run(worker)) == {1} and listener.heard[-1] == "ended"
+    assert set(_run(worker)) == {1} and listener.events[-1] == "ended"
     assert rank.num_held == 0
 
 
@@ -250,5 +250,5 @@ def test_migrating_choice_gets_no_more_forced_tokens_than_the_receiver_holds(
     assert (bool(moving.stayed), moving.num_tokens) == (fails, None if fails else 36)
     said = _run(worker)
     assert len(prompt.sequence.tokens) == (60 if fails else 36) and not rank.num_held
-    assert listener.heard[-1] == "ended" and (not fails or said[1] == [7] * 40)
+    assert listener.events[-1] == "ended" and (not fails or said[1] == [7] * 40)
     assert (worker.status().totals.forced_tokens > 25) == fails

@@ -65,9 +65,11 @@ def _tree(*, tensor_parallel: int = 1) -> dict[str, Any]:
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    asked = [cluster.generate(one.prompt, one.sampling, id=str(i), n=one.num_choices) for i, one in enumerate(_ASKED)]
+    requests = [
+        cluster.generate(one.prompt, one.sampling, id=str(i), n=one.num_choices) for i, one in enumerate(_ASKED)
+    ]
     async with asyncio.timeout(WITHIN_S):
-        found = await asyncio.gather(*asked)
+        found = await asyncio.gather(*requests)
     return [[token.token_id for token in tokens] for answer in found for tokens in answer.tokens.values()]
 
 

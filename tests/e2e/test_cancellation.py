@@ -49,10 +49,10 @@ async def _abort(cluster: LocalCluster, *, count: int, seed: int, within_s: floa
     Everything that they held must be free within the given seconds.
     """
     moments = random.Random(seed)
-    asked = prompts(*[moments.randint(1, 60) for _ in range(count)])
+    inputs = prompts(*[moments.randint(1, 60) for _ in range(count)])
 
     async def ask_and_go_away(number: int) -> None:
-        task = asyncio.create_task(_ask(cluster, number, asked[number], num_tokens=moments.randint(1, 30)))
+        task = asyncio.create_task(_ask(cluster, number, inputs[number], num_tokens=moments.randint(1, 30)))
         await asyncio.wait({task}, timeout=moments.expovariate(20) if number % 2 else None)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -45,12 +45,12 @@ _DECODE_EVENTS = {
 
 
 async def _ask(cluster: LocalCluster) -> list[Answer]:
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(number))
         for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
 
 def _check(answers: list[Answer], expected: list[list[SampledToken]]) -> None:
@@ -140,10 +140,10 @@ async def test_one_rank_of_two_is_enough_to_lose_the_replica(
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
         doomed = await cluster.add(role)
         await cluster.add(role)
-        asking = asyncio.create_task(_ask(cluster))
+        running = asyncio.create_task(_ask(cluster))
         await cluster.replicas.changed(timeout_s=10)
         doomed.ranks[1].send(number)
-        _check(await asking, reference(model_dir, _PROMPTS, _SAMPLINGS))
+        _check(await running, reference(model_dir, _PROMPTS, _SAMPLINGS))
 
 
 async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:

@@ -70,13 +70,13 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
 ) -> None:
     """This holds with synchronous and with asynchronous steps, as on a GPU."""
     monkeypatch.setattr(GangRunner, "is_async", is_async)
-    model_dir, asked, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
-    expected = reference(model_dir, asked, sampling)
+    model_dir, inputs, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
+    expected = reference(model_dir, inputs, sampling)
     running_on = Ceiling(40)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_tree(tp=tp)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
-        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(asked)]
+        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(inputs)]
         await _tokens_from(cluster, leaving, at_least=60)
         coming = await cluster.add(Role.DECODE)
         await cluster.drain(leaving)
@@ -87,23 +87,23 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
             assert _logprobs(answer.tokens[0]) == pytest.approx(_logprobs(tokens), abs=1e-3)
         assert [(answer.route.decode_replica, answer.route.migrations) for answer in answers] == [(coming.id, 0)] * 3
         await cluster.idle()
-        assert _computed(cluster) == sum(map(len, asked)), "something was computed again"
+        assert _computed(cluster) == sum(map(len, inputs)), "something was computed again"
 
 
 async def test_failed_migration_leaves_the_sequence_in_place(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_dir, [asked], sampling = checkpoint("llama"), prompts(40), _SAMPLINGS["greedy"]
-    expected = reference(model_dir, [asked], sampling)[0]
+    model_dir, [inputs], sampling = checkpoint("llama"), prompts(40), _SAMPLINGS["greedy"]
+    expected = reference(model_dir, [inputs], sampling)[0]
     running_on = Ceiling(20)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_tree(tp=1)) as cluster:
         source = cluster.pools[Role.DECODE][0]
         seen = cluster.seen(source)
-        running = asyncio.create_task(cluster.generate(asked, sampling))
+        running = asyncio.create_task(cluster.generate(inputs, sampling))
         await _tokens_from(cluster, source, at_least=19)  # the first token came from the prefill replica
         nowhere = pb.Handoff(
-            id="h", epoch=1, replica="x", ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
+            id="h", epoch=1, replica="x", ranks=["127.0.0.1:1"], num_tokens=len(inputs), max_tokens=10_000, ttl_s=5.0
         )
         request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first stream
         async with open_channel(seen.member.address, peer=rank(source.id), identity=cluster.router) as channel:
@@ -123,11 +123,11 @@ async def test_clients_that_disconnect_during_migration_free_everything(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Ceiling(100).arm(monkeypatch.setattr)
-    moments, asked = random.Random(5), prompts(*range(20, 60, 2))
+    moments, inputs = random.Random(5), prompts(*range(20, 60, 2))
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=2)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
         sampling = _SAMPLINGS["greedy"]
-        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(asked)]
+        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(inputs)]
         await _tokens_from(cluster, leaving, at_least=100)
         await cluster.add(Role.DECODE)
         draining = asyncio.create_task(cluster.drain(leaving))

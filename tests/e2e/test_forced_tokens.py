@@ -48,13 +48,13 @@ def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
     """Run four requests with a grammar, of two choices each, beside two without one."""
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(i), n=2, grammar=_GRAMMAR)
         for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
-    asked += [cluster.generate(prompt, replace(_SAMPLED, seed=i), id=f"f{i}") for i, prompt in enumerate(_PRIVATE)]
+    requests += [cluster.generate(prompt, replace(_SAMPLED, seed=i), id=f"f{i}") for i, prompt in enumerate(_PRIVATE)]
     async with asyncio.timeout(WITHIN_S):
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
     return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
 
 
@@ -68,16 +68,16 @@ def expected(model_dir: Path) -> list[list[int]]:
     """Compute the expected answers in one process, one token per step."""
     runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1))
     grammar = GrammarCompiler(model_dir, vocab_size=VOCAB_SIZE).compile(_GRAMMAR)
-    asked = [
+    requests = [
         Asked(prompt, sampling, grammar, num_choices=2) for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)
     ]
-    asked += [Asked(prompt, replace(_SAMPLED, seed=i)) for i, prompt in enumerate(_PRIVATE)]
+    requests += [Asked(prompt, replace(_SAMPLED, seed=i)) for i, prompt in enumerate(_PRIVATE)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SamplingRow, "known_token", lambda row: None)
-        said = answers(runner, asked)
-    text = "".join(CHARACTERS[token] for token in said.ids[0][:-1])
-    assert re.fullmatch(_GRAMMAR.text, text) and said.ids[0][-1] == END and not said.num_known
-    return said.ids
+        expected_answers = answers(runner, requests)
+    text = "".join(CHARACTERS[token] for token in expected_answers.ids[0][:-1])
+    assert re.fullmatch(_GRAMMAR.text, text) and expected_answers.ids[0][-1] == END and not expected_answers.num_known
+    return expected_answers.ids
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -41,12 +41,12 @@ def _tree(prefill: int, decode: int, *, pool_dtype: str = "auto") -> dict[str, A
 
 
 async def _ask(cluster: LocalCluster) -> Sequence[Answer]:
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(number))
         for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
 
 def _check(answers: Sequence[Answer], expected: list[list[SampledToken]]) -> None:
@@ -138,11 +138,11 @@ def test_answers_migrate_to_another_replica(checkpoint: Checkpoint, reference: R
 
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 2)) as cluster:
-            asking = asyncio.create_task(_ask(cluster))
+            answering = asyncio.create_task(_ask(cluster))
             first = cluster.pools[Role.DECODE][0]
             await cluster.until(lambda: cluster.seen(first).status.running)
             await cluster.drain(first)
-            _check(await asking, reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
+            _check(await answering, reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
             await cluster.idle()
 
     asyncio.run(play())

@@ -66,12 +66,12 @@ class Question:
         asked.append(Asked(prompts(40)[0], Sampling(max_tokens=30, temperature=1.0, seed=9), thinking=thinking))
         runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1, device=device))
         scored = range(0, len(asked), 3)
-        told = ScoredPrompts(runner, max_batch_tokens=512).tell([(asked[i].prompt, _NUM_TOP) for i in scored])
-        return cls(model_dir, asked, answers(runner, asked), dict(zip(scored, told, strict=True)))
+        scores = ScoredPrompts(runner, max_batch_tokens=512).tell([(asked[i].prompt, _NUM_TOP) for i in scored])
+        return cls(model_dir, asked, answers(runner, asked), dict(zip(scored, scores, strict=True)))
 
     async def check(self, cluster: LocalCluster) -> None:
         """Send all requests concurrently and check the answers."""
-        asking = [
+        running = [
             cluster.generate(
                 one.prompt,
                 one.sampling,
@@ -84,7 +84,7 @@ class Question:
             for i, one in enumerate(self.asked)
         ]
         async with asyncio.timeout(WITHIN_S):
-            found = await asyncio.gather(*asking)
+            found = await asyncio.gather(*running)
         tokens = {(str(i), choice): some for i, one in enumerate(found) for choice, some in one.tokens.items()}
         compare(AnswerText(tokens), self.said, atol=_ATOL)
         for i, answer in enumerate(found):

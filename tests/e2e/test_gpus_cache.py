@@ -91,8 +91,8 @@ def _room(num_blocks: int) -> float:
     return gib_of_blocks(num_blocks) if num_blocks else 0.0
 
 
-def _expected(reference: Reference, model_dir: Path, asked: list[list[int]], device: str) -> list[list[int]]:
-    return [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY, device=device)]
+def _expected(reference: Reference, model_dir: Path, inputs: list[list[int]], device: str) -> list[list[int]]:
+    return [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY, device=device)]
 
 
 async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], way: Option) -> Answer:

@@ -44,8 +44,8 @@ def test_answers_are_those_of_one_process(
     tree = on_device(device, exact_tree(1, 0))
     tree["speculation"] = {"method": method, "model": str(drafts) if drafts else None, "max_tokens": 3}
     tree["decode"] |= {"max_running": 16}  # bounds the rows and drafted tokens with logits
-    said = reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
-    expected = [[token.token_id for token in tokens] for tokens in said]
+    reference_tokens = reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
+    expected = [[token.token_id for token in tokens] for tokens in reference_tokens]
 
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
@@ -79,12 +79,12 @@ def _drafting(method: str, llama: Path, directory: Path) -> tuple[Path, Path | N
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(number))
         for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        return [answer.ids for answer in await asyncio.gather(*asked)]
+        return [answer.ids for answer in await asyncio.gather(*requests)]
 
 
 def _num_drafted(cluster: LocalCluster, replica: LocalReplica) -> int:

@@ -40,12 +40,12 @@ def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 
 async def _ask(cluster: LocalCluster, sampling: Sampling = _SAMPLED) -> list[list[int]]:
-    asked = [
+    requests = [
         cluster.generate(prompt, replace(sampling, seed=seed), id=str(seed), n=2, grammar=_GRAMMAR)
         for seed, prompt in enumerate(_PROMPTS)
     ]
     async with asyncio.timeout(WITHIN_S):
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
     for answer in answers:
         _check(answer)
     return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
@@ -105,8 +105,8 @@ async def test_failing_grammar_fails_its_own_request_only(model_dir: Path, redis
             cluster.generate(_PROMPTS[0], replace(_SAMPLED, token_rules=rules), id=str(i), grammar=_SHORT)
             for i, rules in enumerate((TokenRules(allowed_token_ids=(_Z,)), TokenRules(bad_words=((_A, _B), (_A, _C)))))
         ]
-        asked = (endless, wrong, good, plain, *torn)
-        failed, rejected, kept, free, *lost = await asyncio.gather(*asked, return_exceptions=True)
+        requests = (endless, wrong, good, plain, *torn)
+        failed, rejected, kept, free, *lost = await asyncio.gather(*requests, return_exceptions=True)
         assert [type(one) for one in lost] == [NoTokenAllowed] * 2
         assert isinstance(failed, GrammarNotFollowed)
         assert isinstance(rejected, RequestError) and rejected.param == "grammar"

@@ -102,24 +102,24 @@ async def _check_formats(client: AsyncOpenAI) -> None:
 
 
 async def _check_structured(client: AsyncOpenAI) -> None:
-    for asked, wanted in (
+    for requests, expected in (
         ({"choice": ["Paris", "Rome"]}, ("Paris", "Rome")),
         ({"regex": r"(yes|no), sir"}, ("yes, sir", "no, sir")),
         ({"grammar": 'start: "a" | "b"'}, ("a", "b")),
         ({"grammar": 'root ::= "x" | "y"'}, ("x", "y")),
         ({"json": {"type": "boolean"}}, ("true", "false")),
     ):
-        body = {"structured_outputs": asked}
+        body = {"structured_outputs": requests}
         chat = await client.chat.completions.create(**_ASKED, extra_body=body)
-        assert chat.choices[0].message.content in wanted
+        assert chat.choices[0].message.content in expected
         text = await client.completions.create(model="smollm2", prompt="The answer is", extra_body=body)
-        assert text.choices[0].text in wanted
+        assert text.choices[0].text in expected
 
 
 async def _check_structural_tags(client: AsyncOpenAI) -> None:
     """Check tags in free text that start at each "e", and each form of a single tag."""
-    told = await client.chat.completions.create(**_ASKED | {"max_tokens": 30}, response_format=_TAGS)
-    text = told.choices[0].message.content
+    results = await client.chat.completions.create(**_ASKED | {"max_tokens": 30}, response_format=_TAGS)
+    text = results.choices[0].message.content
     assert _keeps_to_tags(text) and _EACH in text, text
     stream = await client.completions.create(
         model="smollm2",
@@ -137,14 +137,14 @@ async def _check_structural_tags(client: AsyncOpenAI) -> None:
         "end": "</city>",
     }
     for form in (city, {"type": "triggered_tags", "triggers": ["<"], "tags": [city], **_ONCE}):
-        asked: Any = {"type": "structural_tag", "format": form}
-        (choice,) = (await client.chat.completions.create(**_ASKED, response_format=asked)).choices
+        requests: Any = {"type": "structural_tag", "format": form}
+        (choice,) = (await client.chat.completions.create(**_ASKED, response_format=requests)).choices
         begin, content, end = re.split("(?<=<city>)|(?=</city>)", choice.message.content)
         assert (begin, end, choice.finish_reason) == ("<city>", "</city>", "stop")
         Draft202012Validator(_CITY).validate(json.loads(content))
     with pytest.raises(openai.BadRequestError, match=r"response_format: format.content.type is not supp") as rejected:
-        asked["format"] = {**city, "content": {"type": "qwen_xml_parameter"}}
-        await client.chat.completions.create(**_ASKED, response_format=asked)
+        requests["format"] = {**city, "content": {"type": "qwen_xml_parameter"}}
+        await client.chat.completions.create(**_ASKED, response_format=requests)
     assert rejected.value.param == "response_format"
 
 
@@ -158,13 +158,13 @@ def _keeps_to_tags(text: str) -> bool:
 
 async def _check_refusals(client: AsyncOpenAI) -> None:
     """Assert that hostile schemas are rejected by name or answered, while other requests are served."""
-    asked = [_ask_for(client, schema) for schema in _HOSTILE.values()]
+    requests = [_ask_for(client, schema) for schema in _HOSTILE.values()]
     others = [client.chat.completions.create(**_ASKED | {"max_tokens": 4}) for _ in range(2)]
-    *refusals, _, _ = await asyncio.gather(*asked, *others)
-    told = dict(zip(_HOSTILE, refusals, strict=True))
-    assert {name for name, param in told.items() if param == "response_format.json_schema.schema"} >= set(_HOSTILE) - {
-        "wide"
-    }
+    *refusals, _, _ = await asyncio.gather(*requests, *others)
+    results = dict(zip(_HOSTILE, refusals, strict=True))
+    assert {name for name, param in results.items() if param == "response_format.json_schema.schema"} >= set(
+        _HOSTILE
+    ) - {"wide"}
     for field, value in (("regex", "[a"), ("grammar", "start: nothing"), ("regex", "a" * 9000)):
         with pytest.raises(openai.BadRequestError) as rejected:
             await client.chat.completions.create(**_ASKED, extra_body={"structured_outputs": {field: value}})
@@ -194,8 +194,8 @@ async def _check_grpc(port: int) -> None:
             pb.Grammar(json_schema=json.dumps(_CITY)),
             pb.Grammar(choice=pb.Choices(texts=['{"name": "a", "size": "large"}'])),
         ):
-            asked = pb.GenerateRequest(prompt="A city: ", sampling=sampling, grammar=grammar)
-            text = "".join([event.delta.text async for event in stub.Generate(asked)])
+            requests = pb.GenerateRequest(prompt="A city: ", sampling=sampling, grammar=grammar)
+            text = "".join([event.delta.text async for event in stub.Generate(requests)])
             Draft202012Validator(_CITY).validate(json.loads(text))
         tags = pb.GenerateRequest(prompt="The", sampling=sampling, grammar=pb.Grammar(structural_tag=json.dumps(_TAGS)))
         text = "".join([event.delta.text async for event in stub.Generate(tags)])

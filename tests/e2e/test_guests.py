@@ -45,22 +45,22 @@ def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_decode, "wait_s", lambda *_, **__: 3600.0)
 
 
-class Asked:
+class Load:
     """Prompts, their reference answers, and their running requests. Every other one is sampled."""
 
     def __init__(self, cluster: LocalCluster, numbers: range, reference: Reference) -> None:
         self._cluster = cluster
         self._prompts = prompts(*(33 + i for i in numbers))
         self._samplings = [(_GREEDY, _SAMPLED)[i % 2] for i in numbers]
-        said = reference(Path(cluster.spec.model.source), self._prompts, self._samplings)
-        self.expected = [[token.token_id for token in tokens] for tokens in said]
+        reference_tokens = reference(Path(cluster.spec.model.source), self._prompts, self._samplings)
+        self.expected = [[token.token_id for token in tokens] for tokens in reference_tokens]
         self.running: list[asyncio.Task[Answer]] = []
 
     def ask(self, number: int) -> None:
         """Send the next `number` requests."""
         for i in range(len(self.running), len(self.running) + number):
-            asking = self._cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
-            self.running.append(asyncio.create_task(asking))
+            generation = self._cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
+            self.running.append(asyncio.create_task(generation))
 
     async def answers(self) -> list[Answer]:
         return [await task for task in self.running]
@@ -81,24 +81,24 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
     running_on = Ceiling(20)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
-        asked = Asked(cluster, range(8), reference)
+        load = Load(cluster, range(8), reference)
         leaving, staying = cluster.pools[Role.PREFILL]
         [full] = cluster.pools[Role.DECODE]
-        asked.ask(_PLACES)
+        load.ask(_PLACES)
         await _begun(cluster, full, _PLACES)
-        asked.ask(2 * _PLACES)
+        load.ask(2 * _PLACES)
         hosts = [cluster.seen(prefill) for prefill in (leaving, staying)]
         await cluster.until(lambda: all(host.status.local_decodes.running == _PLACES for host in hosts))
         assert not cluster.core.dispatch.num_waiting
         empty = await cluster.add(Role.DECODE)
         successor = await cluster.switch(leaving)
         await _begun(cluster, empty, _PLACES, more=0)
-        asked.ask(2)  # computed on a replica with local decodes, and shipped to the successor
+        load.ask(2)  # computed on a replica with local decodes, and shipped to the successor
         await _begun(cluster, successor, 2)
         assert hosts[1].status.local_decodes.running == _PLACES
         running_on.lift()
-        answers = await asked.answers()
-        assert [answer.ids for answer in answers] == asked.expected
+        answers = await load.answers()
+        assert [answer.ids for answer in answers] == load.expected
         homes = [answer.route.decode_replica for answer in answers]
         assert sorted(homes) == sorted([full.id, staying.id, empty.id, successor.id] * 2)
         assert {answer.route.attempts for answer in answers} == {1} and answers[-1].route.prefill_replica == staying.id
@@ -115,20 +115,20 @@ async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
     for pool in ("prefill", "decode"):
         tree[pool]["replicas"] = 0
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
-        asked = Asked(cluster, range(2 * _PLACES), reference)
+        load = Load(cluster, range(2 * _PLACES), reference)
         starting = [cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE)]
         doomed, decode = await asyncio.gather(*starting)
-        asked.ask(_PLACES)
+        load.ask(_PLACES)
         await _begun(cluster, decode, _PLACES)
-        asked.ask(_PLACES)
+        load.ask(_PLACES)
         await _begun(cluster, doomed, _PLACES)
         left = await cluster.add(Role.PREFILL, ceiling=running_on)
         for dying, number in ((doomed, _PLACES), (decode, 2 * _PLACES)):
             dying.send(signal.SIGKILL)
             await _begun(cluster, left, number, more=0)  # they may be paused at the ceiling
         running_on.lift()
-        answers = await asked.answers()
-        assert [answer.ids for answer in answers] == asked.expected
+        answers = await load.answers()
+        assert [answer.ids for answer in answers] == load.expected
         assert {answer.route.migrations for answer in answers} == {1}
         assert {answer.route.decode_replica for answer in answers} == {left.id}
         await cluster.idle()

@@ -60,13 +60,13 @@ Guesses = Callable[[list[int]], list[int]]
 class Recorded:
     """Proposer that drafts for every row of every step and records its drafts."""
 
-    def __init__(self, heads: Computing, said: list[tuple[list[int], list[int]]]) -> None:
-        self._heads, self._said = heads, said
+    def __init__(self, heads: Computing, drafts: list[tuple[list[int], list[int]]]) -> None:
+        self._heads, self._drafts = heads, drafts
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         proposals = self._heads.propose(sequences, _NUM_TOKENS)
         pairs = zip(sequences, proposals, strict=True)  # sampled rows are tested elsewhere
-        self._said += [(list(s.tokens), list(p.tokens)) for s, p in pairs if s.request.sampling.is_greedy]
+        self._drafts += [(list(s.tokens), list(p.tokens)) for s, p in pairs if s.request.sampling.is_greedy]
         return proposals
 
     def finished(self, sequence: Sequence) -> None:
@@ -74,18 +74,18 @@ class Recorded:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Record drafts of all replicas of this process: a sequence's tokens, and the drafted next tokens."""
-    said: list[tuple[list[int], list[int]]] = []
+    drafts: list[tuple[list[int], list[int]]] = []
 
     def of(
         method: str, *, max_tokens: int, vocab_size: int, computing: dict[str, Computing], **others: Any
     ) -> Speculation:
-        recorded = {name: Recorded(heads, said) for name, heads in computing.items()}
+        recorded = {name: Recorded(heads, drafts) for name, heads in computing.items()}
         return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size, may_pass_over=False)
 
     monkeypatch.setattr(Speculation, "of", of)
-    return said
+    return drafts
 
 
 def _heads(kind: str, model_dir: Path, directory: Path) -> Guesses:
@@ -122,18 +122,18 @@ def _served(kind: str, checkpoint: Checkpoint, directory: Path) -> Path:
     return directory if kind == "mtp" else checkpoint("llama")
 
 
-async def _check(said: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
+async def _check(drafts: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
     """Assert that drafts are as expected, for the first steps of sequences and for every fourth later one."""
     known = cache(lambda tokens: guesses(list(tokens)))
-    first_lengths = {len(tokens) for tokens, _ in said[:8]}
-    looked_at = [one for i, one in enumerate(said) if i % 4 == 0 or len(one[0]) in {*first_lengths, _TELLING}]
+    first_lengths = {len(tokens) for tokens, _ in drafts[:8]}
+    looked_at = [one for i, one in enumerate(drafts) if i % 4 == 0 or len(one[0]) in {*first_lengths, _TELLING}]
     looked_at.sort(key=lambda one: -len(one[0]))
 
     def wrong() -> list[list[int]]:
         return [tokens for tokens, found in looked_at if found != known(tuple(tokens))]
 
-    assert len(said) >= least and not await asyncio.to_thread(wrong)
-    said.clear()
+    assert len(drafts) >= least and not await asyncio.to_thread(wrong)
+    drafts.clear()
 
 
 async def _ask(cluster: LocalCluster, expected: list[list[int]], sampling: Sampling) -> None:
@@ -173,7 +173,7 @@ async def test_after_a_handoff_and_a_cache_hit(
     reference: Reference,
     redis_url: str,
     tmp_path: Path,
-    said: list[Any],
+    drafts: list[Any],
 ) -> None:
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
     model_dir = _served(kind, checkpoint, tmp_path)
@@ -182,9 +182,9 @@ async def test_after_a_handoff_and_a_cache_hit(
         expected = _expected(reference, model_dir, _GREEDY)
         for _ in range(2):  # the second time, the prefix is cached
             await _ask(cluster, expected, _GREEDY)
-            firsts = {tuple(tokens) for tokens, _ in said if tokens[:-1] in _PROMPTS}
+            firsts = {tuple(tokens) for tokens, _ in drafts if tokens[:-1] in _PROMPTS}
             assert len(firsts) == len(_PROMPTS), "a first step had no draft"
-            await _check(said, guesses, least=60)
+            await _check(drafts, guesses, least=60)
         await cluster.idle()
 
 
@@ -196,7 +196,7 @@ async def test_after_a_move(
     reference: Reference,
     redis_url: str,
     tmp_path: Path,
-    said: list[Any],
+    drafts: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
@@ -206,12 +206,12 @@ async def test_after_a_move(
         ceiling.arm(monkeypatch.setattr)
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
         assert answer.ids == _expected(reference, model_dir, _GREEDY)[0]
-        await _check(said, guesses, least=19)
+        await _check(drafts, guesses, least=19)
 
 
 @pytest.mark.parametrize(("kind", "tp"), _ON_RANKS)
 async def test_after_a_pull(
-    kind: str, tp: tuple[int, int], checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
+    kind: str, tp: tuple[int, int], checkpoint: Checkpoint, redis_url: str, tmp_path: Path, drafts: list[Any]
 ) -> None:
     """The fetching replica is a prefill replica that ships on, or a decode replica that computes the prompt."""
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
@@ -228,13 +228,13 @@ async def test_after_a_pull(
             policy.ways[len(prompt)] = [Option(prefill=prefill, decode=decode, fetch_from=source, fetch_tokens=fetch)]
             answer = await cluster.generate(prompt, _GREEDY)
             assert answer.route.fetched_tokens == fetch
-            await _check(said, guesses, least=10)
+            await _check(drafts, guesses, least=10)
         await cluster.idle()
 
 
 @pytest.mark.parametrize("kind", _CHAINED)
 async def test_after_a_lower_tier(
-    kind: str, checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
+    kind: str, checkpoint: Checkpoint, redis_url: str, tmp_path: Path, drafts: list[Any]
 ) -> None:
     """The decode replica computes prompts itself."""
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
@@ -247,7 +247,7 @@ async def test_after_a_lower_tier(
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         for prompt in (*longer, longer[0]):
             await cluster.generate(prompt, _GREEDY)
-        await _check(said, guesses, least=60)
+        await _check(drafts, guesses, least=60)
         await cluster.idle()
         totals = cluster.seen(cluster.pools[Role.DECODE][0]).status.totals
         assert totals.host_hit_tokens == 96

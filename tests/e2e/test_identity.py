@@ -42,18 +42,20 @@ async def test_certificates_are_renewed_under_running_requests(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frame streams keep their connections; later calls, transfers and migrations use new ones."""
-    model_dir, [asked, next_asked] = checkpoint("llama"), prompts(40, 30)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, [asked, next_asked], _GREEDY)]
+    model_dir, [first_prompt, second_prompt] = checkpoint("llama"), prompts(40, 30)
+    expected = [
+        [token.token_id for token in tokens] for tokens in reference(model_dir, [first_prompt, second_prompt], _GREEDY)
+    ]
     running_on = Ceiling(8)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
-        running = asyncio.create_task(cluster.generate(asked, _GREEDY, id="before"))
+        running = asyncio.create_task(cluster.generate(first_prompt, _GREEDY, id="before"))
         decode = cluster.seen(cluster.pools[Role.DECODE][0])
         await cluster.until(lambda: decode.status.running == 1)
         later = []
         for turn in range(3):
             cluster.renew()
-            later.append(asyncio.create_task(cluster.generate(next_asked, _GREEDY, id=f"after {turn}")))
+            later.append(asyncio.create_task(cluster.generate(second_prompt, _GREEDY, id=f"after {turn}")))
             await cluster.until(lambda count=turn + 2: decode.status.running == count)
         running_on.lift()
         assert (await running).ids == expected[0]
@@ -67,11 +69,11 @@ async def test_certificates_are_renewed_under_running_requests(
 async def test_only_without_tls_does_a_stranger_get_an_answer(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tls: str
 ) -> None:
-    model_dir, [asked] = checkpoint("llama"), prompts(40)
-    expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
+    model_dir, [first_prompt] = checkpoint("llama"), prompts(40)
+    expected = [token.token_id for token in reference(model_dir, [first_prompt], _GREEDY)[0]]
     stop = "/cluster.worker.v1.DecodeWorker/Stop"
     async with local_cluster(model_dir, redis_url, security={"tls": tls}, **_TREE) as cluster:
-        assert (await cluster.generate(asked, _GREEDY)).ids == expected
+        assert (await cluster.generate(first_prompt, _GREEDY)).ids == expected
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
         pending_peer = in_clear(router("stranger"))
         async with open_channel(seen.member.address, peer=rank(seen.id), identity=pending_peer) as channel:
@@ -101,12 +103,12 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
             for replica in pool:
                 peers = [(rank(replica.id, i), one.bind()["address"]) for i, one in enumerate(replica.ranks)]
                 before = replica.blocks
-                for who, (identity, statuses) in strangers.items():
+                for client, (identity, statuses) in strangers.items():
                     for peer, address in peers:
                         async with open_channel(address, peer=peer, identity=identity) as channel:
                             for name in _asked_by_a_router() if identity.name.is_rank else METHODS:
                                 got = await call(channel, name, truthful(name, _ROUTER, peer))
-                                assert got in statuses, (who, name)
+                                assert got in statuses, (client, name)
                 assert replica.blocks == before
         await cluster.idle()
 
@@ -134,15 +136,17 @@ async def test_an_operators_own_authority_issues_and_is_replaced_under_running_r
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `security.tls: files`, certificates of an old and a new intermediate of one root work together."""
-    model_dir, [asked, next_asked] = checkpoint("llama"), prompts(40, 30)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, [asked, next_asked], _GREEDY)]
+    model_dir, [first_prompt, second_prompt] = checkpoint("llama"), prompts(40, 30)
+    expected = [
+        [token.token_id for token in tokens] for tokens in reference(model_dir, [first_prompt, second_prompt], _GREEDY)
+    ]
     root, security = issue_authority("root"), {"tls": "files"}
     security["ca"], _ = root.write(tmp_path, "root")
     security["certificate"], security["key"] = issue_authority("first", root).write(tmp_path, "issuing")
     running_on = Ceiling(8)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, security=security, **_TREE) as cluster:
-        running = asyncio.create_task(cluster.generate(asked, _GREEDY, id="before"))
+        running = asyncio.create_task(cluster.generate(first_prompt, _GREEDY, id="before"))
         decode = cluster.seen(cluster.pools[Role.DECODE][0])
         await cluster.until(lambda: decode.status.running == 1)
         issue_authority("second", root).write(tmp_path, "issuing")
@@ -150,7 +154,7 @@ async def test_an_operators_own_authority_issues_and_is_replaced_under_running_r
         fresh = await cluster.add(Role.PREFILL)
         assert cluster.seen(fresh).is_usable, "the others still show certificates of the first"
         cluster.renew()
-        later = asyncio.create_task(cluster.generate(next_asked, _GREEDY, id="after"))
+        later = asyncio.create_task(cluster.generate(second_prompt, _GREEDY, id="after"))
         await cluster.until(lambda: decode.status.running == 2)
         running_on.lift()
         assert ((await running).ids, (await later).ids) == tuple(expected)

@@ -69,12 +69,12 @@ def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: Cluste
 
     everywhere = {address for addresses in listening.values() for address in addresses}
     assert ("127.0.0.1", http) in everywhere
-    asked = [(*address, words) for address in everywhere for words in _WORDS]
+    probes = [(*address, words) for address in everywhere for words in _WORDS]
     with ThreadPoolExecutor(32) as pool:
-        said = dict(zip(asked, pool.map(lambda each: _answer(*each), asked), strict=True))
-    assert sum(answer.startswith(b"-NOAUTH") for answer in said.values()) == 1, "the index asks who it is"
-    assert said["127.0.0.1", http, _WORDS[1]].startswith(b"HTTP/1.1 401 ")
-    assert not {each: answer for each, answer in said.items() if _is_given(answer)}
+        responses = dict(zip(probes, pool.map(lambda each: _answer(*each), probes), strict=True))
+    assert sum(answer.startswith(b"-NOAUTH") for answer in responses.values()) == 1, "the index asks who it is"
+    assert responses["127.0.0.1", http, _WORDS[1]].startswith(b"HTTP/1.1 401 ")
+    assert not {each: answer for each, answer in responses.items() if _is_given(answer)}
     answers = asyncio.run(_call_all({address for addresses in listening.values() for address in addresses}))
     assert not answers
     after = json.loads(cluster.run("status", "--json").out)

@@ -61,8 +61,8 @@ def captured(tmp_path: Path) -> str:
         {"timestamp": 50.5 * i, "input_length": 100, "output_length": 4, "hash_ids": [221999303245034, 1 << 40 + i]}
         for i in range(3)
     ]
-    told = {"tokens_per_id": 64, "ttft_ms": 928.2, "itl_ms": 64.33}
-    path.write_text("\n".join(json.dumps(row | told) for row in rows))
+    timings = {"tokens_per_id": 64, "ttft_ms": 928.2, "itl_ms": 64.33}
+    path.write_text("\n".join(json.dumps(row | timings) for row in rows))
     return str(path)
 
 
@@ -84,8 +84,8 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
         assert 0 < report["reuse_share"] <= 0.5 and report["ttft_ms"]["mean"] > 0 and report["itl_ms"]["mean"] > 0
     load = ["--poisson", "20", "--requests", "5", "--prompt-tokens", "20", "--output-tokens", "3", "--endpoint", grpc]
     assert await asyncio.to_thread(run, ["bench", *load]) == 0
-    said = capsys.readouterr().out
-    assert "5 requests" in said and "no prediction: " in said and "PREDICTED" not in said
+    output = capsys.readouterr().out
+    assert "5 requests" in output and "no prediction: " in output and "PREDICTED" not in output
     assert await asyncio.to_thread(run, ["bench", "--trace", captured, "--endpoint", grpc]) == 0
     assert "3 requests" in capsys.readouterr().out
     assert (

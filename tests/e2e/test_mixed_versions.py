@@ -96,8 +96,8 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
     Each prefill replica ships to each decode replica and fetches from the other, and a running choice migrates from
     the current replica to the oldest and back.
     """
-    model_dir, asked = checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     policy, under = FakePolicy(), Ceiling(_STOOD)
     under.arm(monkeypatch.setattr)
     tree = _TREE | {"kv": {"wire_dtype": "raw", "encrypt": encrypt}}
@@ -109,7 +109,7 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
         async def ask(number: int, **way: Any) -> RequestRoute:
             """Return the route of a short answer."""
             policy.way = Option(**way)
-            answer = await cluster.generate(asked[number], replace(_GREEDY, max_tokens=_STOOD), id=f"{number} {way}")
+            answer = await cluster.generate(inputs[number], replace(_GREEDY, max_tokens=_STOOD), id=f"{number} {way}")
             assert answer.ids == expected[number][:_STOOD], way
             route = answer.route
             assert (route.prefill_replica, route.decode_replica, route.attempts) == (way["prefill"], way["decode"], 1)
@@ -125,7 +125,7 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
             assert (await ask(number, prefill=prefill, decode=_OLDEST[1], **held)).fetched_tokens >= 16
 
         policy.way, policy.move_to = Option(prefill=_OLDEST[0], decode=today.id), _OLDEST[1]
-        moving = asyncio.create_task(cluster.generate(asked[5], _GREEDY, id="moving"))
+        moving = asyncio.create_task(cluster.generate(inputs[5], _GREEDY, id="moving"))
         await cluster.until(lambda: cluster.seen(today).status.running)
         there = cluster.replicas.get(_OLDEST[1])
         assert there
@@ -146,8 +146,8 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
 async def test_todays_workers_serve_a_router_of_the_oldest_version(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, oldest: Path, tmp_path: Path
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(40, 33)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(40, 33)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     tree = _TREE | {"router": {"max_local_prefill": 0, "grpc_port": free_port()}}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         old = OldestProcess(oldest, cluster.launch, cluster.identity(router("router-old")), log=tmp_path / "router.log")
@@ -155,13 +155,13 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
             endpoints = await asyncio.to_thread(old.start)
             await becomes(lambda: seen_by(ask_at(endpoints["admin"], "/health")) == {"prefill": 1, "decode": 1})
             async with grpc.aio.insecure_channel(endpoints["grpc"]) as channel:
-                answers = [await _asked_at(channel, prompt) for prompt in asked]
+                answers = [await _generate_at(channel, prompt) for prompt in inputs]
         finally:
             await asyncio.to_thread(old.stop)
         assert [ids for ids, _ in answers] == expected
         served = {replica.id for pool in cluster.pools.values() for replica in pool}
         assert {name for _, trace in answers for name in (trace.prefill_replica, trace.decode_replica)} == served
-        assert (await cluster.generate(asked[0], _GREEDY)).ids == expected[0], "today's router has them still"
+        assert (await cluster.generate(inputs[0], _GREEDY)).ids == expected[0], "today's router has them still"
         await cluster.idle()
 
 
@@ -175,8 +175,8 @@ async def test_replica_of_another_wire_version_is_reported_and_the_others_serve(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The replica belongs to the deployment and its address is reachable; only its wire version differs."""
-    model_dir, [asked] = checkpoint("llama"), prompts(40)
-    expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
+    model_dir, [inputs] = checkpoint("llama"), prompts(40)
+    expected = [token.token_id for token in reference(model_dir, [inputs], _GREEDY)[0]]
     async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
         [decode] = cluster.pools[Role.DECODE]
         newer = replace(cluster.seen(decode).member, replica="decode-9", wire_version=WIRE_VERSION + 1)
@@ -184,13 +184,13 @@ async def test_replica_of_another_wire_version_is_reported_and_the_others_serve(
             membership = Membership(redis, name=cluster.spec.name, key=cluster.credentials.key(Purpose.MEMBERS))
             await membership.renew(newer)
             await becomes(lambda: any("'decode-9' is ignored (other version)" in line for line in caplog.messages))
-            answer = await cluster.generate(asked, _GREEDY)
+            answer = await cluster.generate(inputs, _GREEDY)
             assert answer.ids == expected and answer.route.decode_replica == decode.id
             assert cluster.replicas.get("decode-9") is None
         await cluster.idle()
 
 
-async def _asked_at(channel: grpc.aio.Channel, prompt: list[int]) -> tuple[list[int], pb.Trace]:
+async def _generate_at(channel: grpc.aio.Channel, prompt: list[int]) -> tuple[list[int], pb.Trace]:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt), sampling=pb.SamplingParams(temperature=0, max_tokens=_GREEDY.max_tokens)
     )

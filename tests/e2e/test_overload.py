@@ -101,10 +101,10 @@ async def test_refusals_come_at_once_with_a_hint_and_what_is_admitted_is_served(
                 assert error.retry_after_s > 0
                 return 0
 
-        asked = [asyncio.create_task(one(i)) for i in range(60)]
-        await becomes(lambda: sum(task.done() for task in asked) >= 50)  # rejected before any answer can have ended
+        requests = [asyncio.create_task(one(i)) for i in range(60)]
+        await becomes(lambda: sum(task.done() for task in requests) >= 50)  # rejected before any answer can have ended
         running_on.lift()
-        counts = await asyncio.gather(*asked)
+        counts = await asyncio.gather(*requests)
         assert set(counts) == {0, 24}
         assert sum(count > 0 for count in counts) >= 9, "what fits into the queue is served"
         await cluster.idle()

@@ -142,19 +142,19 @@ async def _load(service: RouterService) -> None:
 async def _page(service: RouterService) -> AsyncIterator[Any]:
     """Open the page. Browser errors and requests to other hosts fail the test."""
     admin = "http://{}:{}".format(*service.admin_address)
-    said: list[str] = []
-    asked: list[str] = []
+    errors: list[str] = []
+    foreign_urls: list[str] = []
     async with playwright.async_playwright() as play:
         browser = await play.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(viewport={"width": 1280, "height": 1000})
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: said.append("a dialog"))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("dialog", lambda dialog: errors.append("a dialog"))
+        page.on("request", lambda request: foreign_urls.append(request.url))
         await page.goto(f"{admin}/ui")
         try:
             yield page
         finally:
             await browser.close()
-    assert not [one for one in asked if not one.startswith(admin + "/")]
-    assert not said
+    assert not [one for one in foreign_urls if not one.startswith(admin + "/")]
+    assert not errors

@@ -55,12 +55,12 @@ async def test_streams_continue_and_the_far_side_returns_empty(
     async with local_cluster(model_dir, near_redis, processes=True, **_TREE) as cluster:
         adding = [cluster.add(each, ceiling=running_on, on=cable.near) for each in Role]
         far, *_ = await asyncio.gather(cluster.add(role, ceiling=running_on, on=cable.far), *adding)
-        asked = [asyncio.create_task(_ask(cluster, prompt)) for prompt in _PROMPTS]
+        requests = [asyncio.create_task(_ask(cluster, prompt)) for prompt in _PROMPTS]
         await becomes(lambda: far.ranks[0].status()["running"])
         cable.cut()
         running_on.lift()
         async with asyncio.timeout(WITHIN_S):
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*requests)
         assert [answer.ids for answer in answers] == [[token.token_id for token in tokens] for tokens in expected]
         # After three seconds of silence it is dropped, whether it was in use or not.
         await cluster.until(lambda: not (seen := cluster.replicas.get(far.id)) or not seen.is_usable)

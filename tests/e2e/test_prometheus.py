@@ -76,17 +76,19 @@ async def _has_two(ask: Any) -> bool:
 
 
 async def _check(ask: Any) -> None:
-    asked = {}
+    queries = {}
     for path in _FILES.glob("*.json"):
         for panel in json.loads(path.read_text())["panels"]:
-            asked |= {f"{path.name}: {panel['title']}: {one['expr']}": one["expr"] for one in panel.get("targets", ())}
-    asked = {who: expr.replace("$__rate_interval", "15s").replace("$job", ".+") for who, expr in asked.items()}
+            queries |= {
+                f"{path.name}: {panel['title']}: {one['expr']}": one["expr"] for one in panel.get("targets", ())
+            }
+    queries = {who: expr.replace("$__rate_interval", "15s").replace("$job", ".+") for who, expr in queries.items()}
     # Data must exist in a healthy state, so the comparison with the limit is removed.
-    asked |= {name: expr.rpartition(") ")[0] + ")" for name, expr in _ALERTS.items()}
-    assert len(asked) > 60
+    queries |= {name: expr.rpartition(") ")[0] + ")" for name, expr in _ALERTS.items()}
+    assert len(queries) > 60
 
     async def without() -> list[str]:
-        return [who for who, expr in asked.items() if not any(map(math.isfinite, await ask(expr)))]
+        return [who for who, expr in queries.items() if not any(map(math.isfinite, await ask(expr)))]
 
     async def none_is() -> bool:
         return not await without()

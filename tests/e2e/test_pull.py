@@ -193,11 +193,11 @@ async def test_cancelled_fetch_frees_everything(checkpoint: Checkpoint, redis_ur
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         await _ask(cluster, policy, prompt, f"> {prefix_source.id}")
         prefix_source.send(signal.SIGSTOP)
-        asking = asyncio.create_task(
+        generating = asyncio.create_task(
             _ask(cluster, policy, prompt, f"{prefill} < {prefix_source.id} > {decode}", fetch=64)
         )
         await cluster.until(lambda: (seen := cluster.replicas.get(prefill)) and seen.status.running)
-        asking.cancel()
+        generating.cancel()
         others = [replica for replica in cluster.replicas if replica.id != prefix_source.id]
         await cluster.until(lambda: not any(replica.status.running for replica in others))
         prefix_source.send(signal.SIGCONT)
@@ -255,14 +255,14 @@ async def test_a_hot_prefix_is_copied_before_it_queues(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     model_dir, prefix = checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
-    asked = [prefix + prompts(100 + i)[0][::-1] for i in range(8)]
+    inputs = [prefix + prompts(100 + i)[0][::-1] for i in range(8)]
     rates = SteadyRates()
     async with local_cluster(model_dir, redis_url, policy=rates, **_tree(2, 1)) as cluster:
         rates.replicas = cluster.replicas
         first = await cluster.generate(prefix, _GREEDY)
         await _known(cluster, prefix, 320)
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
-        assert [answer.ids for answer in answers] == _ids(reference(model_dir, asked, _GREEDY))
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
+        assert [answer.ids for answer in answers] == _ids(reference(model_dir, inputs, _GREEDY))
         other = next(r.id for r in cluster.pools[Role.PREFILL] if r.id != first.route.prefill_replica)
         assert {answer.route.prefill_replica for answer in answers} == {first.route.prefill_replica, other}
         # A sibling that overtakes the fetching one may compute the prefix itself, so that nothing is left to fetch.

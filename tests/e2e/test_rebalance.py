@@ -34,8 +34,8 @@ class Crowding:
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
-        wanted = [view for view in decodes if view.replica == _CROWDED] or decodes
-        return RoundRobin().options(demand, prefills, wanted)
+        candidates = [view for view in decodes if view.replica == _CROWDED] or decodes
+        return RoundRobin().options(demand, prefills, candidates)
 
 
 @pytest.fixture
@@ -49,12 +49,12 @@ def running_on(monkeypatch: pytest.MonkeyPatch) -> Ceiling:
 async def test_crowded_requests_spread_with_unchanged_tokens(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling, sampling: Sampling
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, sampling)]
+    model_dir, inputs = checkpoint("llama"), prompts(*range(20, 28))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, sampling)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
         async with beside(cluster.core.rebalance_forever()):
             running = [
-                asyncio.create_task(cluster.generate(prompt, sampling, id=str(i))) for i, prompt in enumerate(asked)
+                asyncio.create_task(cluster.generate(prompt, sampling, id=str(i))) for i, prompt in enumerate(inputs)
             ]
             emptier = cluster.seen(cluster.pools[Role.DECODE][1])
             await cluster.until(lambda: emptier.status.running >= 2)
@@ -71,12 +71,12 @@ async def test_crowded_requests_spread_with_unchanged_tokens(
 async def test_migrated_request_migrates_again_when_its_replica_drains(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(*range(20, 28))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
         async with beside(cluster.core.rebalance_forever()):
             running = [
-                asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked)
+                asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(inputs)
             ]
             newcomer = next(replica for replica in cluster.pools[Role.DECODE] if replica.id != _CROWDED)
             await cluster.until(lambda: cluster.seen(newcomer).status.running)  # the first choice has moved

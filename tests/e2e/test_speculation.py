@@ -46,8 +46,8 @@ def model_dir(checkpoint: Checkpoint) -> Path:
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[list[int]]:
     runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1))
-    asked = [Asked(prompt, sampling, num_choices=2) for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)]
-    return answers(runner, asked).ids
+    requests = [Asked(prompt, sampling, num_choices=2) for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)]
+    return answers(runner, requests).ids
 
 
 @pytest.fixture
@@ -66,12 +66,12 @@ def _tree(method: str, prefill: int = 1, decode: int = 1, model: str | None = No
 
 
 async def _answers(cluster: LocalCluster) -> list[Answer]:
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(i), n=2)
         for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:

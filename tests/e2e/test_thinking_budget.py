@@ -45,7 +45,7 @@ def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path, reference: Reference) -> list[list[int]]:
     """Compute the expected answers without budgets: generate the thinking, then continue after the marker."""
-    told = list[list[int]]()
+    expected_ids = list[list[int]]()
     for seed, (prompt, budget) in enumerate(zip(_PROMPTS, _BUDGETS, strict=True)):
         for choice in range(_CHOICES):
             sampling = replace(_SAMPLED, seed=choice_seed(seed, choice))
@@ -54,17 +54,17 @@ def expected(model_dir: Path, reference: Reference) -> list[list[int]]:
             if left := _SAMPLED.max_tokens - len(ids):
                 (answer,) = reference(model_dir, [[*prompt, *ids]], replace(sampling, max_tokens=left))
                 ids += [token.token_id for token in answer]
-            told.append(ids)
-    return told
+            expected_ids.append(ids)
+    return expected_ids
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    asked = [
+    requests = [
         cluster.generate(prompt, replace(_SAMPLED, seed=seed), id=str(seed), n=_CHOICES, thinking=_budget(budget))
         for seed, (prompt, budget) in enumerate(zip(_PROMPTS, _BUDGETS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
     return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
 
 
@@ -76,8 +76,10 @@ async def test_one_pair_including_single_token_answers(
         one = replace(_SAMPLED, max_tokens=1)
         first = await cluster.generate(_PROMPTS[0], one, thinking=_budget(0))  # from the prefill replica alone
         assert first.ids == [_CLOSING[0]] and not first.route.decode_replica
-        told = await cluster.generate(_PROMPTS[2], replace(_SAMPLED, seed=2, num_logprobs=1), thinking=_budget(9))
-        assert told.ids == expected[4] and all(token.logprob for token in told.tokens[0])
+        expected_ids = await cluster.generate(
+            _PROMPTS[2], replace(_SAMPLED, seed=2, num_logprobs=1), thinking=_budget(9)
+        )
+        assert expected_ids.ids == expected[4] and all(token.logprob for token in expected_ids.tokens[0])
         await cluster.idle()
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
         # Per choice, at least the marker's tokens after its first are forced.
@@ -132,6 +134,6 @@ async def test_grammar_starts_after_the_marker(model_dir: Path, redis_url: str) 
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         answer = await cluster.generate(_PROMPTS[0], sampling, n=2, grammar=grammar, thinking=_budget(6))
         for tokens in answer.tokens.values():
-            said = "".join(CHARACTERS[token.token_id] for token in tokens[:-1])
-            assert said[6:] == "</think>yes, indeed" and tokens[-1].token_id == END
+            answers_found = "".join(CHARACTERS[token.token_id] for token in tokens[:-1])
+            assert answers_found[6:] == "</think>yes, indeed" and tokens[-1].token_id == END
         await cluster.idle()

@@ -53,7 +53,7 @@ _PROMPTS = [
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     number: int
     schema: Schema
     prompt: list[int]
@@ -67,20 +67,20 @@ class _Asked:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_answers_to_some_schemas_are_instances(smollm2_dir: Path, redis_url: str) -> None:
-    asked = _all_asked(Tokenizer(smollm2_dir), schemas(20))
-    here = await _answers(smollm2_dir, redis_url, asked, 0, 1)
-    _check(smollm2_dir, asked, here)
-    assert _ids(await _answers(smollm2_dir, redis_url, asked, 1, 1, kills=True)) == _ids(here)
+    requests = _make_requests(Tokenizer(smollm2_dir), schemas(20))
+    here = await _answers(smollm2_dir, redis_url, requests, 0, 1)
+    _check(smollm2_dir, requests, here)
+    assert _ids(await _answers(smollm2_dir, redis_url, requests, 1, 1, kills=True)) == _ids(here)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 async def test_answers_to_a_thousand(smollm2_dir: Path, redis_url: str) -> None:
-    asked = _all_asked(Tokenizer(smollm2_dir), schemas(1000))
-    pair = await _answers(smollm2_dir, redis_url, asked, 1, 1)
-    print("ended:", dict(_check(smollm2_dir, asked, pair)))
-    assert _ids(await _answers(smollm2_dir, redis_url, asked, 0, 1)) == _ids(pair)
-    assert _ids(await _answers(smollm2_dir, redis_url, asked, 2, 2, kills=True)) == _ids(pair)
+    requests = _make_requests(Tokenizer(smollm2_dir), schemas(1000))
+    pair = await _answers(smollm2_dir, redis_url, requests, 1, 1)
+    print("ended:", dict(_check(smollm2_dir, requests, pair)))
+    assert _ids(await _answers(smollm2_dir, redis_url, requests, 0, 1)) == _ids(pair)
+    assert _ids(await _answers(smollm2_dir, redis_url, requests, 2, 2, kills=True)) == _ids(pair)
 
 
 @pytest.mark.slow
@@ -91,24 +91,24 @@ async def test_answers_to_public_schemas(smollm2_dir: Path, redis_url: str) -> N
     print(f"{len(taken)} schemas are taken, {sum(rejected.values())} are refused:")
     print(*(f"{count:4d} {why}" for why, count in sorted(rejected.items(), key=lambda of: -of[1])), sep="\n")
     assert len(taken) > 200
-    asked = _all_asked(tokenizer, taken)
-    pair = await _answers(smollm2_dir, redis_url, asked, 1, 1)
-    print("ended:", dict(_check(smollm2_dir, asked, pair)))
-    assert _ids(await _answers(smollm2_dir, redis_url, asked, 0, 1)) == _ids(pair)
+    requests = _make_requests(tokenizer, taken)
+    pair = await _answers(smollm2_dir, redis_url, requests, 1, 1)
+    print("ended:", dict(_check(smollm2_dir, requests, pair)))
+    assert _ids(await _answers(smollm2_dir, redis_url, requests, 0, 1)) == _ids(pair)
 
 
-def _all_asked(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Asked]:
+def _make_requests(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Request]:
     """Alternate between greedy and sampled requests."""
     common: dict[str, Any] = {"max_tokens": _MAX_ANSWER, "stop_token_ids": tuple(tokenizer.eos_token_ids)}
     prompts = [tokenizer.encode(prompt) for prompt in _PROMPTS]
     return [
-        _Asked(i, schema, prompts[i % len(prompts)], Sampling(temperature=float(i // 2 % 2), seed=i, **common))
+        _Request(i, schema, prompts[i % len(prompts)], Sampling(temperature=float(i // 2 % 2), seed=i, **common))
         for i, schema in enumerate(drawn)
     ]
 
 
 async def _answers(
-    model_dir: Path, redis_url: str, asked: list[_Asked], prefill: int, decode: int, *, kills: bool = False
+    model_dir: Path, redis_url: str, requests: list[_Request], prefill: int, decode: int, *, kills: bool = False
 ) -> list[Answer]:
     """Generate all answers. prefill 0: decode replicas compute the prompts. kills: additional replicas join and die."""
     tree = exact_tree(prefill, decode) | {"timeouts": {"queue_s": 600}}
@@ -119,11 +119,11 @@ async def _answers(
     begin, answers, dead = time.monotonic(), list[Answer](), list[LocalReplica]()
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
         others: list[LocalReplica] = []
-        for number, first in enumerate(range(0, len(asked), _WAVE)):
+        for number, first in enumerate(range(0, len(requests), _WAVE)):
             if kills and number % _EVERY == 0:
                 faults = {role: _DYING[role][number // _EVERY % len(_DYING[role])] for role in Role}
                 others = await asyncio.gather(*(cluster.add(role, fault) for role, fault in faults.items()))
-            answers += await asyncio.gather(*(_generate(cluster, one) for one in asked[first : first + _WAVE]))
+            answers += await asyncio.gather(*(_generate(cluster, one) for one in requests[first : first + _WAVE]))
             dead += [other for other in others if other not in dead and other.has_been_hit]
         await cluster.idle()
     went_on = sum(answer.route.migrations > 0 for answer in answers)
@@ -138,20 +138,20 @@ async def _answers(
     return answers
 
 
-async def _generate(cluster: LocalCluster, asked: _Asked) -> Answer:
-    return await cluster.generate(asked.prompt, asked.sampling, id=str(asked.number), grammar=asked.grammar)
+async def _generate(cluster: LocalCluster, requests: _Request) -> Answer:
+    return await cluster.generate(requests.prompt, requests.sampling, id=str(requests.number), grammar=requests.grammar)
 
 
 def _ids(answers: list[Answer]) -> list[list[int]]:
     return [answer.ids for answer in answers]
 
 
-def _check(model_dir: Path, asked: list[_Asked], answers: list[Answer]) -> Counter[FinishReason | None]:
+def _check(model_dir: Path, requests: list[_Request], answers: list[Answer]) -> Counter[FinishReason | None]:
     """Assert that a separately compiled grammar allows each token, and that uncut answers are instances."""
     tokenizer = Tokenizer(model_dir)
     compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
     ends: Counter[FinishReason | None] = Counter()
-    for one, answer in zip(asked, answers, strict=True):
+    for one, answer in zip(requests, answers, strict=True):
         ends[reason := answer.tokens[0][-1].finish_reason] += 1
         mask = compiler.compile(one.grammar).mask(one.sampling.stop_token_ids)
         for length, token in enumerate(answer.ids):
@@ -161,7 +161,7 @@ def _check(model_dir: Path, asked: list[_Asked], answers: list[Answer]) -> Count
         else:
             assert reason is FinishReason.STOP
             _check_instance(one.schema, tokenizer.decode(answer.ids[:-1]))
-    assert ends[FinishReason.STOP] > len(asked) / 8, "hardly any has come to its end"
+    assert ends[FinishReason.STOP] > len(requests) / 8, "hardly any has come to its end"
     return ends
 
 

@@ -50,12 +50,12 @@ _TREE: dict[str, Any] = {
 
 
 async def test_a_full_disk_for_logs_stops_nobody(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(20, 40, 60)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(20, 40, 60)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     async with local_cluster(model_dir, redis_url, processes=True, **_TREE) as cluster:
         for role in Role:
             await cluster.add(role, log="/dev/full")  # every write to it fails with ENOSPC
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
         assert [answer.ids for answer in answers] == expected
         await cluster.idle()
 

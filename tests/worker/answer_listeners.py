@@ -16,21 +16,21 @@ class FakeAnswerListener:
     def __init__(self) -> None:
         self.handoff: Handoff | None = None
         self.opening: transfer_pb2.OpenRequest | None = None
-        self.heard: list[str] = []
+        self.events: list[str] = []
         self.num_from_peers: int | None = None
         self.error: ClusterError | None = None
 
     def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
         self.handoff, self.opening = handoff, opening
-        self.heard.append(f"reserved, {num_cached} cached")
+        self.events.append(f"reserved, {num_cached} cached")
 
     def started(self, num_tokens: int, *, epoch: int, num_from_peers: int) -> None:
-        self.heard.append(f"started at {num_tokens}, epoch {epoch}")
+        self.events.append(f"started at {num_tokens}, epoch {epoch}")
         self.num_from_peers = num_from_peers
 
     def ended(self, error: ClusterError | None) -> None:
         self.error = error
-        self.heard.append("ended")
+        self.events.append("ended")
 
     def landing(self, *next_tokens: int) -> Landing:
         assert self.handoff

@@ -266,7 +266,7 @@ def test_row_changes_continue_the_last_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "value", "said"),
+    ("array", "value", "message"),
     [
         ("number", 1, "step 1 instead of 2"),
         ("number", 3, "step 3 instead of 2"),
@@ -276,10 +276,10 @@ def test_row_changes_continue_the_last_rows() -> None:
         ("blocks", [5, 6, -1], "block id"),
     ],
 )
-def test_a_step_beyond_the_pool_or_out_of_turn_ends_the_rank(array: str, value: object, said: str) -> None:
+def test_a_step_beyond_the_pool_or_out_of_turn_ends_the_rank(array: str, value: object, message: str) -> None:
     first = encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())
     rank, follower = _follower(deque([first, encode_step(_changes(**{array: value}), Orders())]))
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         follower.follow()
     assert rank.did == [[10, 11, 12, 13, 14, 15]]
 

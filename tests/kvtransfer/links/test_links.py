@@ -240,9 +240,9 @@ def _is_turned_away(pending_peer: socket.socket) -> bool:
 def test_who_does_not_have_the_secret_is_not_let_in_whatever_he_says(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         rendezvous = BothEnds(pool, tmp_path)
-        for said in (bytes(64), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10, b"\xff" * 5000):
+        for reply in (bytes(64), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10, b"\xff" * 5000):
             with rendezvous.knock() as pending_peer:
-                pending_peer.sendall(said)
+                pending_peer.sendall(reply)
                 assert _is_turned_away(pending_peer)
         _carry(*rendezvous.let_in())
 
@@ -254,9 +254,9 @@ def test_what_one_end_said_once_opens_no_door_again(tmp_path: Path) -> None:
         rendezvous = BothEnds(pool, tmp_path)
         with rendezvous.knock() as early:
             nonces = {"receiver_nonce": early.recv(32), "sender_nonce": bytes(32)}
-        said = bytes(32) + handshake.proof(is_sender=True, **nonces)
+        reply = bytes(32) + handshake.proof(is_sender=True, **nonces)
         with rendezvous.knock() as late:
-            late.sendall(said)
+            late.sendall(reply)
             assert _is_turned_away(late)
         with rendezvous.knock() as echo:  # the receiver's own bytes must not authenticate a sender either
             echo.sendall(

@@ -115,12 +115,12 @@ def test_meet_returns_after_a_first_transfer_on_the_device(
     This must happen while the ends connect, before any payload is announced.
     """
 
-    done, asking = threading.Event(), set[int]()
+    done, queries = threading.Event(), set[int]()
 
     class DoneWhenSaid(FakeMark):
         @property
         def is_over(self) -> bool:  # type: ignore[override]
-            asking.add(threading.get_ident())
+            queries.add(threading.get_ident())
             return done.is_set()
 
     monkeypatch.setattr(nccl_module, "StreamEvent", DoneWhenSaid)
@@ -128,7 +128,7 @@ def test_meet_returns_after_a_first_transfer_on_the_device(
     links = [_link(tmp_path / "store", fake, is_sender=fake is sending) for fake in (sending, receiving)]
     with ThreadPoolExecutor(2) as pool:
         meetings = [pool.submit(link.meet) for link in links]
-        _until(lambda: len(asking) == 2)
+        _until(lambda: len(queries) == 2)
         assert ("send", "kv-nccl") in sending.called and ("recv", "kv-nccl") in receiving.called
         assert not any(rendezvous.done() for rendezvous in meetings)
         done.set()
@@ -298,19 +298,19 @@ def test_operation_waits_for_earlier_uses_of_its_payload(
 def test_peer_death_is_detected_while_the_device_waits(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = set[int]()
+    queries = set[int]()
 
     class UnderWay(FakeMark):
         @property
         def is_over(self) -> bool:  # type: ignore[override]
-            asking.add(threading.get_ident())
+            queries.add(threading.get_ident())
             return False
 
     sender, receiver = _pair(tmp_path / "store", fakes(), receiving := fakes())
     monkeypatch.setattr(nccl_module, "StreamEvent", UnderWay)
     incoming = receiver.recv(_payload())
     sender.send(_payload())
-    _until(lambda: len(asking) == 2)  # both are enqueued on the device
+    _until(lambda: len(queries) == 2)  # both are enqueued on the device
 
     def gone(communicator: int) -> bool:
         raise NcclError("remote process exited")
